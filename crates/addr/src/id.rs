@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Ids of the parties a page fault is between.
+
+/// A VM under Pagetide, unique in one daemon's life and in its metadata pools.
+#[derive(
+    Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
+)]
+#[serde(transparent)]
+pub struct VmId(pub u32);
+
+/// A party attached to an address space: the VM's vCPUs, a device of the software DPU.
+#[derive(
+    Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
+)]
+#[serde(transparent)]
+pub struct DeviceId(pub u32);
+
+impl DeviceId {
+    /// The vCPUs of the VM, and whatever else runs in its VMM.
+    pub const VCPUS: Self = Self(0);
+}
+
+/// A queue of a device, as the device numbers it.
+#[derive(
+    Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
+)]
+#[serde(transparent)]
+pub struct QueueId(pub u16);
+
+/// A DMA domain: one backing file of guest RAM with its PA-bitmap (VPRI 5.1).
+#[derive(
+    Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
+)]
+#[serde(transparent)]
+pub struct DomainId(pub u32);
+
+/// Identity of a backing file on this host: the one name of guest RAM that all processes share.
+#[derive(
+    Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
+)]
+pub struct FileKey {
+    /// Device number of the file system, as `st_dev`.
+    pub dev: u64,
+    /// Inode number.
+    pub ino: u64,
+}
+
+impl std::fmt::Display for FileKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:x}:{}", self.dev, self.ino)
+    }
+}

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Place`]: where pages of an address space can be present.
+
+use pagetide_addr::{PageNo, PageRange};
+
+/// What became of a page that was to be installed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Installed {
+    /// The given content is what everyone sees from now on.
+    Installed,
+    /// The page was present already; nothing was written. (`EEXIST`)
+    AlreadyThere,
+}
+
+/// Why a place could not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum PlaceError {
+    /// The owner of the memory is gone; no page of it matters any more.
+    #[error("the VM's memory is gone (its process ended)")]
+    Gone,
+    /// The kernel refused.
+    #[error("{operation} of pages {start}..{end} failed: {source}")]
+    Kernel {
+        /// What was tried.
+        operation: &'static str,
+        /// First page.
+        start: PageNo,
+        /// Page after the last.
+        end: PageNo,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+}
+
+/// One backing of an address space: a VM's memfds, a GPU's memory.
+///
+/// Only [`AddressSpace`](crate) calls `install` and `discard`, and always under
+/// the section's lock.
+pub trait Place: Send + Sync {
+    /// Makes `page` present with `content`, whole and at once, for everyone who maps it, and
+    /// releases whoever waits for it in the kernel.
+    ///
+    /// # Errors
+    /// [`PlaceError`]; the page is then as it was.
+    fn install(&self, page: PageNo, content: &[u8; 4096]) -> Result<Installed, PlaceError>;
+
+    /// Like [`Place::install`] with a page of zeros.
+    ///
+    /// # Errors
+    /// As [`Place::install`].
+    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError>;
+
+    /// Installs neighbouring pages in one go; `content` is `pages.bytes()` long. Returns how many
+    /// pages from the start of `pages` were installed before one was there already (or all).
+    ///
+    /// # Errors
+    /// As [`Place::install`], when not even the first could be installed.
+    fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError>;
+
+    /// Reads present pages without making absent ones present (those read as zeros);
+    /// `into` is `pages.bytes()` long.
+    ///
+    /// # Errors
+    /// [`PlaceError`].
+    fn read(&self, pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError>;
+
+    /// Makes the pages absent for everyone; their content is gone.
+    ///
+    /// # Errors
+    /// [`PlaceError`]; some of the pages may be absent then.
+    fn discard(&self, pages: PageRange) -> Result<(), PlaceError>;
+
+    /// True if the page is present, whether or not anybody has it mapped.
+    ///
+    /// # Errors
+    /// [`PlaceError`].
+    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError>;
+
+    /// The runs of present pages within `pages`, ascending.
+    ///
+    /// # Errors
+    /// [`PlaceError`].
+    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError>;
+
+    /// Wakes whoever waits in the kernel for one of `pages`, without installing anything.
+    ///
+    /// # Errors
+    /// [`PlaceError`].
+    fn wake(&self, pages: PageRange) -> Result<(), PlaceError>;
+
+    /// Makes every access to `page` fail from now on: its content is lost.
+    ///
+    /// # Errors
+    /// [`PlaceError`], among them that the kernel cannot do it.
+    fn poison(&self, page: PageNo) -> Result<(), PlaceError>;
+}
