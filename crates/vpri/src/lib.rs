@@ -1,1 +1,21 @@
-//! Pagetide vpri.
+// SPDX-License-Identifier: Apache-2.0
+//! I/O page faults for devices that do DMA into guest memory which may be absent (VPRI 5, 6).
+//!
+//! [`bitmap`] says what devices may touch, [`lease`] keeps it there meanwhile,
+//! [`domain`] ties both to a file of guest RAM, [`queue`] carries page requests
+//! to the host and responses back.
+
+pub mod bitmap;
+#[cfg(not(loom))]
+pub mod domain;
+pub mod lease;
+#[cfg(not(loom))]
+pub mod queue;
+mod sync;
+
+pub use bitmap::{Attribute, PaBitmap};
+#[cfg(not(loom))]
+pub use domain::{DmaDomain, DomainError, DomainTable, EnginePort, LookUp};
+pub use lease::{Lease, PageAttributes};
+#[cfg(not(loom))]
+pub use queue::{DeviceEnd, Doorbell, FaultAssist, HostEnd, QueueFull, fault_queue};

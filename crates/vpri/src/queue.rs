@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The page fault queue of an engine and the way its answers come back (VPRI 5.2).
+//!
+//! ```text
+//!   engine                                             host
+//!   DeviceEnd::submit ──► page requests (bounded) ──► HostEnd::next
+//!   DeviceEnd::next   ◄── page responses           ◄── HostEnd::respond
+//!             ▲ doorbell                    doorbell ▲
+//! ```
+//! One pair of queues serves every device of the engine, as one PFQ serves all
+//! virtual functions of a DPU. Exactly one response answers a request. The
+//! response queue is as long as the request queue and an engine never has more
+//! requests outstanding than that, so a response always finds room; at the
+//! limit the engine stops popping chains and nothing grows.
+//!
+//! A doorbell is an eventfd that is rung only if the other side said that it is
+//! about to sleep: it arms the bell, looks at the queue once more, and sleeps.
+//! The producer pushes, then looks at the bell. Sequentially consistent fences
+//! on both sides keep the two looks from passing one another.
+
+use crossbeam_queue::ArrayQueue;
+use pagetide_addr::{PageRequest, PageResponse};
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    fd::{AsFd, BorrowedFd, OwnedFd},
+};
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering, fence},
+    },
+};
+
+/// The engine has as many page requests outstanding as the queue holds: pop no more chains.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the page fault queue is full ({0} requests outstanding)")]
+pub struct QueueFull(pub usize);
+
+/// An eventfd that is written to only when its owner sleeps.
+#[derive(Debug)]
+pub struct Doorbell {
+    event: OwnedFd,
+    armed: AtomicBool,
+}
+
+impl Doorbell {
+    /// A doorbell at rest.
+    ///
+    /// # Errors
+    /// When the process has no file descriptor left.
+    pub fn new() -> io::Result<Self> {
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self {
+            event,
+            armed: AtomicBool::new(false),
+        })
+    }
+
+    /// Says that the owner is about to sleep. It must look at its queues once more afterwards.
+    pub fn arm(&self) {
+        self.armed.store(true, Ordering::Relaxed);
+        // Pairs with the fence in `ring`.
+        fence(Ordering::SeqCst);
+    }
+
+    /// Says that the owner is awake, and takes what was rung.
+    ///
+    /// # Errors
+    /// None that a correct program can meet.
+    pub fn disarm(&self) -> io::Result<()> {
+        self.armed.store(false, Ordering::Relaxed);
+        match rustix::io::read(&self.event, &mut [0; 8]) {
+            Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Wakes the owner if it sleeps.
+    pub fn ring(&self) {
+        // Pairs with the fence in `arm`: our push is visible before we look.
+        fence(Ordering::SeqCst);
+        if self.armed.load(Ordering::Relaxed) && self.armed.swap(false, Ordering::Relaxed) {
+            self.ring_anyway();
+        }
+    }
+
+    /// Wakes the owner, or keeps it from its next sleep.
+    pub fn ring_anyway(&self) {
+        // The counter cannot overflow and the descriptor is ours: a failure is our own bug.
+        let written = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
+        debug_assert_eq!(written, Ok(8));
+    }
+}
+
+impl AsFd for Doorbell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+}
+
+#[derive(Debug)]
+struct Channel {
+    requests: ArrayQueue<PageRequest>,
+    responses: ArrayQueue<PageResponse>,
+    outstanding: AtomicUsize,
+    host_bell: Arc<Doorbell>,
+    engine_bell: Arc<Doorbell>,
+}
+
+/// The engine's end of its page fault queue.
+#[derive(Debug)]
+pub struct DeviceEnd(Arc<Channel>);
+
+/// The host's end of an engine's page fault queue.
+#[derive(Debug, Clone)]
+pub struct HostEnd(Arc<Channel>);
+
+/// Makes the page fault queue of one engine, for at most `capacity` requests outstanding.
+/// `engine_bell` wakes the engine, `host_bell` the service (which may have one for all engines).
+#[must_use]
+pub fn fault_queue(
+    capacity: usize,
+    engine_bell: Arc<Doorbell>,
+    host_bell: Arc<Doorbell>,
+) -> (DeviceEnd, HostEnd) {
+    let channel = Arc::new(Channel {
+        requests: ArrayQueue::new(capacity),
+        responses: ArrayQueue::new(capacity),
+        outstanding: AtomicUsize::new(0),
+        host_bell,
+        engine_bell,
+    });
+    (DeviceEnd(channel.clone()), HostEnd(channel))
+}
+
+impl DeviceEnd {
+    /// Puts a request into the queue without waking the host: follow it by [`Self::kick`], or let
+    /// the engine serve it itself.
+    ///
+    /// # Errors
+    /// [`QueueFull`]: the request was not taken.
+    pub fn submit(&self, request: PageRequest) -> Result<(), QueueFull> {
+        let channel = &self.0;
+        let limit = channel.requests.capacity();
+        // One engine submits, so this count only falls behind our back.
+        if channel.outstanding.load(Ordering::Acquire) >= limit {
+            return Err(QueueFull(limit));
+        }
+        channel.outstanding.fetch_add(1, Ordering::Relaxed);
+        if channel.requests.push(request).is_err() {
+            channel.outstanding.fetch_sub(1, Ordering::Relaxed);
+            return Err(QueueFull(limit));
+        }
+        Ok(())
+    }
+
+    /// Wakes the host if it sleeps and a request waits.
+    pub fn kick(&self) {
+        if !self.0.requests.is_empty() {
+            self.0.host_bell.ring();
+        }
+    }
+
+    /// The next response, if one is there.
+    #[must_use]
+    pub fn next(&self) -> Option<PageResponse> {
+        let response = self.0.responses.pop()?;
+        self.0.outstanding.fetch_sub(1, Ordering::Release);
+        Some(response)
+    }
+
+    /// True if a response waits.
+    #[must_use]
+    pub fn has_response(&self) -> bool {
+        !self.0.responses.is_empty()
+    }
+
+    /// Requests sent whose responses have not been taken.
+    #[must_use]
+    pub fn outstanding(&self) -> usize {
+        self.0.outstanding.load(Ordering::Acquire)
+    }
+}
+
+impl HostEnd {
+    /// The next request, if one is there.
+    #[must_use]
+    pub fn next(&self) -> Option<PageRequest> {
+        self.0.requests.pop()
+    }
+
+    /// True if a request waits.
+    #[must_use]
+    pub fn has_request(&self) -> bool {
+        !self.0.requests.is_empty()
+    }
+
+    /// Answers a request. Each request is answered exactly once.
+    ///
+    /// # Panics
+    /// If more responses are given than requests were taken.
+    pub fn respond(&self, response: PageResponse) {
+        assert!(
+            self.0.responses.push(response).is_ok(),
+            "more page responses than requests"
+        );
+        self.0.engine_bell.ring();
+    }
+}
+
+/// What an engine that has nothing else to do may call: it serves its own page requests, which
+/// spares both wake-ups. Never waits: what cannot be served at once is left to the service.
+pub trait FaultAssist: Send + Sync {
+    /// Serves waiting requests of this engine; true if none is left waiting.
+    fn assist(&self, engine: usize) -> bool;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_addr::{Access, DeviceId, DomainId, PageNo, QueueId, RequestId, ResponseCode};
+
+    fn request(id: u64) -> PageRequest {
+        PageRequest {
+            id: RequestId(id),
+            device: DeviceId(1),
+            queue: QueueId(0),
+            domain: DomainId(0),
+            pages: PageNo(id).single(),
+            access: Access::Read,
+        }
+    }
+
+    fn pair(capacity: usize) -> (DeviceEnd, HostEnd) {
+        let bell = || Arc::new(Doorbell::new().unwrap());
+        fault_queue(capacity, bell(), bell())
+    }
+
+    #[test]
+    fn queue_at_its_limit_refuses_until_a_response_is_taken() {
+        let (device, host) = pair(2);
+        device.submit(request(1)).unwrap();
+        device.submit(request(2)).unwrap();
+        assert_eq!(device.submit(request(3)), Err(QueueFull(2)));
+        let taken = host.next().unwrap();
+        assert_eq!(
+            device.submit(request(3)),
+            Err(QueueFull(2)),
+            "taken by the host is still outstanding"
+        );
+        host.respond(PageResponse {
+            id: taken.id,
+            queue: taken.queue,
+            code: ResponseCode::Success,
+        });
+        assert_eq!(device.next().unwrap().id, RequestId(1));
+        device.submit(request(3)).unwrap();
+        assert_eq!(device.outstanding(), 2);
+    }
+
+    #[test]
+    fn doorbell_is_rung_only_when_armed() {
+        let bell = Doorbell::new().unwrap();
+        bell.ring();
+        let mut byte = [0; 8];
+        assert_eq!(
+            rustix::io::read(&bell, &mut byte),
+            Err(rustix::io::Errno::AGAIN)
+        );
+        bell.arm();
+        bell.ring();
+        bell.ring();
+        assert_eq!(rustix::io::read(&bell, &mut byte), Ok(8));
+        assert_eq!(u64::from_ne_bytes(byte), 1);
+    }
+
+    #[test]
+    fn sleeper_is_always_woken_by_a_request_under_contention() {
+        let engine_bell = Arc::new(Doorbell::new().unwrap());
+        let host_bell = Arc::new(Doorbell::new().unwrap());
+        let (device, host) = fault_queue(4, engine_bell, host_bell.clone());
+        let service = std::thread::spawn(move || {
+            let mut served = 0;
+            while served < 20_000 {
+                while let Some(r) = host.next() {
+                    host.respond(PageResponse {
+                        id: r.id,
+                        queue: r.queue,
+                        code: ResponseCode::Success,
+                    });
+                    served += 1;
+                }
+                host_bell.arm();
+                if !host.has_request() && served < 20_000 {
+                    let mut polls = [rustix::event::PollFd::new(
+                        &host_bell,
+                        rustix::event::PollFlags::IN,
+                    )];
+                    rustix::event::poll(&mut polls, None).unwrap();
+                }
+                host_bell.disarm().unwrap();
+            }
+        });
+        let mut answered = 0;
+        let mut asked = 0;
+        while answered < 20_000 {
+            if asked < 20_000 && device.submit(request(asked)).is_ok() {
+                asked += 1;
+                device.kick();
+            }
+            while device.next().is_some() {
+                answered += 1;
+            }
+        }
+        service.join().unwrap();
+    }
+}

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Synchronisation primitives, so that a model checker can stand in for them,
+//! and the two halves of the asymmetric fence.
+
+#[cfg(loom)]
+pub(crate) use loom::{
+    hint::spin_loop,
+    sync::{
+        Mutex,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+};
+#[cfg(not(loom))]
+pub(crate) use std::{
+    hint::spin_loop,
+    sync::{
+        Mutex,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+};
+
+/// The engine's half: keeps the compiler from moving its bitmap load above its lease store. The
+/// processor is held to it by [`heavy_fence`] on the other side.
+pub(crate) fn light_fence() {
+    #[cfg(loom)]
+    loom::sync::atomic::fence(Ordering::SeqCst);
+    #[cfg(not(loom))]
+    pagetide_sys::membarrier::light();
+}
+
+/// The evictor's half: after it, every engine of this process has either shown its lease to us or
+/// will see our bitmap. Costs some microseconds while engines run, once a section.
+pub(crate) fn heavy_fence() {
+    #[cfg(loom)]
+    loom::sync::atomic::fence(Ordering::SeqCst);
+    #[cfg(not(loom))]
+    pagetide_sys::membarrier::heavy();
+}
