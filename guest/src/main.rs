@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The main work of a test guest: two loops, and a port that tells of them.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
+
+use pagetide_guest::params::Params;
+use pagetide_guest::shared::{Counters, Shared};
+use pagetide_guest::wire::{Command, Phase, progress_line};
+use pagetide_guest::{disk, memory};
+use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
+
+const PORT: &str = "/dev/ttyS1";
+const DISK: &str = "/dev/vda";
+const REPORT_EVERY: Duration = Duration::from_secs(1);
+
+type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("guest-work: {error}");
+    }
+    // As the first process of its machine this one must not simply return.
+    if std::process::id() == 1
+        && let Err(error) = rustix::system::reboot(rustix::system::RebootCommand::PowerOff)
+    {
+        eprintln!("guest-work: power off: {error}");
+    }
+}
+
+fn run() -> Outcome<()> {
+    let params = Params::parse(&std::fs::read_to_string("/proc/cmdline")?)?;
+    let mut port = open_port()?;
+    let commands = listen(port.try_clone()?);
+    let shared = Arc::new(Shared::default());
+
+    let memory_loop = {
+        let shared = Arc::clone(&shared);
+        thread::spawn(move || memory::run(&params, &shared))
+    };
+    let disk_loop = {
+        let shared = Arc::clone(&shared);
+        thread::spawn(move || work_on_disk(&params, &shared))
+    };
+    report_until_stop(&mut port, &commands, &shared)?;
+    while !(memory_loop.is_finished() && disk_loop.is_finished()) {
+        tell(&mut port, &shared, Phase::Final)?;
+        thread::sleep(REPORT_EVERY / 4);
+    }
+    for (name, work) in [("memory", memory_loop), ("disk", disk_loop)] {
+        if work.join().is_err() {
+            return Err(format!("the {name} loop panicked").into());
+        }
+    }
+    tell(&mut port, &shared, Phase::Done)?;
+    rustix::termios::tcdrain(&port)?;
+    Ok(())
+}
+
+fn work_on_disk(params: &Params, shared: &Shared) {
+    if params.file_bytes == 0 {
+        shared.disk.filled.store(true, Relaxed);
+        return;
+    }
+    if let Err(error) = disk::run(Path::new(DISK), params, shared) {
+        Counters::add(&shared.disk.errors, 1);
+        eprintln!("guest-work: the disk loop ends: {error}");
+    }
+}
+
+fn report_until_stop(
+    port: &mut File,
+    commands: &Receiver<Command>,
+    shared: &Shared,
+) -> Outcome<()> {
+    loop {
+        match commands.recv_timeout(REPORT_EVERY) {
+            Ok(Command::Status) | Err(RecvTimeoutError::Timeout) => {}
+            Ok(Command::Quiet) => shared.quiet(),
+            Ok(Command::Go) => shared.go(),
+            Ok(Command::Stop) => {
+                shared.stop();
+                return Ok(());
+            }
+            Err(RecvTimeoutError::Disconnected) => return Err("the port was closed".into()),
+        }
+        tell(port, shared, Phase::Work)?;
+    }
+}
+
+fn tell(port: &mut File, shared: &Shared, phase: Phase) -> Outcome<()> {
+    let line = progress_line(&shared.progress(phase))?;
+    port.write_all(format!("{line}\n").as_bytes())?;
+    Ok(())
+}
+
+fn open_port() -> Outcome<File> {
+    let port = OpenOptions::new().read(true).write(true).open(PORT)?;
+    let mut settings = tcgetattr(&port)?;
+    settings.make_raw();
+    tcsetattr(&port, OptionalActions::Now, &settings)?;
+    Ok(port)
+}
+
+fn listen(port: File) -> Receiver<Command> {
+    let (send, receive) = channel();
+    thread::spawn(move || {
+        for line in BufReader::new(port).lines() {
+            let command = match line {
+                Ok(line) => Command::parse(&line),
+                Err(error) => {
+                    eprintln!("guest-work: reading the port: {error}");
+                    return;
+                }
+            };
+            if let Some(command) = command
+                && send.send(command).is_err()
+            {
+                return;
+            }
+        }
+    });
+    receive
+}

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The memory loop: verify every page, rewrite some, in mixed order.
+//!
+//! A sweep alone would make every page equally cold, and a random walk alone
+//! would make none cold. Real guests do both and keep a small set hot, so each
+//! step takes one stride of the sweep, a few random pages and a few pages of
+//! the hot set.
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use crate::params::Params;
+use crate::pattern::{self, PAGE_BYTES, PAGE_WORDS};
+use crate::shared::{Counters, Order, Shared};
+
+/// Pages of one stride of the sweep.
+const STRIDE_PAGES: usize = 64;
+/// Random pages looked at in each step.
+const RANDOM_PAGES: usize = 8;
+/// Hot pages rewritten in each step.
+const HOT_PAGES_A_STEP: usize = 16;
+/// Pages of the hot set (2 MiB).
+const HOT_PAGES: usize = 512;
+
+/// The memory under work and what it should hold.
+#[derive(Debug)]
+pub struct Memory {
+    words: Vec<u64>,
+    /// Words before the first page boundary.
+    skew_words: usize,
+    generations: Vec<u32>,
+    seed: u64,
+    random: u64,
+    cursor: usize,
+}
+
+impl Memory {
+    /// Allocates the memory without touching it.
+    #[must_use]
+    pub fn new(params: &Params) -> Self {
+        let pages = usize::try_from(params.mem_bytes).unwrap_or(usize::MAX) / PAGE_BYTES;
+        let words = vec![0; (pages + 1) * PAGE_WORDS];
+        let skew_words = words.as_ptr().align_offset(PAGE_BYTES).min(PAGE_WORDS);
+        Self {
+            words,
+            skew_words,
+            generations: vec![0; pages],
+            seed: params.seed,
+            random: pattern::mix(params.seed ^ 0x6d65_6d6f_7279) | 1,
+            cursor: 0,
+        }
+    }
+
+    /// Number of pages under work.
+    #[must_use]
+    pub fn pages(&self) -> usize {
+        self.generations.len()
+    }
+
+    /// Writes the first generation of every page.
+    pub fn fill(&mut self) {
+        for number in 0..self.pages() {
+            self.write(number);
+        }
+    }
+
+    /// One stride of the sweep, some random pages, some hot ones.
+    pub fn step(&mut self, counters: &Counters) {
+        if self.pages() == 0 {
+            return;
+        }
+        for offset in 0..STRIDE_PAGES {
+            let number = self.cursor;
+            self.verify(number, counters);
+            if offset % 4 == 0 {
+                self.rewrite(number);
+            }
+            self.cursor += 1;
+            if self.cursor == self.pages() {
+                self.cursor = 0;
+                Counters::add(&counters.rounds, 1);
+            }
+        }
+        for _ in 0..RANDOM_PAGES {
+            let number = self.draw(self.pages());
+            self.verify(number, counters);
+        }
+        for _ in 0..HOT_PAGES_A_STEP {
+            let number = self.draw(HOT_PAGES.min(self.pages()));
+            self.verify(number, counters);
+            self.rewrite(number);
+        }
+    }
+
+    /// Verifies every page once, in order.
+    pub fn verify_all(&self, counters: &Counters) {
+        for number in 0..self.pages() {
+            self.verify(number, counters);
+            Counters::add(&counters.final_bytes, PAGE_BYTES as u64);
+        }
+    }
+
+    fn draw(&mut self, below: usize) -> usize {
+        self.random = pattern::step(self.random);
+        usize::try_from(self.random >> 8).unwrap_or(0) % below
+    }
+
+    fn bounds(&self, number: usize) -> std::ops::Range<usize> {
+        let start = self.skew_words + number * PAGE_WORDS;
+        start..start + PAGE_WORDS
+    }
+
+    fn key(&self, number: usize) -> u64 {
+        pattern::key(self.seed, number as u64, self.generations[number])
+    }
+
+    fn write(&mut self, number: usize) {
+        let (key, bounds) = (self.key(number), self.bounds(number));
+        pattern::fill(&mut self.words[bounds], key);
+    }
+
+    fn rewrite(&mut self, number: usize) {
+        self.generations[number] = self.generations[number].wrapping_add(1);
+        self.write(number);
+    }
+
+    fn verify(&self, number: usize, counters: &Counters) {
+        let page = &self.words[self.bounds(number)];
+        if let Err(wrong) = pattern::check(page, self.key(number))
+            && counters.count_error()
+        {
+            eprintln!(
+                "guest-work: memory page {number} at {:p}, generation {}: {wrong:x?}",
+                page.as_ptr(),
+                self.generations[number],
+            );
+        }
+        Counters::add(&counters.bytes_verified, PAGE_BYTES as u64);
+    }
+}
+
+/// Fills, works until told to stop, verifies everything.
+pub fn run(params: &Params, shared: &Shared) {
+    let counters = &shared.memory;
+    counters.bytes.store(params.mem_bytes, Relaxed);
+    let mut memory = Memory::new(params);
+    memory.fill();
+    counters.filled.store(true, Relaxed);
+    while shared.order() == Order::Step {
+        memory.step(counters);
+        rest(params.pace_us);
+    }
+    memory.verify_all(counters);
+}
+
+/// The pause a busy loop is asked to make after each step; a guest's load, never a wait for anything.
+pub(crate) fn rest(pace_us: u64) {
+    if pace_us > 0 {
+        std::thread::sleep(Duration::from_micros(pace_us));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(pages: u64) -> Memory {
+        let bytes = pages * PAGE_BYTES as u64;
+        let mut memory = Memory::new(&Params {
+            mem_bytes: bytes,
+            ..Params::default()
+        });
+        memory.fill();
+        memory
+    }
+
+    #[test]
+    fn sound_memory_many_steps_no_error() {
+        let (mut memory, counters) = (memory(1000), Counters::default());
+        for _ in 0..100 {
+            memory.step(&counters);
+        }
+        memory.verify_all(&counters);
+        assert_eq!(counters.errors.load(Relaxed), 0);
+        assert_eq!(counters.rounds.load(Relaxed), 6);
+        assert_eq!(counters.final_bytes.load(Relaxed), 1000 * PAGE_BYTES as u64);
+    }
+
+    #[test]
+    fn page_of_an_older_generation_is_an_error() {
+        let (mut memory, counters) = (memory(64), Counters::default());
+        let bounds = memory.bounds(5);
+        let old = memory.words[bounds.clone()].to_vec();
+        while pattern::kind(memory.key(5)) != pattern::Kind::Text
+            || old == memory.words[bounds.clone()]
+        {
+            memory.rewrite(5);
+        }
+        memory.words[bounds].copy_from_slice(&old);
+        memory.verify_all(&counters);
+        assert_eq!(counters.errors.load(Relaxed), 1);
+    }
+
+    #[test]
+    fn pages_begin_on_page_boundaries() {
+        let memory = memory(3);
+        let first = memory.words[memory.bounds(0)].as_ptr();
+        assert_eq!(first.align_offset(PAGE_BYTES), 0);
+    }
+}

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the two loops and the port share: counters, the pause and the end.
+//!
+//! Counters are relaxed: each is read on its own, and the numbers that matter
+//! are read after the loops were joined. The pause and the end are one mutex
+//! with a condition variable, looked at between steps.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Condvar, Mutex, PoisonError};
+
+use crate::wire::{Phase, Progress};
+
+/// What a loop is to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Take another step.
+    Step,
+    /// Leave the loop for the last verification.
+    Finish,
+}
+
+#[derive(Debug, Default)]
+struct Control {
+    quiet: bool,
+    stop: bool,
+}
+
+/// Counters of one loop.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Bytes under work.
+    pub bytes: AtomicU64,
+    /// Bytes compared.
+    pub bytes_verified: AtomicU64,
+    /// Wrong pages or blocks, failed operations.
+    pub errors: AtomicU64,
+    /// Complete rounds.
+    pub rounds: AtomicU64,
+    /// Bytes compared by the last verification.
+    pub final_bytes: AtomicU64,
+    /// Whether all content was written once.
+    pub filled: AtomicBool,
+}
+
+impl Counters {
+    /// Adds to a counter.
+    pub fn add(counter: &AtomicU64, amount: u64) {
+        counter.fetch_add(amount, Relaxed);
+    }
+
+    /// Counts an error; true for the first few, which are worth a line each.
+    #[must_use]
+    pub fn count_error(&self) -> bool {
+        self.errors.fetch_add(1, Relaxed) < 20
+    }
+}
+
+/// All that is shared.
+#[derive(Debug, Default)]
+pub struct Shared {
+    /// Counters of the memory loop.
+    pub memory: Counters,
+    /// Counters of the disk loop.
+    pub disk: Counters,
+    control: Mutex<Control>,
+    changed: Condvar,
+}
+
+impl Shared {
+    /// Waits while the host wants quiet, then says whether to go on.
+    pub fn order(&self) -> Order {
+        let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+        while control.quiet && !control.stop {
+            control = self
+                .changed
+                .wait(control)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        if control.stop {
+            Order::Finish
+        } else {
+            Order::Step
+        }
+    }
+
+    /// Pauses both loops at their next step.
+    pub fn quiet(&self) {
+        self.change(|control| control.quiet = true);
+    }
+
+    /// Lets both loops go on.
+    pub fn go(&self) {
+        self.change(|control| control.quiet = false);
+    }
+
+    /// Ends both loops at their next step.
+    pub fn stop(&self) {
+        self.change(|control| control.stop = true);
+    }
+
+    /// All counters now; `phase` is the caller's unless content is still missing.
+    #[must_use]
+    pub fn progress(&self, phase: Phase) -> Progress {
+        let (memory, disk) = (&self.memory, &self.disk);
+        let filled = memory.filled.load(Relaxed) && disk.filled.load(Relaxed);
+        Progress {
+            phase: if filled || phase > Phase::Work {
+                phase
+            } else {
+                Phase::Fill
+            },
+            memory_bytes: memory.bytes.load(Relaxed),
+            disk_bytes: disk.bytes.load(Relaxed),
+            memory_bytes_verified: memory.bytes_verified.load(Relaxed),
+            disk_bytes_verified: disk.bytes_verified.load(Relaxed),
+            memory_errors: memory.errors.load(Relaxed),
+            disk_errors: disk.errors.load(Relaxed),
+            memory_rounds: memory.rounds.load(Relaxed),
+            disk_rounds: disk.rounds.load(Relaxed),
+            final_memory_bytes: memory.final_bytes.load(Relaxed),
+            final_disk_bytes: disk.final_bytes.load(Relaxed),
+        }
+    }
+
+    fn change(&self, apply: impl FnOnce(&mut Control)) {
+        apply(&mut self.control.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_all();
+    }
+}

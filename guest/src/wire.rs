@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The lines that guest and host exchange over the second serial port.
+//!
+//! Upwards each line is [`PREFIX`] and one JSON object, downwards each line is
+//! one word of [`Command`]. A line that does not begin with the prefix is noise
+//! (a kernel may print there when it dies) and is kept for a failure's report.
+
+use serde::{Deserialize, Serialize};
+
+/// Begins every line from the guest that is meant for the host.
+pub const PREFIX: &str = "PT ";
+
+/// Where the guest's work stands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Memory and disk receive their first content.
+    #[default]
+    Fill,
+    /// Both loops verify and rewrite.
+    Work,
+    /// Told to stop: everything is verified a last time.
+    Final,
+    /// Everything was verified a last time; power goes off next.
+    Done,
+}
+
+/// All counters of a guest, since its start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Where the work stands.
+    pub phase: Phase,
+    /// Bytes of anonymous memory under work.
+    pub memory_bytes: u64,
+    /// Bytes of the disk under work; 0 without a disk.
+    pub disk_bytes: u64,
+    /// Bytes of memory read and compared.
+    pub memory_bytes_verified: u64,
+    /// Bytes of disk read and compared.
+    pub disk_bytes_verified: u64,
+    /// Pages of memory with wrong content.
+    pub memory_errors: u64,
+    /// Blocks of disk with wrong content, and failed reads, writes and flushes.
+    pub disk_errors: u64,
+    /// Complete sweeps over memory.
+    pub memory_rounds: u64,
+    /// Complete cycles over the disk.
+    pub disk_rounds: u64,
+    /// Bytes of memory compared by the last verification.
+    pub final_memory_bytes: u64,
+    /// Bytes of disk compared by the last verification.
+    pub final_disk_bytes: u64,
+}
+
+/// A word from the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// Answer with a [`Progress`] line now.
+    Status,
+    /// Verify everything once more, report and power off.
+    Stop,
+    /// Pause both loops.
+    Quiet,
+    /// Go on after [`Command::Quiet`].
+    Go,
+}
+
+impl Command {
+    /// The word on the line.
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Status => "status",
+            Self::Stop => "stop",
+            Self::Quiet => "quiet",
+            Self::Go => "go",
+        }
+    }
+
+    /// The command of a line, or `None` if it is no command.
+    #[must_use]
+    pub fn parse(line: &str) -> Option<Self> {
+        [Self::Status, Self::Stop, Self::Quiet, Self::Go]
+            .into_iter()
+            .find(|command| command.word() == line.trim())
+    }
+}
+
+/// The progress a line carries, or `None` if the line is noise.
+#[must_use]
+pub fn parse_progress(line: &str) -> Option<Progress> {
+    let json = line.trim().strip_prefix(PREFIX)?;
+    serde_json::from_str(json).ok()
+}
+
+/// The line that carries `progress`, without its line end.
+///
+/// # Errors
+/// Never in practice: all fields are numbers and names.
+pub fn progress_line(progress: &Progress) -> Result<String, serde_json::Error> {
+    Ok(format!("{PREFIX}{}", serde_json::to_string(progress)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_line_parsed_again_is_the_same_progress() {
+        let progress = Progress {
+            phase: Phase::Work,
+            memory_errors: 3,
+            disk_bytes_verified: 1 << 40,
+            ..Progress::default()
+        };
+        let line = progress_line(&progress).expect("numbers and names serialize");
+        assert_eq!(parse_progress(&line), Some(progress));
+    }
+
+    #[test]
+    fn noise_and_torn_lines_are_no_progress() {
+        assert_eq!(parse_progress("[   1.0] kernel says"), None);
+        assert_eq!(parse_progress("PT {\"phase\":\"wo"), None);
+    }
+
+    #[test]
+    fn every_command_word_parses_back() {
+        for command in [Command::Status, Command::Stop, Command::Quiet, Command::Go] {
+            assert_eq!(
+                Command::parse(&format!("{}\r\n", command.word())),
+                Some(command)
+            );
+        }
+        assert_eq!(Command::parse("reboot"), None);
+    }
+}
