@@ -1,1 +1,42 @@
-//! Pagetide sys.
+// SPDX-License-Identifier: Apache-2.0
+//! The kernel as Pagetide uses it, behind safe functions.
+//!
+//! This is the one crate with `unsafe` code: whatever needs it is wrapped here
+//! once, as thinly as its duties allow. Three rules hold for all modules:
+//!
+//! - What the kernel may answer in good order (`EEXIST`, `EAGAIN`, `ESRCH`,
+//!   `ENOSPC`) is a named outcome, not an error.
+//! - Numbers become addresses only here. Addresses of *another* process are
+//!   [`Hva`](pagetide_addr::Hva); they are handed to the kernel and never
+//!   dereferenced.
+//! - Nothing here knows what a page is worth: no words, no sections, no policy.
+//!
+//! | module | what the kernel does there |
+//! |---|---|
+//! | [`uffd`] | userfaultfd: faults as messages, pages installed from outside |
+//! | [`memory_file`] | the file behind guest RAM: presence, punching, reading |
+//! | [`mapping`] | our own mapping of such a file |
+//! | [`process`] | another process by pidfd; page-out, descriptors, same-memory |
+//! | [`pagemap`] | which pages a process has mapped |
+//! | [`membarrier`] | a fence whose cost falls on one side |
+//! | [`cpu`] | where this thread runs |
+
+pub mod cpu;
+pub mod mapping;
+pub mod membarrier;
+pub mod memory_file;
+pub mod pagemap;
+pub mod process;
+pub mod uffd;
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!("Pagetide runs on 64-bit Linux only");
+
+/// A length or offset as the type memory is indexed with.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "64-bit targets only, see the compile_error above"
+)]
+pub(crate) const fn to_usize(value: u64) -> usize {
+    value as usize
+}

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`SharedMapping`]: our own shared mapping of a file in memory.
+//!
+//! Two kinds of files are mapped: the metadata pool, and the file behind a VM's
+//! RAM (the *alias*). In both, others write while we look: the guest, a device,
+//! a successor of this process. So no reference to plain bytes is ever given
+//! out, only atomics, copies, and raw pointers for the kernel's use.
+//!
+//! Touching a hole of the file allocates a page of zeros, and touching bytes
+//! past its end is a `SIGBUS`. Who maps guest RAM must know that the page is
+//! present first; who maps a pool has allocated it first.
+#![expect(
+    unsafe_code,
+    reason = "mmap, and access to the memory it returns, have no safe form"
+)]
+
+use crate::to_usize;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicU64;
+
+/// Why a mapping could not be made or used.
+#[derive(Debug, thiserror::Error)]
+pub enum MappingError {
+    /// The kernel refused.
+    #[error("{operation} of {len_bytes} bytes failed: {source}")]
+    Kernel {
+        /// What was tried.
+        operation: &'static str,
+        /// Bytes concerned.
+        len_bytes: u64,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+    /// The bytes asked for are not all in the mapping.
+    #[error("bytes {offset}..+{len_bytes} lie outside the mapping of {mapped_bytes} bytes")]
+    OutOfBounds {
+        /// First byte asked for.
+        offset: u64,
+        /// Number of bytes asked for.
+        len_bytes: u64,
+        /// Length of the mapping.
+        mapped_bytes: u64,
+    },
+}
+
+/// A file mapped whole, shared, readable and writable; not inherited by children.
+#[derive(Debug)]
+pub struct SharedMapping {
+    base: NonNull<u8>,
+    len_bytes: u64,
+}
+
+// SAFETY: the memory is shared with other processes anyway; all access goes through atomics,
+// copies whose racing is documented, or raw pointers. The mapping itself is unmapped only by
+// `drop`, which has exclusive access.
+unsafe impl Send for SharedMapping {}
+// SAFETY: as for `Send`; no method hands out a reference to memory that is not atomic.
+unsafe impl Sync for SharedMapping {}
+
+impl SharedMapping {
+    /// Maps the first `len_bytes` of `file`.
+    ///
+    /// The file must not be truncated below that while it is mapped (`SIGBUS`).
+    ///
+    /// # Errors
+    /// What `mmap` and `madvise` say.
+    pub fn new(file: BorrowedFd<'_>, len_bytes: u64) -> Result<Self, MappingError> {
+        let failed = |operation, source: rustix::io::Errno| MappingError::Kernel {
+            operation,
+            len_bytes,
+            source: source.into(),
+        };
+        // SAFETY: a null hint without MAP_FIXED lets the kernel choose free address space, so no
+        // existing mapping is touched.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                to_usize(len_bytes),
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                file,
+                0,
+            )
+        }
+        .map_err(|e| failed("mmap", e))?;
+        let base = NonNull::new(base.cast::<u8>())
+            .ok_or_else(|| failed("mmap", rustix::io::Errno::NOMEM))?;
+        let mapping = Self { base, len_bytes };
+        // SAFETY: the range is the mapping just made; DONTFORK does not change its content.
+        unsafe {
+            rustix::mm::madvise(
+                mapping.base.as_ptr().cast(),
+                to_usize(len_bytes),
+                Advice::LinuxDontFork,
+            )
+        }
+        .map_err(|e| failed("madvise(DONTFORK)", e))?;
+        Ok(mapping)
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub const fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// Address of the first byte in this process, to be told to the kernel.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.base.as_ptr().addr()
+    }
+
+    /// Pointer to `len` bytes at `offset`, or `None` if not all of them are mapped.
+    ///
+    /// It is valid as long as the mapping lives; what it points to may change at any time.
+    #[must_use]
+    pub fn ptr_at(&self, offset: u64, len: u64) -> Option<NonNull<u8>> {
+        let end = offset.checked_add(len)?;
+        if end > self.len_bytes {
+            return None;
+        }
+        // SAFETY: offset <= len_bytes was just checked, so the sum stays in (or one past) the
+        // one mapping that `base` points to.
+        Some(unsafe { self.base.add(to_usize(offset)) })
+    }
+
+    /// `count` words at `offset`, or `None` if they are not all mapped or not aligned to 8 bytes.
+    #[must_use]
+    pub fn atomic_u64s(&self, offset: u64, count: usize) -> Option<&[AtomicU64]> {
+        let len = (count as u64).checked_mul(8)?;
+        let start = self.ptr_at(offset, len)?;
+        if !offset.is_multiple_of(8) {
+            return None;
+        }
+        // SAFETY: in bounds by `ptr_at`; aligned because the mapping starts at a page and the
+        // offset is a multiple of 8; any bits are a valid AtomicU64; the slice cannot outlive
+        // `self`, which unmaps only in `drop`. Others access these words atomically or not at
+        // all within this process.
+        Some(unsafe { std::slice::from_raw_parts(start.cast::<AtomicU64>().as_ptr(), count) })
+    }
+
+    /// Copies `from` into the mapping at `offset`.
+    ///
+    /// Not atomic: who reads the same bytes meanwhile sees any mixture.
+    ///
+    /// # Errors
+    /// [`MappingError::OutOfBounds`].
+    pub fn copy_to(&self, offset: u64, from: &[u8]) -> Result<(), MappingError> {
+        let to = self.bounded(offset, from.len() as u64)?;
+        // SAFETY: the destination is mapped for the whole length; `from` is a live slice of ours
+        // and cannot overlap, since no slice of the mapping's bytes exists. Racing accesses come
+        // from other processes, the kernel or other copies; the bytes are plain data.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) };
+        Ok(())
+    }
+
+    /// Copies from the mapping at `offset` into `into`.
+    ///
+    /// Not atomic: bytes that somebody writes meanwhile come out as any mixture.
+    ///
+    /// # Errors
+    /// [`MappingError::OutOfBounds`].
+    pub fn copy_from(&self, offset: u64, into: &mut [u8]) -> Result<(), MappingError> {
+        let from = self.bounded(offset, into.len() as u64)?;
+        // SAFETY: as in `copy_to`, the other way round; `into` is exclusively ours.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), into.as_mut_ptr(), into.len()) };
+        Ok(())
+    }
+
+    /// Forgets this process's page table entries of the range; the content stays in the file.
+    ///
+    /// # Errors
+    /// Out of bounds, or what `madvise` says (`offset` must be a multiple of the page size).
+    pub fn drop_translations(&self, offset: u64, len: u64) -> Result<(), MappingError> {
+        let start = self.bounded(offset, len)?;
+        // SAFETY: the range lies in our own *shared* mapping, where DONTNEED only drops page
+        // table entries: the next access finds the same bytes in the file.
+        unsafe { rustix::mm::madvise(start.as_ptr().cast(), to_usize(len), Advice::LinuxDontNeed) }
+            .map_err(|source| MappingError::Kernel {
+                operation: "madvise(DONTNEED)",
+                len_bytes: len,
+                source: source.into(),
+            })
+    }
+
+    fn bounded(&self, offset: u64, len: u64) -> Result<NonNull<u8>, MappingError> {
+        self.ptr_at(offset, len).ok_or(MappingError::OutOfBounds {
+            offset,
+            len_bytes: len,
+            mapped_bytes: self.len_bytes,
+        })
+    }
+}
+
+impl Drop for SharedMapping {
+    fn drop(&mut self) {
+        // SAFETY: the range is exactly what `new` mapped, and `&mut self` proves that no borrow
+        // of it is left. Raw pointers given to the kernel are the caller's duty (`ptr_at`).
+        let unmapped =
+            unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), to_usize(self.len_bytes)) };
+        debug_assert!(unmapped.is_ok(), "munmap of our own mapping: {unmapped:?}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory_file::GuestFile;
+    use std::os::fd::AsFd;
+    use std::sync::atomic::Ordering;
+
+    #[test]
+    fn bytes_copied_in_are_seen_through_the_file_and_survive_dropped_translations() {
+        let file = GuestFile::new_memfd("mapping", 64 << 10).unwrap();
+        let mapping = SharedMapping::new(file.as_fd(), 64 << 10).unwrap();
+        mapping.copy_to(5000, b"tide").unwrap();
+        mapping.drop_translations(0, 64 << 10).unwrap();
+        let mut back = [0; 4];
+        file.read_at(5000, &mut back).unwrap();
+        assert_eq!(&back, b"tide");
+        let mut again = [0; 4];
+        mapping.copy_from(5000, &mut again).unwrap();
+        assert_eq!(again, back);
+    }
+
+    #[test]
+    fn bytes_outside_the_mapping_are_refused() {
+        let file = GuestFile::new_memfd("mapping", 8192).unwrap();
+        let mapping = SharedMapping::new(file.as_fd(), 8192).unwrap();
+        assert!(mapping.ptr_at(8191, 1).is_some());
+        assert!(mapping.ptr_at(8191, 2).is_none());
+        assert!(mapping.ptr_at(u64::MAX, 2).is_none());
+        assert!(mapping.atomic_u64s(4, 1).is_none(), "not aligned");
+        assert!(mapping.atomic_u64s(0, 1025).is_none(), "too many");
+        assert!(matches!(
+            mapping.copy_to(8190, b"abc"),
+            Err(MappingError::OutOfBounds { offset: 8190, .. })
+        ));
+    }
+
+    #[test]
+    fn words_of_two_mappings_of_one_file_are_the_same_words() {
+        let file = GuestFile::new_memfd("mapping", 4096).unwrap();
+        let one = SharedMapping::new(file.as_fd(), 4096).unwrap();
+        let other = SharedMapping::new(file.as_fd(), 4096).unwrap();
+        one.atomic_u64s(8, 2).unwrap()[1].store(77, Ordering::Release);
+        assert_eq!(
+            other.atomic_u64s(16, 1).unwrap()[0].load(Ordering::Acquire),
+            77
+        );
+    }
+}

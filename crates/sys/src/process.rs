@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`ProcessFd`]: another process, by a descriptor that can never come to mean a third one.
+#![expect(unsafe_code, reason = "process_madvise and kcmp have no safe wrapper")]
+
+use pagetide_addr::Hva;
+use rustix::event::{PollFd, PollFlags};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+/// Most ranges one `process_madvise` takes (`UIO_MAXIOV`).
+const RANGES_PER_CALL: usize = 1024;
+/// `kcmp`: do two processes share one address space?
+const KCMP_VM: libc::c_long = 1;
+
+/// Why something could not be done with another process.
+#[derive(Debug, thiserror::Error)]
+pub enum ProcessError {
+    /// There is no such process (any more).
+    #[error("there is no process {pid}")]
+    NoSuchProcess {
+        /// Its pid.
+        pid: u32,
+    },
+    /// We may not.
+    #[error("{operation} on process {pid} is not permitted: run as root, or with CAP_SYS_PTRACE")]
+    NotPermitted {
+        /// What was tried.
+        operation: &'static str,
+        /// Its pid.
+        pid: u32,
+    },
+    /// The kernel refused.
+    #[error("{operation} on process {pid} failed: {source}")]
+    Kernel {
+        /// What was tried.
+        operation: &'static str,
+        /// Its pid.
+        pid: u32,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+}
+
+/// A process held by a pidfd: its pid may be used again, this descriptor is not.
+#[derive(Debug)]
+pub struct ProcessFd {
+    pid: Pid,
+    fd: OwnedFd,
+}
+
+impl AsFd for ProcessFd {
+    /// Readable when the process has ended.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl ProcessFd {
+    /// Opens process `pid`.
+    ///
+    /// # Errors
+    /// [`ProcessError`].
+    pub fn open(pid: u32) -> Result<Self, ProcessError> {
+        let id = to_pid(pid).ok_or(ProcessError::NoSuchProcess { pid })?;
+        let fd = rustix::process::pidfd_open(id, PidfdFlags::empty())
+            .map_err(|e| explain("pidfd_open", pid, e.into()))?;
+        Ok(Self { pid: id, fd })
+    }
+
+    /// Its pid.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid.as_raw_nonzero().get().cast_unsigned()
+    }
+
+    /// A descriptor of ours for what `number` is in the process.
+    ///
+    /// # Errors
+    /// [`ProcessError`]; `EBADF` when the process has no such descriptor.
+    pub fn take_descriptor(&self, number: i32) -> Result<OwnedFd, ProcessError> {
+        rustix::process::pidfd_getfd(&self.fd, number, PidfdGetfdFlags::empty())
+            .map_err(|e| explain("pidfd_getfd", self.pid(), e.into()))
+    }
+
+    /// True once the process has ended.
+    ///
+    /// # Errors
+    /// What `poll` says.
+    pub fn has_ended(&self) -> Result<bool, ProcessError> {
+        let mut polled = [PollFd::new(&self.fd, PollFlags::IN)];
+        let now = rustix::event::Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        rustix::event::poll(&mut polled, Some(&now))
+            .map_err(|e| explain("poll of the pidfd", self.pid(), e.into()))?;
+        Ok(!polled[0].revents().is_empty())
+    }
+
+    /// Advises the kernel to page the ranges `(start, bytes)` out (`MADV_PAGEOUT`): the pages
+    /// leave every page table they are in and, where no swap can take them, stay in their file.
+    /// Returns the bytes advised.
+    ///
+    /// # Errors
+    /// [`ProcessError`]; ranges before the one that failed have been advised.
+    pub fn page_out(&self, ranges: &[(Hva, u64)]) -> Result<u64, ProcessError> {
+        let mut advised = 0_u64;
+        let mut vectors: Vec<libc::iovec> = ranges
+            .iter()
+            .map(|(start, bytes)| libc::iovec {
+                // An address of the other process: a number for the kernel, not a pointer here.
+                iov_base: std::ptr::without_provenance_mut(crate::to_usize(start.0)),
+                iov_len: crate::to_usize(*bytes),
+            })
+            .collect();
+        let mut next = 0;
+        while next < vectors.len() {
+            let until = (next + RANGES_PER_CALL).min(vectors.len());
+            let done = self.advise_once(&vectors[next..until])?;
+            advised += done as u64;
+            let mut left = done;
+            while next < until && left >= vectors[next].iov_len {
+                left -= vectors[next].iov_len;
+                next += 1;
+            }
+            if next < until && left > 0 {
+                let vector = &mut vectors[next];
+                vector.iov_base = std::ptr::without_provenance_mut(vector.iov_base.addr() + left);
+                vector.iov_len -= left;
+            }
+        }
+        Ok(advised)
+    }
+
+    fn advise_once(&self, vectors: &[libc::iovec]) -> Result<usize, ProcessError> {
+        // SAFETY: the vectors are a live slice and only read; their addresses belong to the
+        // other process, and PAGEOUT changes no content there.
+        let done = unsafe {
+            libc::syscall(
+                libc::SYS_process_madvise,
+                self.fd.as_raw_fd(),
+                vectors.as_ptr(),
+                vectors.len(),
+                libc::MADV_PAGEOUT,
+                0,
+            )
+        };
+        match usize::try_from(done) {
+            Ok(0) if !vectors.is_empty() => Err(ProcessError::Kernel {
+                operation: "process_madvise(PAGEOUT)",
+                pid: self.pid(),
+                source: std::io::Error::other("nothing was advised"),
+            }),
+            Ok(done) => Ok(done),
+            Err(_) => Err(explain(
+                "process_madvise(PAGEOUT)",
+                self.pid(),
+                std::io::Error::last_os_error(),
+            )),
+        }
+    }
+}
+
+/// True if both processes run in one address space (`vfork`, QEMU's `-async-teardown`).
+///
+/// # Errors
+/// [`ProcessError`], naming the first of the two.
+pub fn same_address_space(one: u32, other: u32) -> Result<bool, ProcessError> {
+    // SAFETY: kcmp with KCMP_VM takes plain numbers and touches no memory of ours.
+    let order = unsafe {
+        libc::syscall(
+            libc::SYS_kcmp,
+            libc::c_long::from(one),
+            libc::c_long::from(other),
+            KCMP_VM,
+            0,
+            0,
+        )
+    };
+    if order < 0 {
+        return Err(explain("kcmp", other, std::io::Error::last_os_error()));
+    }
+    Ok(order == 0)
+}
+
+/// `pid` as rustix has it; `None` for 0 and for what no process can have.
+pub(crate) fn to_pid(pid: u32) -> Option<Pid> {
+    i32::try_from(pid).map_or(None, Pid::from_raw)
+}
+
+fn explain(operation: &'static str, pid: u32, source: std::io::Error) -> ProcessError {
+    match source.raw_os_error() {
+        Some(libc::ESRCH) => ProcessError::NoSuchProcess { pid },
+        Some(libc::EPERM | libc::EACCES) => ProcessError::NotPermitted { operation, pid },
+        _ => ProcessError::Kernel {
+            operation,
+            pid,
+            source,
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mapping::SharedMapping;
+    use crate::memory_file::GuestFile;
+    use crate::pagemap::Pagemap;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn a_process_is_alive_until_it_ends_and_then_its_pid_is_nobody() {
+        let mut child = Command::new("cat")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let process = ProcessFd::open(child.id()).unwrap();
+        assert!(!process.has_ended().unwrap());
+        assert!(!same_address_space(child.id(), std::process::id()).unwrap());
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert!(process.has_ended().unwrap());
+        assert!(matches!(
+            ProcessFd::open(child.id()),
+            Err(ProcessError::NoSuchProcess { .. })
+        ));
+    }
+
+    #[test]
+    fn a_process_shares_its_address_space_with_itself() {
+        let own = std::process::id();
+        assert!(same_address_space(own, own).unwrap());
+        assert!(ProcessFd::open(0).is_err());
+    }
+
+    #[test]
+    fn a_descriptor_taken_from_a_child_is_the_same_file() {
+        let file = GuestFile::new_memfd("stdin", 4096).unwrap();
+        let copy = file.as_fd().try_clone_to_owned().unwrap();
+        // `sleep` keeps its standard input open and does not read it.
+        let mut child = Command::new("sleep")
+            .arg("1000")
+            .stdin(Stdio::from(copy))
+            .spawn()
+            .unwrap();
+        let process = ProcessFd::open(child.id()).unwrap();
+        let taken = GuestFile::from(process.take_descriptor(0).unwrap());
+        assert_eq!(taken.key().unwrap(), file.key().unwrap());
+        assert!(process.take_descriptor(999).is_err());
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn pages_paged_out_where_no_swap_is_leave_the_page_table_and_keep_their_content() {
+        let swaps = std::fs::read_to_string("/proc/swaps").unwrap();
+        if swaps.lines().count() > 1 {
+            eprintln!("SKIPPED: this machine has swap, page-out would use it");
+            return;
+        }
+        const BYTES: u64 = 4 << 20;
+        let file = GuestFile::new_memfd("out", BYTES).unwrap();
+        let mapping = SharedMapping::new(file.as_fd(), BYTES).unwrap();
+        mapping
+            .copy_to(0, &vec![9; crate::to_usize(BYTES)])
+            .unwrap();
+        let map = Pagemap::of_self().unwrap();
+        let base = Hva(mapping.address() as u64);
+        assert_eq!(map.count_present(base, 1024).unwrap(), 1024);
+        let own = ProcessFd::open(std::process::id()).unwrap();
+        let halves = [(base, BYTES / 2), (Hva(base.0 + BYTES / 2), BYTES / 2)];
+        assert_eq!(own.page_out(&halves).unwrap(), BYTES);
+        // Some pages linger in per-CPU batches.
+        assert!(map.count_present(base, 1024).unwrap() < 256);
+        assert_eq!(file.allocated_bytes().unwrap(), BYTES);
+        let mut last = [0];
+        mapping.copy_from(BYTES - 1, &mut last).unwrap();
+        assert_eq!(last, [9]);
+    }
+}

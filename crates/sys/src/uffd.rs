@@ -1,0 +1,838 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Userfaultfd`]: faults of an address space as messages, and the ioctls that answer them.
+//!
+//! A userfaultfd belongs to the address space it was made in, wherever the
+//! descriptor is held: all addresses here are of *that* process. Features are
+//! fixed for life by the first `UFFDIO_API`, so whatever a later version may
+//! want is asked for at once; `EVENT_` features are never asked for, because
+//! their unread events block `munmap` and `madvise` in the target.
+//!
+//! A message is only a hint: between the fault and the answer anything may have
+//! happened to the page. The answer of each ioctl is what counts:
+//!
+//! ```text
+//!   copy, zeropage   Filled        the page is whole and its waiters are released
+//!                    AlreadyThere  somebody was faster: content untouched, waiters still asleep
+//!                    Retry         the address space is changing under the call
+//!                    Gone          the process has ended
+//!   write_protect    Done | Retry | Gone
+//! ```
+//!
+//! The layouts below are those of `<linux/userfaultfd.h>`.
+#![expect(unsafe_code, reason = "ioctls and reads of kernel structures")]
+
+use crate::to_usize;
+use pagetide_addr::{Access, Hva};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+/// Messages read at a time.
+pub const EVENTS_PER_READ: usize = 16;
+
+const UFFD_API: u64 = 0xaa;
+const IOC_WRITE: u64 = 1;
+const IOC_READ: u64 = 2;
+
+const fn ioctl_number(direction: u64, number: u64, size: usize) -> u64 {
+    direction << 30 | (size as u64) << 16 | 0xaa << 8 | number
+}
+
+const USERFAULTFD_IOC_NEW: u64 = ioctl_number(0, 0, 0);
+const UFFDIO_API: u64 = ioctl_number(IOC_READ | IOC_WRITE, 0x3f, size_of::<Api>());
+const UFFDIO_REGISTER: u64 = ioctl_number(IOC_READ | IOC_WRITE, 0, size_of::<Register>());
+const UFFDIO_UNREGISTER: u64 = ioctl_number(IOC_READ, 1, size_of::<Range>());
+const UFFDIO_WAKE: u64 = ioctl_number(IOC_READ, 2, size_of::<Range>());
+const UFFDIO_COPY: u64 = ioctl_number(IOC_READ | IOC_WRITE, 3, size_of::<Copy>());
+const UFFDIO_ZEROPAGE: u64 = ioctl_number(IOC_READ | IOC_WRITE, 4, size_of::<Fill>());
+const UFFDIO_WRITEPROTECT: u64 = ioctl_number(IOC_READ | IOC_WRITE, 6, size_of::<Protect>());
+const UFFDIO_POISON: u64 = ioctl_number(IOC_READ | IOC_WRITE, 8, size_of::<Fill>());
+
+const _: () = assert!(UFFDIO_API == 0xc018_aa3f && UFFDIO_REGISTER == 0xc020_aa00);
+const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_aa01 && UFFDIO_COPY == 0xc028_aa03);
+const _: () = assert!(UFFDIO_ZEROPAGE == 0xc020_aa04 && UFFDIO_WRITEPROTECT == 0xc018_aa06);
+const _: () = assert!(size_of::<Message>() == 32);
+
+const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
+const FLAG_WRITE: u64 = 1;
+const FLAG_WP: u64 = 2;
+const FLAG_MINOR: u64 = 4;
+
+#[repr(C)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct Register {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct Copy {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    done: i64,
+}
+
+/// `uffdio_zeropage` and `uffdio_poison` have one layout.
+#[repr(C)]
+struct Fill {
+    range: Range,
+    mode: u64,
+    done: i64,
+}
+
+#[repr(C)]
+struct Protect {
+    range: Range,
+    mode: u64,
+}
+
+/// `uffd_msg` as a page fault fills it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Message {
+    event: u8,
+    reserved: [u8; 7],
+    flags: u64,
+    address: u64,
+    thread: u32,
+    padding: u32,
+}
+
+/// Why a userfaultfd could not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum UffdError {
+    /// We may not create one.
+    #[error(
+        "creating a userfaultfd is not permitted (root, or access to /dev/userfaultfd, is needed): {source}"
+    )]
+    NotPermitted {
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Another userfaultfd watches these addresses.
+    #[error(
+        "addresses {start}..+{len_bytes} are watched by another userfaultfd: migration, postcopy, \
+         a snapshot or another manager is using them; wait for it to end"
+    )]
+    Busy {
+        /// First address.
+        start: Hva,
+        /// Number of bytes.
+        len_bytes: u64,
+    },
+    /// The kernel refused.
+    #[error("{operation} at {start}, {len_bytes} bytes, failed: {source}")]
+    Kernel {
+        /// What was tried.
+        operation: &'static str,
+        /// First address.
+        start: Hva,
+        /// Number of bytes.
+        len_bytes: u64,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}
+
+/// Features of a userfaultfd, fixed for its life.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Features(u64);
+
+impl Features {
+    /// None: what plain `UFFDIO_API` gives.
+    pub const NONE: Self = Self(0);
+    /// Write-protect faults carry a flag.
+    pub const PAGEFAULT_FLAG_WP: Self = Self(1);
+    /// MISSING faults of shared memory.
+    pub const MISSING_SHMEM: Self = Self(1 << 5);
+    /// Messages carry the faulting thread.
+    pub const THREAD_ID: Self = Self(1 << 8);
+    /// MINOR faults of shared memory.
+    pub const MINOR_SHMEM: Self = Self(1 << 10);
+    /// Messages carry the very byte that was accessed.
+    pub const EXACT_ADDRESS: Self = Self(1 << 11);
+    /// Write protection of shared and huge memory.
+    pub const WP_HUGETLBFS_SHMEM: Self = Self(1 << 12);
+    /// `UFFDIO_POISON`.
+    pub const POISON: Self = Self(1 << 14);
+
+    /// All that Pagetide uses or may come to use for a VM's RAM.
+    pub const WANTED: Self = Self(
+        Self::EVICTION.0
+            | Self::THREAD_ID.0
+            | Self::EXACT_ADDRESS.0
+            | Self::MINOR_SHMEM.0
+            | Self::POISON.0,
+    );
+    /// Those without which nothing can be evicted.
+    pub const EVICTION: Self =
+        Self(Self::MISSING_SHMEM.0 | Self::PAGEFAULT_FLAG_WP.0 | Self::WP_HUGETLBFS_SHMEM.0);
+
+    /// From a number that was stored (see [`Features::bits`]).
+    #[must_use]
+    pub const fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
+    /// As a number, to be stored.
+    #[must_use]
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
+
+    /// True if all of `others` are among these.
+    #[must_use]
+    pub const fn contains(self, others: Self) -> bool {
+        self.0 & others.0 == others.0
+    }
+
+    const fn intersect(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+}
+
+impl std::fmt::Debug for Features {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Features({:#x})", self.0)
+    }
+}
+
+/// What a range is watched for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Watch {
+    /// Accesses to absent pages.
+    Missing,
+    /// Accesses to absent pages, and writes to protected ones.
+    MissingAndWriteProtected,
+}
+
+/// Whether writes are to fault.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum WriteProtection {
+    /// They fault from now on.
+    On,
+    /// They are allowed, and whoever waits for that is released.
+    Off,
+}
+
+/// What became of pages that were to be filled.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum FillOutcome {
+    /// So many bytes from the start were filled, and their waiters released; fewer than asked
+    /// when the next page was there already.
+    Filled {
+        /// Bytes filled, at least one page.
+        bytes: u64,
+    },
+    /// The first page was there already; nothing was written, waiters still sleep.
+    AlreadyThere,
+    /// The address space is being changed; try again.
+    Retry,
+    /// The process has ended.
+    Gone,
+}
+
+/// What became of a change of protection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum ProtectOutcome {
+    /// It holds.
+    Done,
+    /// The address space is being changed; try again.
+    Retry,
+    /// The process has ended.
+    Gone,
+}
+
+/// Why a thread faulted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FaultKind {
+    /// The page is absent.
+    Missing,
+    /// The page is write-protected.
+    WriteProtected,
+    /// The page is in its file but not mapped.
+    Minor,
+}
+
+/// A page fault as the kernel reports it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FaultEvent {
+    /// What was accessed (the byte, with [`Features::EXACT_ADDRESS`], else its page).
+    pub address: Hva,
+    /// Why it faulted.
+    pub kind: FaultKind,
+    /// What the access wanted.
+    pub access: Access,
+    /// Thread that waits (0 without [`Features::THREAD_ID`]), as seen from where the userfaultfd
+    /// was created.
+    pub thread: u32,
+}
+
+/// A userfaultfd, of this process or of another.
+#[derive(Debug)]
+pub struct Userfaultfd {
+    fd: OwnedFd,
+}
+
+impl From<OwnedFd> for Userfaultfd {
+    fn from(fd: OwnedFd) -> Self {
+        Self { fd }
+    }
+}
+
+impl AsFd for Userfaultfd {
+    /// Readable when a fault waits to be read.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Userfaultfd {
+    /// A new one for this process's own address space, kernel-mode faults included.
+    ///
+    /// # Errors
+    /// [`UffdError::NotPermitted`].
+    pub fn create_here() -> Result<Self, UffdError> {
+        // SAFETY: the system call takes flags only and returns a new descriptor or -1.
+        let made =
+            unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
+        if let Some(fd) = own(made) {
+            return Ok(Self { fd });
+        }
+        let refused = io::Error::last_os_error();
+        let device =
+            Self::open_device().map_err(|_| UffdError::NotPermitted { source: refused })?;
+        // SAFETY: the ioctl takes flags only and returns a new descriptor or -1.
+        let made = unsafe {
+            libc::ioctl(
+                device.as_raw_fd(),
+                USERFAULTFD_IOC_NEW,
+                libc::O_CLOEXEC | libc::O_NONBLOCK,
+            )
+        };
+        own(made.into())
+            .map(|fd| Self { fd })
+            .ok_or_else(|| UffdError::NotPermitted {
+                source: io::Error::last_os_error(),
+            })
+    }
+
+    /// `/dev/userfaultfd`: whoever holds it can create a userfaultfd whatever its rights, by
+    /// ioctl [`new_request`].
+    ///
+    /// # Errors
+    /// [`UffdError::NotPermitted`] (Linux before 6.1 does not have it).
+    pub fn open_device() -> Result<File, UffdError> {
+        File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/userfaultfd")
+            .map_err(|source| UffdError::NotPermitted { source })
+    }
+
+    /// Features the kernel has.
+    ///
+    /// # Errors
+    /// [`UffdError`].
+    pub fn supported() -> Result<Features, UffdError> {
+        // A descriptor to throw away: the first UFFDIO_API fixes the features.
+        Self::create_here()?.handshake(Features::NONE)
+    }
+
+    /// Fixes the features for life: those of `wanted` that the kernel has. Returns them.
+    ///
+    /// # Errors
+    /// [`UffdError::Kernel`] with `EINVAL` if they are fixed already.
+    pub fn api(&self, wanted: Features) -> Result<Features, UffdError> {
+        let chosen = wanted.intersect(Self::supported()?);
+        self.handshake(chosen)?;
+        Ok(chosen)
+    }
+
+    /// The handshake itself; returns all features the kernel has.
+    fn handshake(&self, features: Features) -> Result<Features, UffdError> {
+        let mut api = Api {
+            api: UFFD_API,
+            features: features.0,
+            ioctls: 0,
+        };
+        self.ioctl(UFFDIO_API, &mut api)
+            .map_err(|source| kernel("UFFDIO_API", Hva(0), 0, source))?;
+        Ok(Features(api.features))
+    }
+
+    /// Watches `len_bytes` from `start` on.
+    ///
+    /// # Errors
+    /// [`UffdError::Busy`] if another userfaultfd does; [`UffdError::Kernel`].
+    pub fn register(&self, start: Hva, len_bytes: u64, watch: Watch) -> Result<(), UffdError> {
+        let mut register = Register {
+            range: range(start, len_bytes),
+            mode: match watch {
+                Watch::Missing => 1,
+                Watch::MissingAndWriteProtected => 3,
+            },
+            ioctls: 0,
+        };
+        self.ioctl(UFFDIO_REGISTER, &mut register)
+            .map_err(|source| match source.raw_os_error() {
+                Some(libc::EBUSY) => UffdError::Busy { start, len_bytes },
+                _ => kernel("UFFDIO_REGISTER", start, len_bytes, source),
+            })
+    }
+
+    /// No longer watches the range; whoever waits in it is released, protections fall.
+    ///
+    /// # Errors
+    /// [`UffdError::Kernel`].
+    pub fn unregister(&self, start: Hva, len_bytes: u64) -> Result<(), UffdError> {
+        self.ioctl(UFFDIO_UNREGISTER, &mut range(start, len_bytes))
+            .map_err(|source| kernel("UFFDIO_UNREGISTER", start, len_bytes, source))
+    }
+
+    /// Fills absent pages from `dst` on with `content` (whole pages), each at once.
+    ///
+    /// # Errors
+    /// [`UffdError::Kernel`]; nothing was filled.
+    pub fn copy(&self, dst: Hva, content: &[u8]) -> Result<FillOutcome, UffdError> {
+        let len = content.len() as u64;
+        let mut copy = Copy {
+            dst: dst.0,
+            src: content.as_ptr().addr() as u64,
+            len,
+            mode: 0,
+            done: 0,
+        };
+        let answer = self.ioctl(UFFDIO_COPY, &mut copy);
+        fill_outcome("UFFDIO_COPY", (dst, len), answer, copy.done)
+    }
+
+    /// Fills absent pages with zeros.
+    ///
+    /// # Errors
+    /// [`UffdError::Kernel`]; nothing was filled.
+    pub fn zeropage(&self, start: Hva, len_bytes: u64) -> Result<FillOutcome, UffdError> {
+        let mut fill = Fill {
+            range: range(start, len_bytes),
+            mode: 0,
+            done: 0,
+        };
+        let answer = self.ioctl(UFFDIO_ZEROPAGE, &mut fill);
+        fill_outcome("UFFDIO_ZEROPAGE", (start, len_bytes), answer, fill.done)
+    }
+
+    /// Makes every access to absent pages fail (`SIGBUS`) from now on.
+    ///
+    /// # Errors
+    /// [`UffdError::Kernel`], among them that the kernel lacks [`Features::POISON`].
+    pub fn poison(&self, start: Hva, len_bytes: u64) -> Result<FillOutcome, UffdError> {
+        let mut fill = Fill {
+            range: range(start, len_bytes),
+            mode: 0,
+            done: 0,
+        };
+        let answer = self.ioctl(UFFDIO_POISON, &mut fill);
+        fill_outcome("UFFDIO_POISON", (start, len_bytes), answer, fill.done)
+    }
+
+    /// Protects pages against writes, present or absent, or takes that back.
+    ///
+    /// # Errors
+    /// [`UffdError::Kernel`].
+    pub fn write_protect(
+        &self,
+        start: Hva,
+        len_bytes: u64,
+        protection: WriteProtection,
+    ) -> Result<ProtectOutcome, UffdError> {
+        let mut protect = Protect {
+            range: range(start, len_bytes),
+            mode: match protection {
+                WriteProtection::On => 1,
+                WriteProtection::Off => 0,
+            },
+        };
+        match self.ioctl(UFFDIO_WRITEPROTECT, &mut protect) {
+            Ok(()) => Ok(ProtectOutcome::Done),
+            Err(source) => match source.raw_os_error() {
+                Some(libc::EAGAIN) => Ok(ProtectOutcome::Retry),
+                Some(libc::ESRCH) => Ok(ProtectOutcome::Gone),
+                _ => Err(kernel("UFFDIO_WRITEPROTECT", start, len_bytes, source)),
+            },
+        }
+    }
+
+    /// Releases whoever waits in the range; they look again, and may fault again.
+    ///
+    /// # Errors
+    /// [`UffdError::Kernel`].
+    pub fn wake(&self, start: Hva, len_bytes: u64) -> Result<(), UffdError> {
+        self.ioctl(UFFDIO_WAKE, &mut range(start, len_bytes))
+            .map_err(|source| kernel("UFFDIO_WAKE", start, len_bytes, source))
+    }
+
+    /// Reads the faults that wait to be read, at most [`EVENTS_PER_READ`], into `faults` (which
+    /// is emptied first). Returns how many; 0 if none waits. Other events are skipped.
+    ///
+    /// # Errors
+    /// [`UffdError::Kernel`].
+    pub fn read_faults(&self, faults: &mut Vec<FaultEvent>) -> Result<usize, UffdError> {
+        faults.clear();
+        let empty = Message {
+            event: 0,
+            reserved: [0; 7],
+            flags: 0,
+            address: 0,
+            thread: 0,
+            padding: 0,
+        };
+        let mut messages = [empty; EVENTS_PER_READ];
+        // SAFETY: the kernel writes whole 32-byte messages into an array of that size; any bits
+        // are a valid Message.
+        let got = unsafe {
+            libc::read(
+                self.fd.as_raw_fd(),
+                messages.as_mut_ptr().cast(),
+                size_of_val(&messages),
+            )
+        };
+        let Ok(got) = usize::try_from(got) else {
+            let source = io::Error::last_os_error();
+            return match source.raw_os_error() {
+                Some(libc::EAGAIN | libc::EINTR) => Ok(0),
+                _ => Err(kernel("reading a userfaultfd", Hva(0), 0, source)),
+            };
+        };
+        faults.extend(
+            messages[..got / size_of::<Message>()]
+                .iter()
+                .filter(|m| m.event == UFFD_EVENT_PAGEFAULT)
+                .map(Message::fault),
+        );
+        Ok(faults.len())
+    }
+
+    fn ioctl<T>(&self, request: u64, argument: &mut T) -> io::Result<()> {
+        // SAFETY: each request above is paired with the structure whose size is part of its
+        // number, so the kernel reads and writes exactly `T`. Addresses inside are checked by
+        // the kernel; UFFDIO_COPY only reads its source, a live slice of the caller's.
+        let answer =
+            unsafe { libc::ioctl(self.fd.as_raw_fd(), request, std::ptr::from_mut(argument)) };
+        if answer < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+}
+
+impl Message {
+    fn fault(&self) -> FaultEvent {
+        FaultEvent {
+            address: Hva(self.address),
+            kind: if self.flags & FLAG_WP != 0 {
+                FaultKind::WriteProtected
+            } else if self.flags & FLAG_MINOR != 0 {
+                FaultKind::Minor
+            } else {
+                FaultKind::Missing
+            },
+            access: if self.flags & FLAG_WRITE != 0 {
+                Access::Write
+            } else {
+                Access::Read
+            },
+            thread: self.thread,
+        }
+    }
+}
+
+/// Number and flags of the ioctl that makes a userfaultfd from `/dev/userfaultfd`.
+#[must_use]
+pub const fn new_request() -> (u64, u64) {
+    const FLAGS: i32 = libc::O_CLOEXEC | libc::O_NONBLOCK;
+    (USERFAULTFD_IOC_NEW, FLAGS.cast_unsigned() as u64)
+}
+
+/// True if the descriptor is a userfaultfd.
+#[must_use]
+pub fn is_userfaultfd(fd: BorrowedFd<'_>) -> bool {
+    std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+        .is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]")
+}
+
+fn own(made: libc::c_long) -> Option<OwnedFd> {
+    let number = i32::try_from(made).map_or(-1, |n| n);
+    // SAFETY: a number not below zero is a descriptor the kernel has just made for us; nobody
+    // else knows it.
+    (number >= 0).then(|| unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+const fn range(start: Hva, len: u64) -> Range {
+    Range {
+        start: start.0,
+        len,
+    }
+}
+
+fn kernel(operation: &'static str, start: Hva, len_bytes: u64, source: io::Error) -> UffdError {
+    UffdError::Kernel {
+        operation,
+        start,
+        len_bytes,
+        source,
+    }
+}
+
+/// `done` is bytes filled, or the error again; `EAGAIN` with bytes means: cut short.
+fn fill_outcome(
+    operation: &'static str,
+    (start, len_bytes): (Hva, u64),
+    answer: io::Result<()>,
+    done: i64,
+) -> Result<FillOutcome, UffdError> {
+    match (answer, u64::try_from(done).map_or(0, |bytes| bytes)) {
+        (Ok(()), _) => Ok(FillOutcome::Filled { bytes: len_bytes }),
+        (Err(_), bytes) if bytes > 0 => Ok(FillOutcome::Filled { bytes }),
+        (Err(source), _) => match source.raw_os_error() {
+            Some(libc::EEXIST) => Ok(FillOutcome::AlreadyThere),
+            Some(libc::EAGAIN) => Ok(FillOutcome::Retry),
+            Some(libc::ESRCH) => Ok(FillOutcome::Gone),
+            _ => Err(kernel(operation, start, len_bytes, source)),
+        },
+    }
+}
+
+/// Rounds `address` down to its page.
+#[must_use]
+pub const fn page_of(address: Hva) -> Hva {
+    Hva(address.0 & !(pagetide_addr::PAGE_BYTES - 1))
+}
+
+const _: () = assert!(to_usize(pagetide_addr::PAGE_BYTES) == 4096);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mapping::SharedMapping;
+    use crate::memory_file::GuestFile;
+    use pagetide_addr::PAGE_BYTES;
+    use rustix::event::{PollFd, PollFlags};
+
+    const PAGES: u64 = 16;
+
+    struct Watched {
+        uffd: Userfaultfd,
+        file: GuestFile,
+        mapping: SharedMapping,
+    }
+
+    impl Watched {
+        /// Memory of our own under a userfaultfd; `None` where we may not have one.
+        fn new() -> Option<Self> {
+            let uffd = match Userfaultfd::create_here() {
+                Ok(uffd) => uffd,
+                Err(e) => {
+                    eprintln!("SKIPPED: {e}");
+                    return None;
+                }
+            };
+            let features = uffd.api(Features::WANTED).unwrap();
+            assert!(features.contains(Features::EVICTION));
+            let bytes = PAGES * PAGE_BYTES;
+            let file = GuestFile::new_memfd("uffd", bytes).unwrap();
+            let mapping = SharedMapping::new(file.as_fd(), bytes).unwrap();
+            let watched = Self {
+                uffd,
+                file,
+                mapping,
+            };
+            watched
+                .uffd
+                .register(watched.at(0), bytes, Watch::MissingAndWriteProtected)
+                .unwrap();
+            Some(watched)
+        }
+
+        fn at(&self, page: u64) -> Hva {
+            Hva(self.mapping.address() as u64 + page * PAGE_BYTES)
+        }
+
+        fn next_fault(&self) -> FaultEvent {
+            let mut faults = Vec::new();
+            while self.uffd.read_faults(&mut faults).unwrap() == 0 {
+                rustix::event::poll(&mut [PollFd::new(&self.uffd, PollFlags::IN)], None).unwrap();
+            }
+            assert_eq!(faults.len(), 1);
+            faults[0]
+        }
+    }
+
+    #[test]
+    fn a_thread_that_reads_an_absent_page_waits_and_gets_the_copied_content() {
+        let Some(w) = Watched::new() else { return };
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut byte = [0];
+                w.mapping.copy_from(3 * PAGE_BYTES + 5, &mut byte).unwrap();
+                byte[0]
+            });
+            let fault = w.next_fault();
+            assert_eq!(fault.kind, FaultKind::Missing);
+            assert_eq!(fault.access, Access::Read);
+            assert_eq!(page_of(fault.address), w.at(3));
+            assert_ne!(fault.thread, 0);
+            assert_eq!(
+                w.uffd.copy(w.at(3), &[42; 4096]).unwrap(),
+                FillOutcome::Filled { bytes: PAGE_BYTES }
+            );
+            assert_eq!(reader.join().unwrap(), 42);
+        });
+    }
+
+    #[test]
+    fn a_copy_over_a_page_that_is_there_stops_before_it_and_changes_nothing() {
+        let Some(w) = Watched::new() else { return };
+        assert_eq!(
+            w.uffd.zeropage(w.at(2), PAGE_BYTES).unwrap(),
+            FillOutcome::Filled { bytes: PAGE_BYTES }
+        );
+        assert_eq!(
+            w.uffd.copy(w.at(0), &vec![1; 4 * 4096]).unwrap(),
+            FillOutcome::Filled {
+                bytes: 2 * PAGE_BYTES
+            }
+        );
+        assert_eq!(
+            w.uffd.copy(w.at(2), &[1; 4096]).unwrap(),
+            FillOutcome::AlreadyThere
+        );
+        assert!(!w.file.is_data(3 * PAGE_BYTES).unwrap());
+        let mut byte = [9];
+        w.file.read_at(2 * PAGE_BYTES, &mut byte).unwrap();
+        assert_eq!(byte, [0]);
+    }
+
+    #[test]
+    fn a_write_to_a_protected_page_waits_until_protection_is_taken_off() {
+        let Some(w) = Watched::new() else { return };
+        assert_eq!(
+            w.uffd.copy(w.at(1), &[5; 4096]).unwrap(),
+            FillOutcome::Filled { bytes: PAGE_BYTES }
+        );
+        assert_eq!(
+            w.uffd
+                .write_protect(w.at(0), PAGES * PAGE_BYTES, WriteProtection::On)
+                .unwrap(),
+            ProtectOutcome::Done
+        );
+        let mut byte = [0];
+        w.mapping.copy_from(PAGE_BYTES, &mut byte).unwrap();
+        assert_eq!(byte, [5], "reads go through");
+        std::thread::scope(|scope| {
+            scope.spawn(|| w.mapping.copy_to(PAGE_BYTES, &[6]).unwrap());
+            let fault = w.next_fault();
+            assert_eq!(fault.kind, FaultKind::WriteProtected);
+            w.file.read_at(PAGE_BYTES, &mut byte).unwrap();
+            assert_eq!(byte, [5], "not written while protected");
+            assert_eq!(
+                w.uffd
+                    .write_protect(w.at(1), PAGE_BYTES, WriteProtection::Off)
+                    .unwrap(),
+                ProtectOutcome::Done
+            );
+        });
+        w.file.read_at(PAGE_BYTES, &mut byte).unwrap();
+        assert_eq!(byte, [6]);
+    }
+
+    #[test]
+    fn a_writer_blocked_while_its_page_is_punched_stores_into_the_content_that_comes_back() {
+        let Some(w) = Watched::new() else { return };
+        assert_eq!(
+            w.uffd.copy(w.at(4), &[7; 4096]).unwrap(),
+            FillOutcome::Filled { bytes: PAGE_BYTES }
+        );
+        let on = WriteProtection::On;
+        assert_eq!(
+            w.uffd.write_protect(w.at(4), PAGE_BYTES, on).unwrap(),
+            ProtectOutcome::Done
+        );
+        std::thread::scope(|scope| {
+            scope.spawn(|| w.mapping.copy_to(4 * PAGE_BYTES, &[8]).unwrap());
+            assert_eq!(w.next_fault().kind, FaultKind::WriteProtected);
+            w.file.punch(4 * PAGE_BYTES, PAGE_BYTES).unwrap();
+            w.uffd.wake(w.at(4), PAGE_BYTES).unwrap();
+            assert_eq!(w.next_fault().kind, FaultKind::Missing);
+            assert_eq!(
+                w.uffd.copy(w.at(4), &[7; 4096]).unwrap(),
+                FillOutcome::Filled { bytes: PAGE_BYTES }
+            );
+        });
+        let mut bytes = [0; 2];
+        w.file.read_at(4 * PAGE_BYTES, &mut bytes).unwrap();
+        assert_eq!(bytes, [8, 7]);
+    }
+
+    #[test]
+    fn a_range_under_one_userfaultfd_is_busy_for_another() {
+        let Some(w) = Watched::new() else { return };
+        let other = Userfaultfd::create_here().unwrap();
+        other.api(Features::WANTED).unwrap();
+        assert!(matches!(
+            other.register(w.at(0), PAGE_BYTES, Watch::Missing),
+            Err(UffdError::Busy { .. })
+        ));
+        w.uffd.unregister(w.at(0), PAGES * PAGE_BYTES).unwrap();
+        other.register(w.at(0), PAGE_BYTES, Watch::Missing).unwrap();
+        assert!(is_userfaultfd(other.as_fd()));
+        assert!(!is_userfaultfd(w.file.as_fd()));
+    }
+
+    #[test]
+    fn features_asked_for_twice_are_refused() {
+        let Some(w) = Watched::new() else { return };
+        assert!(matches!(
+            w.uffd.api(Features::WANTED),
+            Err(UffdError::Kernel { .. })
+        ));
+    }
+
+    #[test]
+    fn a_poisoned_page_stays_a_hole_and_can_be_filled_after_all() {
+        let Some(w) = Watched::new() else { return };
+        if !Userfaultfd::supported().unwrap().contains(Features::POISON) {
+            eprintln!("SKIPPED: this kernel has no UFFDIO_POISON");
+            return;
+        }
+        assert_eq!(
+            w.uffd.poison(w.at(6), PAGE_BYTES).unwrap(),
+            FillOutcome::Filled { bytes: PAGE_BYTES }
+        );
+        assert!(!w.file.is_data(6 * PAGE_BYTES).unwrap());
+        assert_eq!(
+            w.uffd.copy(w.at(6), &[1; 4096]).unwrap(),
+            FillOutcome::Filled { bytes: PAGE_BYTES }
+        );
+        let mut byte = [0];
+        w.mapping.copy_from(6 * PAGE_BYTES, &mut byte).unwrap();
+        assert_eq!(byte, [1]);
+    }
+}
