@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the daemon can be asked to do, as one trait, with the requests it takes
+//! and the reports it gives.
+//!
+//! The HTTP API, the metrics and the command-line clients know the running
+//! system only through [`Control`]; what runs behind it (VMs, tiers, devices)
+//! is put together in `host`. Calls block (an attach stops a thread of the VMM,
+//! a detach brings every page back), so the API makes them on threads of their
+//! own; an implementation is called from several of them at once.
+//!
+//! A figure is declared once, as a field of a report: its name carries its
+//! unit, its first documentation line is the help text of the metric, and the
+//! kind beside it says how Prometheus is told. `/metrics`, the OpenAPI document
+//! and `docs/metrics.md` are made from these declarations.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::figure::{LatencyUs, report};
+
+/// The running system behind the API.
+///
+/// *Invariant:* a call that returns an error has changed nothing that the VM or
+/// the device can notice, save where the message says otherwise.
+pub trait Control: Send + Sync {
+    /// Takes over the RAM of a running VMM.
+    fn attach(&self, request: AttachRequest) -> Result<VmReport, ControlError>;
+    /// Every VM known, by name.
+    fn vms(&self) -> Vec<VmReport>;
+    /// One VM.
+    fn vm(&self, name: &str) -> Result<VmReport, ControlError>;
+    /// Sets or (`None`) lifts the limit of a VM, in bytes of resident RAM.
+    ///
+    /// Returns when the limit is in force, not when the VM has shrunk to it.
+    fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmReport, ControlError>;
+    /// Evicts up to `bytes` now, coldest first; `None` means all that can go.
+    fn reclaim(&self, name: &str, bytes: Option<u64>) -> Result<ReclaimReport, ControlError>;
+    /// Brings every page back, then lets go of the VM.
+    fn detach(&self, name: &str) -> Result<DetachReport, ControlError>;
+    /// Creates a vhost-user-blk device that listens on its socket.
+    fn add_blk(&self, request: BlkRequest) -> Result<DeviceReport, ControlError>;
+    /// Every device, by socket.
+    fn devices(&self) -> Vec<DeviceReport>;
+    /// Drains and removes the device that listens on `socket`.
+    fn remove_device(&self, socket: &Path) -> Result<(), ControlError>;
+    /// Detaches every VM and stops every device; called once, last.
+    fn shut_down(&self) -> Result<(), ControlError>;
+}
+
+/// Why a request was not done.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error, Serialize, Deserialize, ToSchema)]
+#[error("{message}")]
+pub struct ControlError {
+    /// Whose fault it is.
+    pub kind: ErrorKind,
+    /// One sentence: what, why, what to do.
+    pub message: String,
+}
+
+impl ControlError {
+    /// The request cannot mean anything (exit status 2).
+    #[must_use]
+    pub fn wrong_use(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::WrongUse, message)
+    }
+
+    /// What the request names does not exist (exit status 2).
+    #[must_use]
+    pub fn not_found(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::NotFound, message)
+    }
+
+    /// Doing it would endanger a VM, or a rule forbids it (exit status 2).
+    #[must_use]
+    pub fn refused(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Refused, message)
+    }
+
+    /// It was tried and did not work (exit status 1).
+    #[must_use]
+    pub fn failed(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Failed, message)
+    }
+
+    fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self {
+            kind,
+            message: message.into(),
+        }
+    }
+}
+
+/// Whose fault a [`ControlError`] is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum ErrorKind {
+    /// The request cannot mean anything.
+    WrongUse,
+    /// What the request names does not exist.
+    NotFound,
+    /// Doing it would endanger a VM, or a rule forbids it.
+    Refused,
+    /// It was tried and did not work.
+    Failed,
+}
+
+/// Take over a VM.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct AttachRequest {
+    /// Process id of the VMM.
+    pub pid: u32,
+    /// Name for the VM, already chosen: by the caller, by the VMM's `-name`, or `vm-PID`.
+    pub name: String,
+    /// Limit on resident RAM in bytes; `None` means none.
+    pub limit_bytes: Option<u64>,
+}
+
+/// Serve an image as a vhost-user-blk device.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BlkRequest {
+    /// Unix socket to listen on, absolute.
+    #[schema(value_type = String)]
+    pub socket: PathBuf,
+    /// Image file or block device, absolute.
+    #[schema(value_type = String)]
+    pub image: PathBuf,
+    /// Request queues offered to the guest.
+    #[serde(default = "default_queues")]
+    pub queues: u16,
+    /// Refuse writes.
+    #[serde(default)]
+    pub read_only: bool,
+    /// Look each page up before DMA; `false` only for VMs that are not attached.
+    #[serde(default = "default_lookup")]
+    pub lookup: bool,
+    /// Serial number shown to the guest, at most 20 bytes.
+    #[serde(default)]
+    pub serial: Option<String>,
+}
+
+/// Queues a block device offers unless told otherwise: QEMU asks for one a vCPU
+/// and fails where a back end has fewer.
+pub const DEFAULT_BLK_QUEUES: u16 = 8;
+
+fn default_queues() -> u16 {
+    DEFAULT_BLK_QUEUES
+}
+
+fn default_lookup() -> bool {
+    true
+}
+
+/// How far a VM is in its life under Pagetide.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum VmState {
+    /// Its faults are served and its cold pages evicted.
+    #[default]
+    Attached,
+    /// Its faults are served, but nothing is evicted; `eviction_bars` says why.
+    ServingOnly,
+    /// A successor of a killed daemon is taking it up again.
+    Recovering,
+    /// Its pages are being brought back before it is let go.
+    Detaching,
+    /// Stopped, because going on could hand out wrong bytes.
+    Stopped,
+}
+
+/// How far a device is.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum DeviceState {
+    /// No front end is connected.
+    #[default]
+    Listening,
+    /// A front end is connected.
+    Connected,
+    /// Stopped by a misbehaving front end or a failing image; `error` says why.
+    Stopped,
+}
+
+/// Sections of one set of the hot and cold sets.
+#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
+pub struct SetReport {
+    /// Name of the set, such as `hot` or `cold`.
+    pub set: String,
+    /// Sections of 2 MiB in it.
+    pub sections: u64,
+}
+
+report! {
+    /// State and figures of one VM.
+    pub struct VmReport in "pagetide_vm" {
+        /// Name of the VM under Pagetide.
+        name: String => label "vm",
+        /// Process id of the VMM.
+        pid: u32 => skip,
+        /// Command of the VMM.
+        vmm: String => skip,
+        /// How far the VM is in its life under Pagetide.
+        state: VmState => skip,
+        /// RAM of the VM.
+        ram_bytes: u64 => gauge,
+        /// RAM of the VM that is present now.
+        resident_bytes: u64 => gauge,
+        /// Limit on resident RAM; absent without a limit.
+        limit_bytes: Option<u64> => gauge,
+        /// Bytes of the metadata pool that are in use, stored pages included.
+        pool_bytes: u64 => gauge,
+        /// Pages whose only content is a stored copy or known to be zero.
+        stored_pages: u64 => gauge,
+        /// Stored pages that are all zero and take no store.
+        zero_pages: u64 => gauge,
+        /// Stored pages kept compressed by lz4.
+        lz4_pages: u64 => gauge,
+        /// Stored pages kept as they were, because they do not compress.
+        verbatim_pages: u64 => gauge,
+        /// Bytes that the content of stored pages takes.
+        stored_bytes: u64 => gauge,
+        /// Pages evicted since the attach.
+        evicted_pages: u64 => counter,
+        /// Faults of vCPUs on absent pages.
+        vcpu_faults: u64 => counter,
+        /// Time from a vCPU's fault being read to its page being there.
+        vcpu_fault_us: LatencyUs => histogram,
+        /// I/O page faults: page requests of devices.
+        iopfs: u64 => counter,
+        /// Time from a device's page request to its response.
+        iopf_us: LatencyUs => histogram,
+        /// Pages brought back with a faulting neighbour.
+        neighbour_pages: u64 => counter,
+        /// Pages the VM discarded (balloon, free page reporting, virtio-mem).
+        discarded_pages: u64 => counter,
+        /// Fills that went over the limit because nothing could be evicted first.
+        over_limit_fills: u64 => counter,
+        /// Evictions of a page cancelled by a write to it.
+        wp_cancels: u64 => counter,
+        /// Faults of our own mapping: each is an access without a lease, a bug.
+        alias_faults: u64 => counter,
+        /// Pages whose stored copy failed its check and that are lost.
+        poisoned_pages: u64 => counter,
+        /// Guest RAM pinned or locked by the VMM or a device.
+        pinned_guest_bytes: u64 => gauge,
+        /// Guest RAM under standing leases of rings.
+        wired_bytes: u64 => gauge,
+        /// Time a thread of the VMM stood still during the attach.
+        attach_pause_us: f64 => gauge,
+        /// What forbids eviction now, as sentences.
+        eviction_bars: Vec<String> => skip,
+        /// Daemons that took this VM up again after a predecessor died.
+        restarts: u64 => counter,
+        /// CPU time of the VM's fault reader.
+        reader_cpu_seconds: f64 => counter,
+        /// Sections in each of the hot and cold sets.
+        sections: Vec<SetReport> => per_set,
+    }
+}
+
+report! {
+    /// State and figures of one device.
+    pub struct DeviceReport in "pagetide_device" {
+        /// Socket the device listens on.
+        socket: String => label "device",
+        /// Kind of the device, such as `blk`.
+        kind: String => skip,
+        /// Image behind a block device.
+        image: Option<String> => skip,
+        /// How far the device is.
+        state: DeviceState => skip,
+        /// Why the device stopped.
+        error: Option<String> => skip,
+        /// VM the device is matched to; absent while its RAM belongs to no attached VM.
+        vm: Option<String> => skip,
+        /// Request queues offered.
+        queues: u16 => skip,
+        /// Writes are refused.
+        read_only: bool => skip,
+        /// Pages are looked up before DMA.
+        lookup: bool => skip,
+        /// Serial number shown to the guest.
+        serial: Option<String> => skip,
+        /// Size of the image.
+        capacity_bytes: u64 => gauge,
+        /// Requests completed.
+        requests: u64 => counter,
+        /// Bytes read from the image.
+        read_bytes: u64 => counter,
+        /// Bytes written to the image.
+        written_bytes: u64 => counter,
+        /// Requests in flight now.
+        inflight_requests: u64 => gauge,
+        /// Requests that ended in an I/O error.
+        failed_requests: u64 => counter,
+        /// I/O page faults: page requests sent to the host.
+        iopfs: u64 => counter,
+        /// Descriptor chains parked now, until their pages are there.
+        parked_chains: u64 => gauge,
+        /// Guest RAM under standing leases of this device's rings.
+        wired_bytes: u64 => gauge,
+        /// Requests of the guest that made no sense.
+        malformed_requests: u64 => counter,
+    }
+}
+
+/// What a reclaim did.
+#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
+pub struct ReclaimReport {
+    /// Name of the VM.
+    pub name: String,
+    /// Bytes asked for; absent when all was asked for.
+    pub asked_bytes: Option<u64>,
+    /// Bytes evicted by this call.
+    pub reclaimed_bytes: u64,
+    /// RAM of the VM that is present afterwards.
+    pub resident_bytes: u64,
+    /// Why less than asked for was evicted, as a sentence.
+    pub shortfall: Option<String>,
+}
+
+/// What a detach did.
+#[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize, ToSchema)]
+pub struct DetachReport {
+    /// Name of the VM.
+    pub name: String,
+    /// Process id of the VMM.
+    pub pid: u32,
+    /// Pages brought back.
+    pub filled_pages: u64,
+    /// RAM of the VM that is present afterwards.
+    pub resident_bytes: u64,
+    /// Time the detach took.
+    pub seconds: f64,
+    /// The VM as it was last seen, with its figures over the whole attach.
+    pub vm: VmReport,
+}
