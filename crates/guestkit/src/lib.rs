@@ -1,2 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Real guests.
+//! Boots and drives real guests under stock QEMU, for the demo and the tests.
+//!
+//! What Pagetide claims is about running virtual machines that nobody changed,
+//! so its last word is said by such machines: the distribution's QEMU, its cloud
+//! kernel, and a guest that verifies every byte ([`pagetide_guest`]). This crate
+//! makes the image, starts QEMU, listens to the guest, starts and kills the
+//! daemon, and measures from outside what the daemon says of itself.
+//!
+//! It uses the daemon only as a user does, by its command line.
+
+pub mod cpio;
+pub mod guest;
+pub mod image;
+pub mod modules;
+pub mod qemu;
+pub mod qmp;
+pub mod swapless;
