@@ -35,7 +35,7 @@ pub enum DomainError {
         /// Its length.
         bytes: u64,
         /// The kernel's answer.
-        source: std::io::Error,
+        source: pagetide_sys::mapping::MappingError,
     },
     /// A device without look-up would touch memory of an attached VM.
     #[error(

@@ -30,9 +30,22 @@ pub(crate) fn light_fence() {
 
 /// The evictor's half: after it, every engine of this process has either shown its lease to us or
 /// will see our bitmap. Costs some microseconds while engines run, once a section.
+///
+/// # Panics
+/// If the kernel has no expedited membarrier (before Linux 4.14): leases protect nothing then, so
+/// going on would lose DMA.
 pub(crate) fn heavy_fence() {
     #[cfg(loom)]
     loom::sync::atomic::fence(Ordering::SeqCst);
     #[cfg(not(loom))]
-    pagetide_sys::membarrier::heavy();
+    {
+        static REGISTERED: std::sync::Once = std::sync::Once::new();
+        let check = |outcome: Result<(), pagetide_sys::membarrier::MembarrierError>| {
+            if let Err(error) = outcome {
+                panic!("leases cannot be relied on: {error}");
+            }
+        };
+        REGISTERED.call_once(|| check(pagetide_sys::membarrier::register()));
+        check(pagetide_sys::membarrier::heavy());
+    }
 }
