@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`EvictionRound`]: taking pages of one section out of their place.
+//!
+//! ```text
+//!   begin   lock exclusive   candidates := wanted, present, not wired
+//!                            devices: no access (busy: give up), vCPUs: read-only
+//!           unlock
+//!   read    (no lock)        content of candidates is stable as long as they are candidates:
+//!                            whoever is to write there first takes the page out of the set
+//!   commit  lock exclusive   for those still in the set: word := Evicting(content),
+//!                            punch, word := Stored(content)
+//!           unlock
+//!   end     lock exclusive   what is left gets its write access back
+//! ```
+//! A fault on a candidate before its commit cancels it: the page simply stays
+//! (Taiji 4.2.2: the active task gives way to the passive one). The lock is
+//! held for some tens of microseconds at a time, so a fault in the same section
+//! never waits for compression or for the rest of the round.
+//!
+//! The bitmap of a device is cleared before the vCPU side is protected and
+//! before anything is reclaimed: VPRI 5.1's order.
+
+use crate::{
+    mmu::{MmuError, Restrict, Restricted},
+    place::PlaceError,
+    space::AddressSpace,
+    sync::{own, share},
+    word::{Content, Event, PageWord, State},
+};
+use pagetide_addr::{DeviceId, PageNo, PageRange, PageSet, SectionNo};
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Why a section cannot be evicted from now.
+#[derive(Debug, thiserror::Error)]
+pub enum EvictionError {
+    /// Nothing of what was wanted is present and free to go.
+    #[error("no page of the section can go")]
+    Nothing,
+    /// A device's DMA is under way there.
+    #[error("a device is using the section")]
+    Busy,
+    /// The section is being evicted from already.
+    #[error("the section has a round under way")]
+    RoundUnderWay,
+    /// The place failed.
+    #[error(transparent)]
+    Place(#[from] PlaceError),
+    /// A device failed.
+    #[error(transparent)]
+    Mmu(#[from] MmuError),
+}
+
+/// What became of a batch of pages.
+#[derive(Debug, Default)]
+#[must_use]
+pub struct Committed {
+    /// Pages that are stored and absent now.
+    pub evicted: PageSet,
+    /// Content stored in vain, because its page was needed meanwhile: free it.
+    pub unused: Vec<Content>,
+}
+
+/// An eviction under way. Ends when dropped: what was not committed stays.
+#[derive(Debug)]
+pub struct EvictionRound<'space> {
+    space: &'space AddressSpace,
+    section: SectionNo,
+}
+
+impl AddressSpace {
+    /// Begins to evict the `wanted` pages of `section`.
+    ///
+    /// # Errors
+    /// [`EvictionError`]; the section is then as before.
+    pub fn begin_eviction(
+        &self,
+        section: SectionNo,
+        wanted: &PageSet,
+    ) -> Result<EvictionRound<'_>, EvictionError> {
+        let state = self.table.section(section);
+        let _owned = own(&state.lock);
+        if state.has_candidates() {
+            return Err(EvictionError::RoundUnderWay);
+        }
+        let candidates = self.choose(section, wanted)?;
+        if candidates.is_empty() {
+            return Err(EvictionError::Nothing);
+        }
+        for page in candidates.pages(section) {
+            state.set_candidate(page);
+        }
+        // From here on the round undoes itself when dropped; but it needs the lock for that.
+        match self.restrict_all(section, &candidates) {
+            Ok(()) => Ok(EvictionRound {
+                space: self,
+                section,
+            }),
+            Err(error) => {
+                self.give_back(section);
+                Err(error)
+            }
+        }
+    }
+
+    /// The wanted pages that are present and not wired; holes among them are written off.
+    fn choose(&self, section: SectionNo, wanted: &PageSet) -> Result<PageSet, EvictionError> {
+        let mut present = PageSet::EMPTY;
+        for run in self.place.present_runs(self.table.pages_of(section))? {
+            present.unite(&PageSet::of_range(section, run));
+        }
+        let mut chosen = PageSet::EMPTY;
+        for page in wanted
+            .pages(section)
+            .filter(|page| page.0 < self.table.page_count())
+        {
+            match (self.table.word(page).state(), present.contains(page)) {
+                (State::Present, true) => chosen.insert(page),
+                (State::Present, false) => self.write_off(page),
+                _ => {}
+            }
+        }
+        for (_, mmu) in share(&self.devices).iter() {
+            chosen.subtract(&mmu.wired(section));
+        }
+        Ok(chosen)
+    }
+
+    /// A hole that the guest left: from now on a page of zeros like any other.
+    fn write_off(&self, page: PageNo) {
+        let discarding = self
+            .table
+            .change(page, PageWord::new(State::Present), Event::FoundHole);
+        if discarding.is_some() {
+            let left_out =
+                self.table
+                    .change(page, PageWord::new(State::Discarding), Event::LeftOut);
+            debug_assert!(left_out.is_some(), "{page} changed under an exclusive lock");
+            self.counters.discarded_pages.fetch_add(1, Relaxed);
+            let mut one = PageSet::EMPTY;
+            one.insert(page);
+            for (id, mmu) in share(&self.devices)
+                .iter()
+                .filter(|(id, _)| *id != DeviceId::VCPUS)
+            {
+                match mmu.restrict(page.section(), &one, Restrict::NoAccess) {
+                    Ok(Restricted::Done | Restricted::Busy) => {}
+                    Err(error) => self.incidents.fill_failed(
+                        page,
+                        &RestrictFailed {
+                            device: *id,
+                            source: error,
+                        },
+                    ),
+                }
+            }
+        }
+    }
+
+    fn restrict_all(&self, section: SectionNo, pages: &PageSet) -> Result<(), EvictionError> {
+        let devices = share(&self.devices);
+        let by_strength = [Restrict::NoAccess, Restrict::ReadOnly];
+        for strength in by_strength {
+            for (_, mmu) in devices
+                .iter()
+                .filter(|(_, mmu)| mmu.limits().strongest == strength)
+            {
+                if mmu.restrict(section, pages, strength)? == Restricted::Busy {
+                    return Err(EvictionError::Busy);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives all access back to what is still a candidate. The lock is held exclusively.
+    fn give_back(&self, section: SectionNo) {
+        let state = self.table.section(section);
+        let mut left = PageSet::EMPTY;
+        for page in self
+            .table
+            .pages_of(section)
+            .iter()
+            .filter(|page| state.cancel(*page))
+        {
+            left.insert(page);
+        }
+        for run in left.runs(section) {
+            self.grant_to(run, |_| true);
+        }
+    }
+}
+
+/// A device whose access to a hole could not be taken away.
+#[derive(Debug, thiserror::Error)]
+#[error("device {device:?} keeps access to a page that the guest gave up: {source}")]
+struct RestrictFailed {
+    device: DeviceId,
+    source: MmuError,
+}
+
+impl EvictionRound<'_> {
+    /// The section.
+    #[must_use]
+    pub fn section(&self) -> SectionNo {
+        self.section
+    }
+
+    /// The pages that may still go.
+    #[must_use]
+    pub fn candidates(&self) -> PageSet {
+        let state = self.space.table.section(self.section);
+        let mut set = PageSet::EMPTY;
+        for page in self
+            .space
+            .table
+            .pages_of(self.section)
+            .iter()
+            .filter(|page| state.is_candidate(*page))
+        {
+            set.insert(page);
+        }
+        set
+    }
+
+    /// Reads pages of the section. What is read of a page is meaningful only if its commit succeeds.
+    ///
+    /// # Errors
+    /// [`PlaceError`].
+    pub fn read(&self, pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
+        self.space.place.read(pages, into)
+    }
+
+    /// Evicts those of `batch` that nobody needed meanwhile: their content must be stored by now,
+    /// so that a successor can read it. A batch should be small: faults in the section wait for it.
+    ///
+    /// # Errors
+    /// [`PlaceError`]: pages that could not be punched stay; the store has been told.
+    pub fn commit(&mut self, batch: &[(PageNo, Content)]) -> Result<Committed, PlaceError> {
+        let space = self.space;
+        let state = space.table.section(self.section);
+        let _owned = own(&state.lock);
+        let mut committed = Committed::default();
+        let mut going = PageSet::EMPTY;
+        for (page, content) in batch {
+            let present = PageWord::new(State::Present);
+            let still = state.cancel(*page)
+                && space
+                    .table
+                    .change(*page, present, Event::Commit(*content))
+                    .is_some();
+            if still {
+                going.insert(*page);
+            } else if !content.is_zero() {
+                committed.unused.push(*content);
+            }
+        }
+        let mut result = Ok(());
+        for run in going.runs(self.section) {
+            match space.place.discard(run) {
+                Ok(()) => self.punched(run, &mut committed.evicted),
+                Err(error) => {
+                    self.look_what_stayed(run, &mut committed)?;
+                    result = Err(error);
+                }
+            }
+        }
+        space
+            .counters
+            .evicted_pages
+            .fetch_add(committed.evicted.len(), Relaxed);
+        result.map(|()| committed)
+    }
+
+    fn punched(&self, run: PageRange, evicted: &mut PageSet) {
+        for page in run.iter() {
+            let word = self.space.table.word(page);
+            let done = self.space.table.change(page, word, Event::Punched);
+            debug_assert!(done.is_some(), "{page} changed under an exclusive lock");
+            evicted.insert(page);
+        }
+    }
+
+    /// After a punch that failed: each page is either gone or stayed.
+    fn look_what_stayed(
+        &self,
+        run: PageRange,
+        committed: &mut Committed,
+    ) -> Result<(), PlaceError> {
+        for page in run.iter() {
+            if self.space.place.is_present(page)? {
+                let word = self.space.table.word(page);
+                if let State::Evicting(content) = word.state() {
+                    let done = self.space.table.change(page, word, Event::StillPresent);
+                    debug_assert!(done.is_some(), "{page} changed under an exclusive lock");
+                    if !content.is_zero() {
+                        self.space.store.free(content);
+                    }
+                    self.space.grant_to(page.single(), |_| true);
+                }
+            } else {
+                self.punched(page.single(), &mut committed.evicted);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for EvictionRound<'_> {
+    fn drop(&mut self) {
+        let _owned = own(&self.space.table.section(self.section).lock);
+        self.space.give_back(self.section);
+    }
+}

@@ -1,0 +1,340 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The fault path and the eviction under loom: every interleaving, up to a bound of preemptions.
+//!
+//! The kernel is a mutex with one page in it; a guest that meets an absent or
+//! protected page faults and tries again, as a vCPU does. What is checked is
+//! what a user cares for: the last write is what is read in the end, wherever
+//! the page is; every fault is answered once; stored content is freed once.
+
+use crate::{
+    AddressSpace, Committed, Content, ContentStore, Fault, FaultOutcome, Incidents, Installed, Mmu,
+    MmuError, MmuLimits, OnAbsent, PageTable, PageWord, Place, PlaceError, Restrict, Restricted,
+    SpaceParts, State, StoreError, Unlimited, VolatileWords,
+};
+use loom::sync::Mutex;
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo};
+use std::sync::Arc;
+
+const PAGE: PageNo = PageNo(0);
+const OLD: u8 = 7;
+const NEW: u8 = 9;
+
+/// The kernel's view of one page.
+#[derive(Default)]
+struct Kernel {
+    present: Option<u8>,
+    write_protected: bool,
+    stored: Option<u8>,
+    frees: u32,
+    device_may: bool,
+    device_busy: bool,
+}
+
+#[derive(Clone)]
+struct Model(Arc<Mutex<Kernel>>);
+
+impl Model {
+    fn with<R>(&self, act: impl FnOnce(&mut Kernel) -> R) -> R {
+        act(&mut self.0.lock().unwrap())
+    }
+}
+
+impl Place for Model {
+    fn install(&self, _page: PageNo, content: &[u8; 4096]) -> Result<Installed, PlaceError> {
+        Ok(self.with(|k| {
+            if k.present.is_some() {
+                return Installed::AlreadyThere;
+            }
+            (k.present, k.write_protected) = (Some(content[0]), false);
+            Installed::Installed
+        }))
+    }
+    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
+        self.install(page, &[0; 4096])
+    }
+    fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
+        let installed = self.install(pages.start, content[..4096].try_into().unwrap())?;
+        Ok(u64::from(installed == Installed::Installed))
+    }
+    fn read(&self, _pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
+        into[0] = self.with(|k| k.present.unwrap_or(0));
+        Ok(())
+    }
+    fn discard(&self, _pages: PageRange) -> Result<(), PlaceError> {
+        self.with(|k| {
+            assert!(!k.device_may, "punched under a device");
+            k.present = None;
+        });
+        Ok(())
+    }
+    fn is_present(&self, _page: PageNo) -> Result<bool, PlaceError> {
+        Ok(self.with(|k| k.present.is_some()))
+    }
+    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
+        Ok(if self.is_present(PAGE)? {
+            vec![pages]
+        } else {
+            Vec::new()
+        })
+    }
+    fn wake(&self, _pages: PageRange) -> Result<(), PlaceError> {
+        Ok(())
+    }
+    fn poison(&self, _page: PageNo) -> Result<(), PlaceError> {
+        unreachable!("nothing is damaged here")
+    }
+}
+
+impl ContentStore for Model {
+    fn load(
+        &self,
+        _page: PageNo,
+        _content: Content,
+        into: &mut [u8; 4096],
+    ) -> Result<(), StoreError> {
+        into[0] = self.with(|k| k.stored.expect("loaded after it was freed"));
+        Ok(())
+    }
+    fn free(&self, _content: Content) {
+        self.with(|k| {
+            assert!(k.stored.take().is_some(), "freed twice");
+            k.frees += 1;
+        });
+    }
+}
+
+impl Incidents for Model {
+    fn intruder(&self, page: PageNo) {
+        panic!("an intruder in {page}");
+    }
+    fn poisoned(&self, page: PageNo, _why: &StoreError) {
+        panic!("{page} poisoned");
+    }
+    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
+        panic!("{page}: {why}");
+    }
+}
+
+struct Vcpus(Model);
+
+impl Mmu for Vcpus {
+    fn limits(&self) -> MmuLimits {
+        MmuLimits {
+            granularity_pages: 1,
+            strongest: Restrict::ReadOnly,
+            on_absent: OnAbsent::Recovers,
+        }
+    }
+    fn wired(&self, _section: SectionNo) -> PageSet {
+        PageSet::EMPTY
+    }
+    fn restrict(
+        &self,
+        _section: SectionNo,
+        _pages: &PageSet,
+        _to: Restrict,
+    ) -> Result<Restricted, MmuError> {
+        self.0.with(|k| k.write_protected = true);
+        Ok(Restricted::Done)
+    }
+    fn grant(&self, _pages: PageRange, _access: Access) -> Result<(), MmuError> {
+        self.0.with(|k| k.write_protected = false);
+        Ok(())
+    }
+}
+
+/// A device; its bitmap and lease are one mutex here (the lease protocol has a model of its own).
+struct Device(Model);
+
+impl Mmu for Device {
+    fn limits(&self) -> MmuLimits {
+        MmuLimits {
+            granularity_pages: 1,
+            strongest: Restrict::NoAccess,
+            on_absent: OnAbsent::Recovers,
+        }
+    }
+    fn wired(&self, _section: SectionNo) -> PageSet {
+        PageSet::EMPTY
+    }
+    fn restrict(
+        &self,
+        _section: SectionNo,
+        _pages: &PageSet,
+        _to: Restrict,
+    ) -> Result<Restricted, MmuError> {
+        Ok(self.0.with(|k| {
+            k.device_may = false;
+            if k.device_busy {
+                Restricted::Busy
+            } else {
+                Restricted::Done
+            }
+        }))
+    }
+    fn grant(&self, _pages: PageRange, _access: Access) -> Result<(), MmuError> {
+        self.0.with(|k| k.device_may = true);
+        Ok(())
+    }
+}
+
+fn space(kernel: Kernel, state: State) -> (Model, Arc<AddressSpace>) {
+    let model = Model(Arc::new(Mutex::new(kernel)));
+    let words = VolatileWords::new(1, PageWord::new(state));
+    let space = AddressSpace::new(SpaceParts {
+        table: PageTable::new(Box::new(words)),
+        place: Arc::new(model.clone()),
+        store: Arc::new(model.clone()),
+        admission: Arc::new(Unlimited),
+        incidents: Arc::new(model.clone()),
+        neighbours_max: 0,
+    });
+    space.attach_device(DeviceId::VCPUS, Arc::new(Vcpus(model.clone())));
+    space.attach_device(DeviceId(1), Arc::new(Device(model.clone())));
+    (model, Arc::new(space))
+}
+
+fn fault(device: DeviceId) -> Fault {
+    Fault {
+        device,
+        pages: PAGE.single(),
+        access: Access::Write,
+    }
+}
+
+/// A vCPU's store: it faults until the page is there and writable.
+fn store_as_vcpu(model: &Model, space: &AddressSpace) {
+    loop {
+        let stored = model.with(|k| {
+            let can = k.present.is_some() && !k.write_protected;
+            if can {
+                k.present = Some(NEW);
+            }
+            can
+        });
+        if stored {
+            return;
+        }
+        space.fault(&fault(DeviceId::VCPUS), None);
+        loom::thread::yield_now();
+    }
+}
+
+/// A device's DMA: it takes a lease if its bitmap allows, else it faults and tries again.
+fn store_as_device(model: &Model, space: &AddressSpace) {
+    loop {
+        let leased = model.with(|k| {
+            k.device_busy = k.device_may;
+            k.device_may
+        });
+        if leased {
+            model.with(|k| k.present = Some(NEW));
+            model.with(|k| k.device_busy = false);
+            return;
+        }
+        let answers = Arc::new(std::sync::atomic::AtomicU32::new(0));
+        let count = answers.clone();
+        let reply = Box::new(move |outcome| {
+            assert_eq!(outcome, FaultOutcome::Present);
+            count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        });
+        space.fault(&fault(DeviceId(1)), Some(reply));
+        while answers.load(std::sync::atomic::Ordering::Relaxed) == 0 {
+            loom::thread::yield_now();
+        }
+        assert_eq!(answers.load(std::sync::atomic::Ordering::Relaxed), 1);
+    }
+}
+
+fn evict(model: &Model, space: &AddressSpace) {
+    let section = SectionNo(0);
+    let wanted = PageSet::of_range(section, PAGE.single());
+    let Ok(mut round) = space.begin_eviction(section, &wanted) else {
+        return;
+    };
+    let mut bytes = [0; 4096];
+    round.read(PAGE.single(), &mut bytes).unwrap();
+    model.with(|k| k.stored = Some(bytes[0]));
+    let content = Content::at(1).unwrap();
+    let Committed { unused, .. } = round.commit(&[(PAGE, content)]).unwrap();
+    for content in unused {
+        model.free(content);
+    }
+}
+
+/// The content of the page, wherever it is in the end.
+fn final_content(model: &Model, space: &AddressSpace) -> u8 {
+    let state = space.table().word(PAGE).state();
+    model.with(|k| match state {
+        State::Present => {
+            assert_eq!(k.stored, None, "a stored copy was left behind");
+            k.present.expect("present")
+        }
+        State::Stored(_) => {
+            assert_eq!(k.present, None);
+            k.stored.expect("stored")
+        }
+        other => panic!("left in {other:?}"),
+    })
+}
+
+fn check(model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(model);
+}
+
+fn present() -> Kernel {
+    Kernel {
+        present: Some(OLD),
+        device_may: true,
+        ..Kernel::default()
+    }
+}
+
+#[test]
+fn loom_store_of_a_vcpu_survives_an_eviction() {
+    check(|| {
+        let (model, space) = space(present(), State::Present);
+        let evictor = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || evict(&model, &space))
+        };
+        store_as_vcpu(&model, &space);
+        evictor.join().unwrap();
+        assert_eq!(final_content(&model, &space), NEW);
+    });
+}
+
+#[test]
+fn loom_store_of_a_device_survives_an_eviction() {
+    check(|| {
+        let (model, space) = space(present(), State::Present);
+        let evictor = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || evict(&model, &space))
+        };
+        store_as_device(&model, &space);
+        evictor.join().unwrap();
+        assert_eq!(final_content(&model, &space), NEW);
+    });
+}
+
+#[test]
+fn loom_two_askers_fill_once_and_both_are_answered() {
+    check(|| {
+        let kernel = Kernel {
+            stored: Some(OLD),
+            ..Kernel::default()
+        };
+        let (model, space) = space(kernel, State::Stored(Content::at(1).unwrap()));
+        let device = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || store_as_device(&model, &space))
+        };
+        space.fault(&fault(DeviceId::VCPUS), None);
+        device.join().unwrap();
+        assert_eq!(final_content(&model, &space), NEW);
+        assert_eq!(model.with(|k| k.frees), 1);
+    });
+}

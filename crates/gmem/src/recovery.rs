@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Words at the beginning: of a VM just taken over, and of one whose daemon died.
+
+use crate::{
+    place::{Place, PlaceError},
+    table::PageTable,
+    word::{Content, DamagedWord, PageWord, Presence, Recovered, State},
+};
+use pagetide_addr::{PageNo, SectionNo};
+
+/// Why words cannot be brought in order.
+#[derive(Debug, thiserror::Error)]
+pub enum RecoveryError {
+    /// A word is damaged.
+    #[error("{page}: {source}")]
+    Damaged {
+        /// Whose word.
+        page: PageNo,
+        /// What it holds.
+        source: DamagedWord,
+    },
+    /// Pages are present that must not be.
+    #[error(
+        "{count} pages (the first is {first}) are present though their content is stored: another process has written to the VM's RAM"
+    )]
+    Intruder {
+        /// The first of them.
+        first: PageNo,
+        /// How many.
+        count: u64,
+    },
+    /// The place cannot tell what is present.
+    #[error(transparent)]
+    Place(#[from] PlaceError),
+}
+
+/// What a successor found.
+#[derive(Debug, Default)]
+pub struct RecoveryReport {
+    /// Pages that are present.
+    pub present_pages: u64,
+    /// Pages whose content is stored, zeros included.
+    pub stored_pages: u64,
+    /// Words that were in the middle of something.
+    pub mended_words: u64,
+    /// Pages whose content was lost before.
+    pub poisoned_pages: u64,
+}
+
+/// Sets the words of a VM just taken over: a page is present, or a hole that reads as zeros. The
+/// userfaultfd must be registered already, so that no hole fills behind our back.
+///
+/// # Errors
+/// [`PlaceError`].
+pub fn set_initial_words(table: &PageTable, place: &dyn Place) -> Result<u64, PlaceError> {
+    let mut present_pages = 0;
+    for section in (0..table.section_count()).map(SectionNo) {
+        let pages = table.pages_of(section);
+        for page in pages.iter() {
+            table.set_initial(page, PageWord::new(State::Stored(Content::ZERO)));
+        }
+        for run in place.present_runs(pages)? {
+            for page in run.iter() {
+                table.set_initial(page, PageWord::new(State::Present));
+            }
+            present_pages += run.len();
+        }
+    }
+    Ok(present_pages)
+}
+
+/// Brings the words of a dead predecessor in order; `stored` is told of all content that is still
+/// needed. Nothing is changed if this fails.
+///
+/// # Errors
+/// [`RecoveryError`].
+pub fn recover_words(
+    table: &PageTable,
+    place: &dyn Place,
+    mut stored: impl FnMut(PageNo, Content),
+) -> Result<RecoveryReport, RecoveryError> {
+    let mut report = RecoveryReport::default();
+    let mut mended = Vec::new();
+    let mut intruders = Vec::new();
+    for section in (0..table.section_count()).map(SectionNo) {
+        let pages = table.pages_of(section);
+        let mut present = pagetide_addr::PageSet::EMPTY;
+        for run in place.present_runs(pages)? {
+            present.unite(&pagetide_addr::PageSet::of_range(section, run));
+        }
+        for page in pages.iter() {
+            let bits = table.raw_bits(page);
+            let presence = if present.contains(page) {
+                Presence::Present
+            } else {
+                Presence::Absent
+            };
+            let word = PageWord::from_bits(bits)
+                .map_err(|source| RecoveryError::Damaged { page, source })?;
+            match word.recover(presence) {
+                Recovered::Intruder => intruders.push(page),
+                Recovered::Word { word: now, .. } => {
+                    if now.bits() != bits {
+                        mended.push((page, now));
+                    }
+                    count(&mut report, page, now, &mut stored);
+                }
+            }
+        }
+    }
+    if let Some(first) = intruders.first() {
+        return Err(RecoveryError::Intruder {
+            first: *first,
+            count: intruders.len() as u64,
+        });
+    }
+    report.mended_words = mended.len() as u64;
+    for (page, word) in mended {
+        table.set_initial(page, word);
+    }
+    Ok(report)
+}
+
+fn count(
+    report: &mut RecoveryReport,
+    page: PageNo,
+    word: PageWord,
+    stored: &mut impl FnMut(PageNo, Content),
+) {
+    match word.state() {
+        State::Stored(content) => {
+            report.stored_pages += 1;
+            if !content.is_zero() {
+                stored(page, content);
+            }
+        }
+        State::Poisoned => report.poisoned_pages += 1,
+        _ => report.present_pages += 1,
+    }
+}

@@ -1,0 +1,555 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`AddressSpace`]: the memory that CPU and devices share, and the one door into it.
+//!
+//! A vCPU fault and a device fault are the same event with a different waiter
+//! (GMEM 3; VPRI 5.2). [`AddressSpace::fault`] is the only code that makes an
+//! absent page present. The first asker of a page fills it, later ones join.
+//! Where the waiter sleeps decides how it is released: a vCPU in the kernel is
+//! woken by the install itself, a device is called back.
+//!
+//! Outside an eviction round every attached device may use every present page:
+//! an install grants to all of them, so a device faults only on pages that are
+//! really absent.
+
+use crate::{
+    mmu::{Mmu, OnAbsent},
+    neighbours,
+    place::{Installed, Place, PlaceError},
+    store::{Admission, ContentStore, Incidents, StoreError},
+    sync::{Arc, RwLock, share},
+    table::{PageTable, Section},
+    waiters::{Pending, Reply, Waiters},
+    word::{Content, Event, PageWord, State},
+};
+use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange};
+use std::sync::atomic::{AtomicU64 as Count, Ordering::Relaxed};
+
+/// Most pages that are filled in one go, and under one hold of the section's lock.
+pub(crate) const FILL_PAGES_MAX: u64 = 16;
+
+/// Why a fault could not be served.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FaultOutcome {
+    /// All pages were made present; the next access may find one evicted again, and fault again.
+    Present,
+    /// The pages are not all part of the address space.
+    OutOfRange,
+    /// The content of one of them is lost, or cannot be installed.
+    Lost,
+    /// The memory itself is gone: the VM ended.
+    Gone,
+}
+
+/// A page fault of a device or vCPU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Fault {
+    /// Who faulted.
+    pub device: DeviceId,
+    /// Pages wanted.
+    pub pages: PageRange,
+    /// Access wanted.
+    pub access: Access,
+}
+
+/// Counts of what befell an address space since it was made in this process.
+#[derive(Debug, Default)]
+pub struct SpaceCounters {
+    /// Pages that a fault made present from stored content, zeros included.
+    pub filled_pages: Count,
+    /// Pages brought along with a faulting neighbour.
+    pub neighbour_pages: Count,
+    /// Faults that joined a fill under way.
+    pub joined_faults: Count,
+    /// Faults on pages that were present: protected, granted late, or woken needlessly.
+    pub present_faults: Count,
+    /// Pages taken out of an eviction round because somebody needed them.
+    pub cancelled_pages: Count,
+    /// Pages the guest had given up, found by a fault or a round.
+    pub discarded_pages: Count,
+    /// Pages evicted.
+    pub evicted_pages: Count,
+    /// Pages whose content was lost.
+    pub poisoned_pages: Count,
+}
+
+/// What an address space is made of.
+pub struct SpaceParts {
+    /// Words and sections.
+    pub table: PageTable,
+    /// Where pages are present.
+    pub place: Arc<dyn Place>,
+    /// Where the content of absent pages is.
+    pub store: Arc<dyn ContentStore>,
+    /// The limit.
+    pub admission: Arc<dyn Admission>,
+    /// Who is told of trouble.
+    pub incidents: Arc<dyn Incidents>,
+    /// Most neighbours a fault brings along; 0 for none.
+    pub neighbours_max: u32,
+}
+
+/// See the module.
+pub struct AddressSpace {
+    pub(crate) table: PageTable,
+    pub(crate) place: Arc<dyn Place>,
+    pub(crate) store: Arc<dyn ContentStore>,
+    pub(crate) incidents: Arc<dyn Incidents>,
+    admission: Arc<dyn Admission>,
+    waiters: Waiters,
+    pub(crate) devices: RwLock<Vec<(DeviceId, Arc<dyn Mmu>)>>,
+    pub(crate) counters: SpaceCounters,
+    pub(crate) neighbours_max: u32,
+}
+
+/// How looking at one page under its section's lock ended.
+enum Resolved {
+    /// Pages up to here (not included) are present.
+    UpTo(PageNo),
+    /// Somebody else is filling the page.
+    BeingFilled,
+    /// It cannot be had.
+    Failed(FaultOutcome),
+}
+
+/// Calls `work` with a buffer of [`FILL_PAGES_MAX`] pages, which holds anything.
+#[cfg(not(loom))]
+fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
+    thread_local! {
+        static PAGES: std::cell::RefCell<Box<[u8]>> =
+            std::cell::RefCell::new(vec![0; PageNo(FILL_PAGES_MAX * PAGE_BYTES).index()].into());
+    }
+    PAGES.with_borrow_mut(|buffer| work(buffer))
+}
+
+/// The checker's threads share one system thread, and so would share the buffer.
+#[cfg(loom)]
+fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
+    work(&mut vec![0; PageNo(FILL_PAGES_MAX * PAGE_BYTES).index()])
+}
+
+impl AddressSpace {
+    /// A space whose words are as [`crate::recovery`] left them.
+    #[must_use]
+    pub fn new(parts: SpaceParts) -> Self {
+        Self {
+            table: parts.table,
+            place: parts.place,
+            store: parts.store,
+            incidents: parts.incidents,
+            admission: parts.admission,
+            waiters: Waiters::new(),
+            devices: RwLock::new(Vec::new()),
+            counters: SpaceCounters::default(),
+            neighbours_max: parts.neighbours_max,
+        }
+    }
+
+    /// Attaches a device. It starts without any translation: see [`Self::grant_present`].
+    ///
+    /// # Panics
+    /// If a device of that id is attached already, or cannot recover from faults (such a device
+    /// needs wired mappings).
+    #[doc(alias = "gm_as_attach")]
+    pub fn attach_device(&self, id: DeviceId, mmu: Arc<dyn Mmu>) {
+        assert_eq!(
+            mmu.limits().on_absent,
+            OnAbsent::Recovers,
+            "{id:?} needs wired mappings"
+        );
+        let mut devices = crate::sync::own(&self.devices);
+        assert!(
+            devices.iter().all(|(other, _)| *other != id),
+            "{id:?} is attached already"
+        );
+        devices.push((id, mmu));
+    }
+
+    /// Detaches a device; what it may still touch is for the caller to see to.
+    #[doc(alias = "gm_dev_detach")]
+    pub fn detach_device(&self, id: DeviceId) {
+        crate::sync::own(&self.devices).retain(|(other, _)| *other != id);
+    }
+
+    /// The table of words.
+    #[must_use]
+    pub fn table(&self) -> &PageTable {
+        &self.table
+    }
+
+    /// What has happened so far.
+    #[must_use]
+    pub fn counters(&self) -> &SpaceCounters {
+        &self.counters
+    }
+
+    /// Makes `fault.pages` present and grants them, or says why not. The vCPU that waits in the
+    /// kernel is woken by that; `reply`, if there is one, is called exactly once, perhaps by
+    /// another thread, perhaps before this returns. May evict other pages first (the limit).
+    #[doc(alias = "gm_dev_fault")]
+    pub fn fault(&self, fault: &Fault, reply: Option<Reply>) {
+        let pending = reply.map(Pending::new);
+        let outcome = self.serve(fault, pending.as_ref());
+        if let Some(pending) = pending {
+            pending.settle(outcome);
+        }
+    }
+
+    /// Serves a fault if that needs neither an eviction nor another thread: `None` if it does, and
+    /// then [`Self::fault`] must be called.
+    #[must_use]
+    pub fn fault_without_waiting(&self, fault: &Fault) -> Option<FaultOutcome> {
+        if !self.table.contains(fault.pages) {
+            return Some(FaultOutcome::OutOfRange);
+        }
+        if !self.admission.has_room(fault.pages.len()) {
+            return None;
+        }
+        let mut page = fault.pages.start;
+        while page < fault.pages.end {
+            let section = self.table.section(page.section());
+            let shared = section.lock.try_read().ok()?;
+            let resolved = self.resolve(section, page, fault);
+            drop(shared);
+            match resolved {
+                Resolved::UpTo(next) => page = next,
+                Resolved::BeingFilled => return None,
+                Resolved::Failed(outcome) => return Some(outcome),
+            }
+        }
+        Some(FaultOutcome::Present)
+    }
+
+    /// Grants all present pages of the space to `mmu`: for a device that has just been attached.
+    ///
+    /// # Errors
+    /// [`PlaceError`].
+    pub fn grant_present(&self, mmu: &dyn Mmu) -> Result<(), PlaceError> {
+        for number in 0..self.table.section_count() {
+            let number = pagetide_addr::SectionNo(number);
+            let section = self.table.section(number);
+            let _shared = share(&section.lock);
+            for run in self.place.present_runs(self.table.pages_of(number))? {
+                for page in run.iter() {
+                    if self.table.word(page).state() == State::Present
+                        && !section.is_candidate(page)
+                    {
+                        // A grant that fails leaves a device that faults: nothing is lost.
+                        if let Err(error) = mmu.grant(page.single(), Access::Write) {
+                            self.incidents.fill_failed(page, &error);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn serve(&self, fault: &Fault, pending: Option<&Arc<Pending>>) -> FaultOutcome {
+        if !self.table.contains(fault.pages) {
+            return FaultOutcome::OutOfRange;
+        }
+        let absent = fault
+            .pages
+            .iter()
+            .filter(|page| self.is_stored(*page))
+            .count();
+        if absent > 0 {
+            self.admission.admit(absent as u64);
+        }
+        let mut page = fault.pages.start;
+        while page < fault.pages.end {
+            let section = self.table.section(page.section());
+            let resolved = {
+                let _shared = share(&section.lock);
+                self.resolve(section, page, fault)
+            };
+            page = match resolved {
+                Resolved::UpTo(next) => next,
+                Resolved::BeingFilled => match pending {
+                    Some(pending) if !self.waiters.join(&self.table, page, pending) => page,
+                    _ => {
+                        self.counters.joined_faults.fetch_add(1, Relaxed);
+                        PageNo(page.0 + 1)
+                    }
+                },
+                Resolved::Failed(outcome) => return outcome,
+            };
+        }
+        if fault.device == DeviceId::VCPUS {
+            neighbours::bring_along(self, fault.pages.start);
+        }
+        FaultOutcome::Present
+    }
+
+    fn is_stored(&self, page: PageNo) -> bool {
+        matches!(self.table.word(page).state(), State::Stored(_))
+    }
+
+    /// Looks at `page`, and fills it and what follows in the fault's range if it is absent. The
+    /// section's lock is held shared.
+    fn resolve(&self, section: &Section, page: PageNo, fault: &Fault) -> Resolved {
+        let word = self.table.word(page);
+        match word.state() {
+            State::Present => self.resolve_present(section, page, fault),
+            State::Stored(_) => {
+                let end = fault
+                    .pages
+                    .end
+                    .min(section_end(page))
+                    .min(PageNo(page.0 + FILL_PAGES_MAX));
+                self.fill(PageRange::new(page, end))
+            }
+            // `Evicting` lasts only while the lock is held exclusively.
+            State::Filling(_) | State::Discarding | State::Evicting(_) => Resolved::BeingFilled,
+            State::Poisoned => {
+                self.poison_for_kernel(page);
+                Resolved::Failed(FaultOutcome::Lost)
+            }
+        }
+    }
+
+    fn resolve_present(&self, section: &Section, page: PageNo, fault: &Fault) -> Resolved {
+        match self.place.is_present(page) {
+            Ok(true) => {
+                self.counters.present_faults.fetch_add(1, Relaxed);
+                if section.cancel(page) {
+                    self.counters.cancelled_pages.fetch_add(1, Relaxed);
+                }
+                if fault.device == DeviceId::VCPUS {
+                    self.grant_to(page.single(), |id| id == DeviceId::VCPUS);
+                }
+                self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
+                Resolved::UpTo(PageNo(page.0 + 1))
+            }
+            Ok(false) => self.refill_discarded(section, page),
+            Err(error) => self.failed(page, &error),
+        }
+    }
+
+    /// A hole where the word says present: the guest gave the page up (balloon, free page
+    /// reporting) and now uses it again, from zeros.
+    fn refill_discarded(&self, section: &Section, page: PageNo) -> Resolved {
+        let present = PageWord::new(State::Present);
+        if self.table.change(page, present, Event::FoundHole).is_none() {
+            return Resolved::BeingFilled;
+        }
+        section.cancel(page);
+        self.counters.discarded_pages.fetch_add(1, Relaxed);
+        let discarding = PageWord::new(State::Discarding);
+        match self.place.install_zero(page) {
+            // There already: the guest was quicker through another fault of this very page.
+            Ok(Installed::Installed | Installed::AlreadyThere) => {
+                self.finish(page, discarding, Event::Installed, FaultOutcome::Present);
+                self.wake(page.single());
+                self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
+                Resolved::UpTo(PageNo(page.0 + 1))
+            }
+            Err(error) => {
+                self.finish(page, discarding, Event::InstallFailed, FaultOutcome::Lost);
+                self.failed(page, &error)
+            }
+        }
+    }
+
+    /// Fills the stored pages at the start of `run`, which lies in one section whose lock is held
+    /// shared.
+    fn fill(&self, run: PageRange) -> Resolved {
+        with_buffer(|buffer| {
+            let (claimed, problem) = self.claim_and_load(run, buffer);
+            if claimed.is_empty() {
+                return match problem {
+                    Some(error) => self.content_unavailable(run.start, &error),
+                    None => Resolved::BeingFilled,
+                };
+            }
+            self.install(claimed, &buffer[..PageNo(claimed.bytes()).index()])
+        })
+    }
+
+    /// Fills up to `FILL_PAGES_MAX` neighbours that are stored; returns how many.
+    pub(crate) fn fill_neighbours(&self, run: PageRange) -> u64 {
+        let _shared = share(&self.table.section(run.start.section()).lock);
+        match self.fill(run) {
+            Resolved::UpTo(end) => end.0 - run.start.0,
+            Resolved::BeingFilled | Resolved::Failed(_) => 0,
+        }
+    }
+
+    pub(crate) fn has_room(&self, pages: u64) -> bool {
+        self.admission.has_room(pages)
+    }
+
+    /// Claims stored pages from the start of `run` on and loads their content into `buffer`. Stops
+    /// at the first page that is not stored, or whose content cannot be had (with the reason, if it
+    /// is the first one).
+    fn claim_and_load(&self, run: PageRange, buffer: &mut [u8]) -> (PageRange, Option<StoreError>) {
+        let mut end = run.start;
+        for (page, into) in run
+            .iter()
+            .zip(buffer.chunks_exact_mut(PageNo(PAGE_BYTES).index()))
+        {
+            let word = self.table.word(page);
+            let State::Stored(content) = word.state() else {
+                break;
+            };
+            if self.table.change(page, word, Event::Claim).is_none() {
+                break;
+            }
+            if let Err(error) = self.load(page, content, into) {
+                let only = page == run.start;
+                let claimed = PageWord::new(State::Filling(content));
+                if only && matches!(error, StoreError::Damaged { .. }) {
+                    self.finish(page, claimed, Event::ContentLost, FaultOutcome::Lost);
+                } else {
+                    self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Lost);
+                }
+                return (PageRange::new(run.start, end), only.then_some(error));
+            }
+            end = PageNo(page.0 + 1);
+        }
+        (PageRange::new(run.start, end), None)
+    }
+
+    fn load(&self, page: PageNo, content: Content, into: &mut [u8]) -> Result<(), StoreError> {
+        if content.is_zero() {
+            into.fill(0);
+            return Ok(());
+        }
+        let into = into
+            .try_into()
+            .unwrap_or_else(|_| unreachable!("a chunk is one page"));
+        self.store.load(page, content, into)
+    }
+
+    /// Installs claimed pages, whose content is in `bytes`.
+    fn install(&self, claimed: PageRange, bytes: &[u8]) -> Resolved {
+        let installed = if claimed.len() == 1 {
+            self.install_one(claimed.start, bytes)
+        } else {
+            self.place.install_run(claimed, bytes)
+        };
+        let (done, error) = match installed {
+            Ok(pages) => (PageNo(claimed.start.0 + pages), None),
+            Err(error) => (claimed.start, Some(error)),
+        };
+        self.finish_installed(PageRange::new(claimed.start, done));
+        let left = PageRange::new(done, claimed.end);
+        if left.is_empty() {
+            return Resolved::UpTo(claimed.end);
+        }
+        let outcome = if matches!(error, Some(PlaceError::Gone)) {
+            FaultOutcome::Gone
+        } else {
+            FaultOutcome::Lost
+        };
+        for page in left.iter() {
+            if let State::Filling(_) = self.table.word(page).state() {
+                let word = self.table.word(page);
+                self.finish(page, word, Event::InstallFailed, outcome);
+            }
+        }
+        match error {
+            Some(error) => self.failed(done, &error),
+            None => {
+                self.incidents.intruder(done);
+                Resolved::Failed(FaultOutcome::Lost)
+            }
+        }
+    }
+
+    fn install_one(&self, page: PageNo, bytes: &[u8]) -> Result<u64, PlaceError> {
+        let is_zero = bytes.iter().all(|byte| *byte == 0);
+        let installed = match bytes.try_into() {
+            Ok(content) if !is_zero => self.place.install(page, content)?,
+            _ => self.place.install_zero(page)?,
+        };
+        Ok(u64::from(installed == Installed::Installed))
+    }
+
+    fn finish_installed(&self, pages: PageRange) {
+        self.grant_to(pages, |id| id != DeviceId::VCPUS);
+        for page in pages.iter() {
+            let word = self.table.word(page);
+            if let State::Filling(content) = word.state() {
+                self.finish(page, word, Event::Installed, FaultOutcome::Present);
+                if !content.is_zero() {
+                    self.store.free(content);
+                }
+            }
+        }
+        self.counters.filled_pages.fetch_add(pages.len(), Relaxed);
+    }
+
+    /// Ends a fill that this thread has claimed, and releases who joined it.
+    fn finish(&self, page: PageNo, claimed: PageWord, event: Event, outcome: FaultOutcome) {
+        let before = self.table.change(page, claimed, event);
+        debug_assert!(
+            before.is_some(),
+            "{page} left its fill while it was claimed"
+        );
+        if before.is_some_and(PageWord::is_waited_for) {
+            self.waiters.release(page, outcome);
+        }
+    }
+
+    fn content_unavailable(&self, page: PageNo, error: &StoreError) -> Resolved {
+        match error {
+            StoreError::Damaged { .. } => {
+                self.counters.poisoned_pages.fetch_add(1, Relaxed);
+                self.incidents.poisoned(page, error);
+                self.poison_for_kernel(page);
+            }
+            StoreError::Unreadable { .. } => {
+                self.incidents.fill_failed(page, error);
+                self.wake(page.single());
+            }
+        }
+        Resolved::Failed(FaultOutcome::Lost)
+    }
+
+    fn poison_for_kernel(&self, page: PageNo) {
+        if let Err(error) = self.place.poison(page) {
+            self.incidents.fill_failed(page, &error);
+        }
+    }
+
+    /// A fault that the kernel would not let us serve: whoever waits tries again.
+    fn failed(&self, page: PageNo, error: &PlaceError) -> Resolved {
+        if matches!(error, PlaceError::Gone) {
+            return Resolved::Failed(FaultOutcome::Gone);
+        }
+        self.incidents.fill_failed(page, error);
+        self.wake(page.single());
+        Resolved::Failed(FaultOutcome::Lost)
+    }
+
+    pub(crate) fn wake(&self, pages: PageRange) {
+        match self.place.wake(pages) {
+            Ok(()) | Err(PlaceError::Gone) => {}
+            Err(error) => self.incidents.fill_failed(pages.start, &error),
+        }
+    }
+
+    /// Grants present pages to the devices that `chosen` picks.
+    pub(crate) fn grant_to(&self, pages: PageRange, chosen: impl Fn(DeviceId) -> bool) {
+        if pages.is_empty() {
+            return;
+        }
+        for (_, mmu) in share(&self.devices).iter().filter(|(id, _)| chosen(*id)) {
+            // A grant that fails leaves a device that faults again: nothing is lost.
+            if let Err(error) = mmu.grant(pages, Access::Write) {
+                self.incidents.fill_failed(pages.start, &error);
+            }
+        }
+    }
+}
+
+fn section_end(page: PageNo) -> PageNo {
+    PageNo((page.section().0 + 1) * pagetide_addr::SECTION_PAGES)
+}
+
+impl std::fmt::Debug for AddressSpace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "AddressSpace({} pages)", self.table.page_count())
+    }
+}

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`ContentStore`] and [`Admission`]: what an address space needs of whoever keeps its absent pages.
+
+use crate::word::Content;
+use pagetide_addr::PageNo;
+
+/// Why stored content cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The content is not what was stored.
+    #[error("stored content of {page} is damaged: {why}")]
+    Damaged {
+        /// Page whose content it was.
+        page: PageNo,
+        /// What does not fit.
+        why: &'static str,
+    },
+    /// The store cannot be read now; trying again may help.
+    #[error("stored content of {page} cannot be read: {source}")]
+    Unreadable {
+        /// Page whose content it is.
+        page: PageNo,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+/// Where the content of absent pages is kept.
+pub trait ContentStore: Send + Sync {
+    /// Puts the content of `page` into `into`, checked. Never called for [`Content::ZERO`].
+    ///
+    /// # Errors
+    /// [`StoreError`]; `into` then holds nothing of meaning.
+    fn load(&self, page: PageNo, content: Content, into: &mut [u8; 4096])
+    -> Result<(), StoreError>;
+
+    /// The content is not needed any more. Called exactly once for each stored content, after no
+    /// word names it. Never called for [`Content::ZERO`].
+    fn free(&self, content: Content);
+}
+
+/// Whether an address space may hold more pages: the limit of Taiji's watermarks (4.2.2).
+pub trait Admission: Send + Sync {
+    /// Makes room for `pages` more pages, evicting others first where the limit demands it. May
+    /// wait for that, but not for ever: the guest needs its page.
+    fn admit(&self, pages: u64);
+
+    /// True if there is room for `pages` more without evicting.
+    fn has_room(&self, pages: u64) -> bool;
+}
+
+/// No limit.
+#[derive(Debug, Clone, Copy)]
+pub struct Unlimited;
+
+impl Admission for Unlimited {
+    fn admit(&self, _pages: u64) {}
+
+    fn has_room(&self, _pages: u64) -> bool {
+        true
+    }
+}
+
+/// Who is told when something is wrong that only stopping the VM or a person can mend.
+pub trait Incidents: Send + Sync {
+    /// `page` is present though its content is stored: another process made it so. The stored copy
+    /// is kept; the VM must stop before it sees the intruder's page.
+    fn intruder(&self, page: PageNo);
+
+    /// The content of `page` is lost; accesses to it fail from now on.
+    fn poisoned(&self, page: PageNo, why: &StoreError);
+
+    /// A fill of `page` failed and its waiters were told to try again or given up.
+    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error);
+}

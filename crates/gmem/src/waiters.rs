@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Who waits for a page that somebody else is filling.
+//!
+//! A vCPU waits in the kernel and needs no entry here: the install wakes it. A
+//! device's fault joins: its [`Pending`] is put on the page's list and the
+//! filler, having installed the page, takes the list. Neither may miss the
+//! other, and the filler must not pay for a list that is nearly always empty:
+//!
+//! ```text
+//!   joiner (list locked)               filler
+//!     word: set W if still being         word: installed (one swap; returns W)
+//!     installed, else go back            W was set: lock the list, take it
+//!     put entry
+//! ```
+//! The joiner sets W and puts its entry in one hold of the list's lock, so a
+//! filler that saw W finds the entry; a joiner that came after the swap sees
+//! that the page is not being installed any more and looks again.
+
+use crate::{
+    space::FaultOutcome,
+    sync::{Arc, Mutex},
+    table::PageTable,
+};
+use pagetide_addr::PageNo;
+use std::collections::HashMap;
+
+/// What is to be called when a fault is over.
+pub type Reply = Box<dyn FnOnce(FaultOutcome) + Send>;
+
+/// A fault that waits for one or more pages.
+pub(crate) struct Pending {
+    state: Mutex<PendingState>,
+}
+
+struct PendingState {
+    remaining: u64,
+    outcome: FaultOutcome,
+    reply: Option<Reply>,
+}
+
+impl Pending {
+    /// A fault that waits for nothing yet but its own issuer (see [`Self::settle`]).
+    pub(crate) fn new(reply: Reply) -> Arc<Self> {
+        let state = PendingState {
+            remaining: 1,
+            outcome: FaultOutcome::Present,
+            reply: Some(reply),
+        };
+        Arc::new(Self {
+            state: Mutex::new(state),
+        })
+    }
+
+    fn expect_one_more(&self) {
+        crate::sync::lock(&self.state).remaining += 1;
+    }
+
+    /// One of the things it waited for is over. The last one replies.
+    pub(crate) fn settle(&self, outcome: FaultOutcome) {
+        let finished = {
+            let mut state = crate::sync::lock(&self.state);
+            state.remaining -= 1;
+            if outcome != FaultOutcome::Present {
+                state.outcome = outcome;
+            }
+            if state.remaining == 0 {
+                state.reply.take().map(|reply| (reply, state.outcome))
+            } else {
+                None
+            }
+        };
+        if let Some((reply, outcome)) = finished {
+            reply(outcome);
+        }
+    }
+}
+
+/// The lists of all pages that are waited for.
+pub(crate) struct Waiters {
+    lists: Mutex<HashMap<PageNo, Vec<Arc<Pending>>>>,
+}
+
+impl Waiters {
+    pub(crate) fn new() -> Self {
+        Self {
+            lists: Mutex::new(HashMap::new()),
+        }
+    }
+
+    /// Joins the fill of `page`; false if it is over, and the page must be looked at again.
+    pub(crate) fn join(&self, table: &PageTable, page: PageNo, pending: &Arc<Pending>) -> bool {
+        let mut lists = crate::sync::lock(&self.lists);
+        if !table.mark_waited(page) {
+            return false;
+        }
+        pending.expect_one_more();
+        lists.entry(page).or_default().push(Arc::clone(pending));
+        true
+    }
+
+    /// Releases everyone who waits for `page`. Called when its word showed that somebody does.
+    pub(crate) fn release(&self, page: PageNo, outcome: FaultOutcome) {
+        let list = crate::sync::lock(&self.lists).remove(&page);
+        for pending in list.into_iter().flatten() {
+            pending.settle(outcome);
+        }
+    }
+}

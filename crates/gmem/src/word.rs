@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The page word: where one page is, in 64 bits, and every transition of it.
+//!
+//! ```text
+//!                       commit                    punched
+//!            ┌────────────────────► Evicting ─────────────────┐
+//!            │                          │ still present        ▼
+//!         Present ◄─────────────────────┘                   Stored
+//!          ▲ │  ▲                                            │ ▲ │
+//!          │ │  │ zeros installed                      claim │ │ │ present though stored:
+//!          │ │  └──────── Discarding ─────────┐              │ │ │ an intruder (no transition)
+//!          │ └ hole though ──►▲    │ left out └──────────────┼─┘
+//!          │   present             └──────────► Stored(zero) │ │ install failed
+//!          │ installed                                       ▼ │
+//!          └───────────────────────────────────────────── Filling ──► Poisoned
+//!                                                                content lost
+//! ```
+//! The word outlives the process. Each state is written *before* the act that
+//! makes it true is begun or *after* it is done, so that whatever instant a
+//! daemon dies at, word and presence together tell where the content is:
+//!
+//! | word | page present | page absent |
+//! |---|---|---|
+//! | `Present` | fine | the guest discarded it: zeros |
+//! | `Evicting` | the page wins, stored copy dropped | `Stored` |
+//! | `Stored` | an intruder's page: keep the copy, stop the VM | fine |
+//! | `Filling` | the page wins, stored copy dropped | `Stored` |
+//! | `Discarding` | the page wins | zeros |
+//! | `Poisoned` | — | stays so |
+//!
+//! ```text
+//!   63                        8 7    5  4   3      0
+//!  ┌───────────────────────────┬──────┬───┬────────┐
+//!  │ content (opaque, 56 bits) │  0   │ W │ state  │   W: somebody waits for the fill
+//!  └───────────────────────────┴──────┴───┴────────┘
+//! ```
+
+const STATE_MASK: u64 = 0xf;
+const WAITED: u64 = 1 << 4;
+const CONTENT_SHIFT: u32 = 8;
+
+/// Where a stored page's content is: 56 bits that only the store can read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub struct Content(u64);
+
+impl Content {
+    /// A page of zeros: nothing is stored for it anywhere.
+    pub const ZERO: Self = Self(0);
+
+    /// Content at `place`; `None` if that needs more than 56 bits. 0 is taken by [`Self::ZERO`].
+    #[must_use]
+    pub const fn at(place: u64) -> Option<Self> {
+        if place == 0 || place >> (64 - CONTENT_SHIFT) != 0 {
+            None
+        } else {
+            Some(Self(place))
+        }
+    }
+
+    /// The 56 bits.
+    #[must_use]
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
+
+    /// True for a page of zeros.
+    #[must_use]
+    pub const fn is_zero(self) -> bool {
+        self.0 == 0
+    }
+}
+
+/// State of a page. Numbers are on disk (in the metadata pool): never change them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum State {
+    /// In its place; the guest may use it.
+    Present,
+    /// Stored, and about to be punched out of its place.
+    Evicting(Content),
+    /// Stored, and absent.
+    Stored(Content),
+    /// Stored, and being installed.
+    Filling(Content),
+    /// Given up by the guest; zeros are being installed.
+    Discarding,
+    /// Its content is lost.
+    Poisoned,
+}
+
+/// A page word.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct PageWord(u64);
+
+/// A word that no version of this program has written.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("page word {0:#x} makes no sense: the metadata pool is damaged")]
+pub struct DamagedWord(pub u64);
+
+/// Whether a page is in its place, as the kernel says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Presence {
+    /// It is.
+    Present,
+    /// It is a hole.
+    Absent,
+}
+
+/// What befalls a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// Its content is stored and eviction is decided: the commit point.
+    Commit(Content),
+    /// It was punched out.
+    Punched,
+    /// It turned out to be present after all; the stored copy is not needed.
+    StillPresent,
+    /// A fill begins.
+    Claim,
+    /// The fill (or the zeros of a discard) is installed.
+    Installed,
+    /// The fill could not be installed.
+    InstallFailed,
+    /// Its stored content is damaged.
+    ContentLost,
+    /// It is absent though the word says present: the guest gave it up.
+    FoundHole,
+    /// A given-up page is left out instead of being filled with zeros.
+    LeftOut,
+}
+
+/// What a successor finds after a crash.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Recovered {
+    /// The word as it must be now; `dropped` is content nobody needs any more.
+    Word {
+        /// New word.
+        word: PageWord,
+        /// Stored content that the page's presence made void.
+        dropped: Option<Content>,
+    },
+    /// Somebody else made the page present while its content is stored: who, is for the caller to
+    /// find; the stored copy is kept.
+    Intruder,
+}
+
+impl PageWord {
+    /// The word of a state, nobody waiting.
+    #[must_use]
+    pub const fn new(state: State) -> Self {
+        let (number, content) = match state {
+            State::Present => (1, 0),
+            State::Evicting(content) => (2, content.0),
+            State::Stored(content) => (3, content.0),
+            State::Filling(content) => (4, content.0),
+            State::Discarding => (5, 0),
+            State::Poisoned => (6, 0),
+        };
+        Self(number | content << CONTENT_SHIFT)
+    }
+
+    /// Reads a word from memory that may be damaged.
+    ///
+    /// # Errors
+    /// [`DamagedWord`].
+    pub const fn from_bits(bits: u64) -> Result<Self, DamagedWord> {
+        let state = bits & STATE_MASK;
+        let has_content = matches!(state, 2..=4);
+        let reserved = bits & 0xe0 != 0;
+        if state == 0 || state > 6 || reserved || (!has_content && bits >> CONTENT_SHIFT != 0) {
+            return Err(DamagedWord(bits));
+        }
+        Ok(Self(bits))
+    }
+
+    /// The word as it is stored.
+    #[must_use]
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
+
+    /// State of the page.
+    #[must_use]
+    pub const fn state(self) -> State {
+        let content = Content(self.0 >> CONTENT_SHIFT);
+        match self.0 & STATE_MASK {
+            1 => State::Present,
+            2 => State::Evicting(content),
+            3 => State::Stored(content),
+            4 => State::Filling(content),
+            5 => State::Discarding,
+            _ => State::Poisoned,
+        }
+    }
+
+    /// True if somebody put himself on the waiting list while the page was being filled.
+    #[must_use]
+    pub const fn is_waited_for(self) -> bool {
+        self.0 & WAITED != 0
+    }
+
+    /// The same word with somebody waiting; only a page that is being installed can be waited for.
+    #[must_use]
+    pub const fn with_waiter(self) -> Option<Self> {
+        match self.state() {
+            State::Filling(_) | State::Discarding => Some(Self(self.0 | WAITED)),
+            _ => None,
+        }
+    }
+
+    /// The word after `event`, or `None` if that cannot befall a page in this state.
+    #[must_use]
+    pub const fn after(self, event: Event) -> Option<Self> {
+        let next = match (self.state(), event) {
+            (State::Present, Event::Commit(content)) => State::Evicting(content),
+            (State::Evicting(content), Event::Punched) => State::Stored(content),
+            (State::Stored(content), Event::Claim) => State::Filling(content),
+            (State::Filling(content), Event::InstallFailed) => State::Stored(content),
+            (State::Filling(_), Event::ContentLost) => State::Poisoned,
+            (State::Present, Event::FoundHole) => State::Discarding,
+            (State::Discarding, Event::LeftOut | Event::InstallFailed) => {
+                State::Stored(Content::ZERO)
+            }
+            (State::Evicting(_), Event::StillPresent)
+            | (State::Filling(_) | State::Discarding, Event::Installed) => State::Present,
+            _ => return None,
+        };
+        Some(Self::new(next))
+    }
+
+    /// What the word of a dead predecessor means, given whether the page is present.
+    pub const fn recover(self, presence: Presence) -> Recovered {
+        let (state, dropped) = match (self.state(), presence) {
+            (State::Present | State::Discarding, Presence::Present) => (State::Present, None),
+            (State::Present | State::Discarding, Presence::Absent) => {
+                (State::Stored(Content::ZERO), None)
+            }
+            (State::Evicting(content) | State::Filling(content), Presence::Present) => {
+                (State::Present, Some(content))
+            }
+            (
+                State::Evicting(content) | State::Filling(content) | State::Stored(content),
+                Presence::Absent,
+            ) => (State::Stored(content), None),
+            (State::Stored(_), Presence::Present) => return Recovered::Intruder,
+            (State::Poisoned, _) => (State::Poisoned, None),
+        };
+        Recovered::Word {
+            word: Self::new(state),
+            dropped,
+        }
+    }
+}
+
+impl std::fmt::Debug for PageWord {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{:?}{}",
+            self.state(),
+            if self.is_waited_for() {
+                " (waited for)"
+            } else {
+                ""
+            }
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const C: Content = Content(77);
+    const STATES: [State; 6] = [
+        State::Present,
+        State::Evicting(C),
+        State::Stored(C),
+        State::Filling(C),
+        State::Discarding,
+        State::Poisoned,
+    ];
+    const EVENTS: [Event; 9] = [
+        Event::Commit(C),
+        Event::Punched,
+        Event::StillPresent,
+        Event::Claim,
+        Event::Installed,
+        Event::InstallFailed,
+        Event::ContentLost,
+        Event::FoundHole,
+        Event::LeftOut,
+    ];
+
+    /// The picture at the head of this file, as a table: every other pair is impossible.
+    fn drawn(state: State, event: Event) -> Option<State> {
+        Some(match (state, event) {
+            (State::Present, Event::Commit(c)) => State::Evicting(c),
+            (State::Present, Event::FoundHole) => State::Discarding,
+            (State::Evicting(c), Event::Punched) => State::Stored(c),
+            (State::Evicting(_), Event::StillPresent) => State::Present,
+            (State::Stored(c), Event::Claim) => State::Filling(c),
+            (State::Filling(_), Event::Installed) => State::Present,
+            (State::Filling(c), Event::InstallFailed) => State::Stored(c),
+            (State::Filling(_), Event::ContentLost) => State::Poisoned,
+            (State::Discarding, Event::Installed) => State::Present,
+            (State::Discarding, Event::InstallFailed) => State::Stored(Content::ZERO),
+            (State::Discarding, Event::LeftOut) => State::Stored(Content::ZERO),
+            _ => return None,
+        })
+    }
+
+    #[test]
+    fn every_pair_of_state_and_event_does_what_the_picture_shows() {
+        for state in STATES {
+            for event in EVENTS {
+                let after = PageWord::new(state).after(event).map(PageWord::state);
+                assert_eq!(after, drawn(state, event), "{state:?} on {event:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn word_survives_the_way_through_its_bits() {
+        for state in STATES {
+            let word = PageWord::new(state);
+            assert_eq!(PageWord::from_bits(word.bits()), Ok(word));
+            assert_eq!(word.state(), state);
+        }
+    }
+
+    #[test]
+    fn damaged_bits_are_refused() {
+        for bits in [0, 7, 15, 1 | 1 << 5, 1 | 9 << 8, 6 | 1 << 60] {
+            assert_eq!(PageWord::from_bits(bits), Err(DamagedWord(bits)));
+        }
+    }
+
+    #[test]
+    fn waiter_is_taken_only_while_the_page_is_being_installed() {
+        for state in STATES {
+            let word = PageWord::new(state).with_waiter();
+            assert_eq!(
+                word.is_some(),
+                matches!(state, State::Filling(_) | State::Discarding)
+            );
+            assert!(word.is_none_or(PageWord::is_waited_for));
+        }
+    }
+
+    #[test]
+    fn recovery_never_loses_content_that_the_page_does_not_hold() {
+        for state in STATES {
+            for present in [false, true] {
+                let presence = if present {
+                    Presence::Present
+                } else {
+                    Presence::Absent
+                };
+                match PageWord::new(state).recover(presence) {
+                    Recovered::Intruder => assert!(present && matches!(state, State::Stored(_))),
+                    Recovered::Word { word, dropped } => {
+                        assert_eq!(
+                            dropped.is_some(),
+                            present && matches!(state, State::Evicting(_) | State::Filling(_))
+                        );
+                        let kept = matches!(word.state(), State::Stored(c) if c == C);
+                        let had = matches!(
+                            state,
+                            State::Evicting(_) | State::Stored(_) | State::Filling(_)
+                        );
+                        assert_eq!(kept, had && !present, "{state:?} present={present}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn content_needs_no_more_than_56_bits() {
+        assert_eq!(Content::at(1 << 56), None);
+        assert_eq!(Content::at(0), None);
+        assert_eq!(
+            Content::at((1 << 56) - 1).map(Content::bits),
+            Some((1 << 56) - 1)
+        );
+    }
+}
