@@ -18,6 +18,8 @@
 //! | [`mapping`] | our own mapping of such a file |
 //! | [`process`] | another process by pidfd; page-out, descriptors, same-memory |
 //! | [`pagemap`] | which pages a process has mapped |
+//! | [`volatile`] | that mapping as volatile slices, for virtio |
+//! | [`ptrace`] | one thread of another process stopped, system calls run in it |
 //! | [`membarrier`] | a fence whose cost falls on one side |
 //! | [`cpu`] | where this thread runs |
 
@@ -27,7 +29,9 @@ pub mod membarrier;
 pub mod memory_file;
 pub mod pagemap;
 pub mod process;
+pub mod ptrace;
 pub mod uffd;
+pub mod volatile;
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("Pagetide runs on 64-bit Linux only");

@@ -1,0 +1,829 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`run_inside`]: stop one thread of another process, run system calls in it, let it go on.
+//!
+//! Some things only a process can do to itself, such as making a userfaultfd
+//! for its own address space. So one of its threads is borrowed for some tens
+//! of microseconds:
+//!
+//! ```text
+//!   PTRACE_SEIZE ─► INTERRUPT ─► stopped ─┬─► registers of a call ─► syscall-enter ─► syscall-exit ─┐
+//!                                         │   ▲                                                     │
+//!                                         │   └───────────── next call ─────────────────────────────┤
+//!                                         │                                    INTERRUPT, CONT      │
+//!                                         ▼                                                         ▼
+//!                                 own registers and signal mask again ◄────────────────────── stopped again
+//!                                         │
+//!                                         └─► DETACH: the kernel restarts the interrupted call itself
+//! ```
+//!
+//! - The thread must have been **blocked in a system call**: then it is in no
+//!   restartable sequence and holds no half-done state in registers we do not
+//!   save. The other threads run on.
+//! - An interrupted call leaves `ERESTART…` in `rax`. The kernel acts on it when
+//!   the thread passes its signal code, and only there: hence the second stop
+//!   before the registers are put back. What restarts with which time-out, and
+//!   what becomes `EINTR` because a handler ran, stays the kernel's decision.
+//!   (`epoll_wait` is never restarted by it: such threads are taken last.)
+//! - Signals are masked meanwhile, so that no handler runs on borrowed registers.
+//! - seccomp filters would kill the process for a call they do not know;
+//!   `PTRACE_O_SUSPEND_SECCOMP` puts them to sleep, and where that is not
+//!   allowed a process under a filter is refused.
+//! - Calls run with the **target's** rights.
+//! - Every wait is bounded. ptrace belongs to a thread, so all of it happens on
+//!   one made for the purpose; if that thread ends with the target still
+//!   seized, the kernel detaches it.
+#![expect(unsafe_code, reason = "ptrace and waitpid have no safe wrapper")]
+
+use crate::process::{ProcessError, ProcessFd};
+use rustix::io::Errno;
+use std::fs::File;
+use std::io;
+use std::marker::PhantomData;
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+#[cfg(not(target_arch = "x86_64"))]
+compile_error!("taking a process over knows the registers of x86-64 only");
+
+/// How long a thread may take to stop before the next one is tried. A thread in uninterruptible
+/// sleep never does.
+const STOP_WAIT: Duration = Duration::from_millis(50);
+/// How long an injected call may take. None that we inject blocks; giving up would leave the
+/// target with foreign registers, so this is generous.
+const CALL_WAIT: Duration = Duration::from_secs(10);
+/// Threads that may fail to stop before we give up: their sum bounds the whole attempt.
+const MOST_DEAF: usize = 4;
+/// How often all threads are looked at for one that is blocked in a system call.
+const ROUNDS: u32 = 100;
+/// Most stops on the way to the one waited for (signals that come between).
+const MOST_STOPS: u32 = 64;
+/// Waits this often by yielding before it sleeps between looks.
+const YIELDS: u32 = 2_000;
+const SLEEP_BETWEEN_LOOKS: Duration = Duration::from_micros(50);
+
+const PTRACE_O_TRACESYSGOOD: u64 = 1;
+const PTRACE_O_SUSPEND_SECCOMP: u64 = 1 << 21;
+const PTRACE_EVENT_STOP: i32 = 128;
+const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
+/// Code segment of 64-bit user code.
+const USER_CS_64: u64 = 0x33;
+/// Bytes below the stack pointer that a leaf function may use.
+const RED_ZONE_BYTES: u64 = 128;
+const SCRATCH_BYTES: u64 = 1024;
+
+/// Why nothing could be run inside a process.
+#[derive(Debug, thiserror::Error)]
+pub enum PtraceError {
+    /// The process is gone.
+    #[error("process {pid} ended while it was being taken over")]
+    Gone {
+        /// Its pid.
+        pid: u32,
+    },
+    /// We may not trace it.
+    #[error(
+        "tracing process {pid} is not permitted: run as root (or with CAP_SYS_PTRACE), and make \
+         sure that no debugger is attached to it and kernel.yama.ptrace_scope is below 3"
+    )]
+    NotPermitted {
+        /// Its pid.
+        pid: u32,
+    },
+    /// No thread could be borrowed.
+    #[error(
+        "no thread of process {pid} waits in a system call that can be interrupted ({tried} \
+         stops tried): try again"
+    )]
+    NoQuietThread {
+        /// Its pid.
+        pid: u32,
+        /// Threads that were stopped or asked to.
+        tried: u32,
+    },
+    /// The process is stopped by a signal.
+    #[error("process {pid} is stopped by signal {signal}: let it go on first (kill -CONT {pid})")]
+    Stopped {
+        /// Its pid.
+        pid: u32,
+        /// The signal.
+        signal: i32,
+    },
+    /// A filter would kill the process for our call.
+    #[error(
+        "process {pid} is under seccomp, which cannot be suspended here ({source}): run with \
+         CAP_SYS_ADMIN and outside of any seccomp filter"
+    )]
+    Seccomp {
+        /// Its pid.
+        pid: u32,
+        /// Why it cannot be suspended.
+        source: io::Error,
+    },
+    /// The process is not one whose registers we know.
+    #[error("process {pid} is not a 64-bit x86 process")]
+    WrongArchitecture {
+        /// Its pid.
+        pid: u32,
+    },
+    /// An injected call did not come back.
+    #[error(
+        "thread {thread} did not come back from an injected system call; its process may be \
+         damaged"
+    )]
+    Lost {
+        /// The thread.
+        thread: u32,
+    },
+    /// The kernel refused.
+    #[error("{operation} on thread {thread} failed: {source}")]
+    Kernel {
+        /// What was tried.
+        operation: &'static str,
+        /// The thread.
+        thread: u32,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// An injected call failed.
+    #[error("{call} inside the process failed: {source}")]
+    Call {
+        /// The call.
+        call: &'static str,
+        /// What it said.
+        source: Errno,
+    },
+    /// About its descriptors.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+}
+
+/// What came of [`run_inside`].
+#[derive(Clone, Copy, Debug)]
+pub struct Ran<T> {
+    /// What the work returned.
+    pub value: T,
+    /// How long the thread was away, in microseconds.
+    pub pause_us: u64,
+    /// The thread that was borrowed.
+    pub thread: u32,
+}
+
+/// Stops a thread of `process` that is blocked in a system call, calls `work` with it, and lets
+/// it go on as if nothing had happened, whatever `work` returns.
+///
+/// # Errors
+/// What `work` returned, or [`PtraceError`] if no thread could be borrowed or given back.
+pub fn run_inside<T, E, F>(process: &ProcessFd, work: F) -> Result<Ran<T>, E>
+where
+    T: Send,
+    E: From<PtraceError> + Send,
+    F: FnOnce(&mut StoppedThread<'_>) -> Result<T, E> + Send,
+{
+    std::thread::scope(|scope| {
+        let tracer = std::thread::Builder::new()
+            .name("pagetide-ptrace".to_owned())
+            .spawn_scoped(scope, || {
+                let mut stopped = StoppedThread::of(process)?;
+                let outcome = work(&mut stopped);
+                let thread = stopped.thread;
+                let pause_us = stopped.finish()?;
+                outcome.map(|value| Ran {
+                    value,
+                    pause_us,
+                    thread,
+                })
+            })
+            .map_err(|source| PtraceError::Kernel {
+                operation: "starting a thread",
+                thread: 0,
+                source,
+            })?;
+        match tracer.join() {
+            Ok(outcome) => outcome,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum At {
+    /// In the kernel's signal code, where a restart is still to be decided.
+    Trap,
+    /// At the end of an injected call.
+    CallExit,
+    /// Running, or gone.
+    Away,
+}
+
+/// A thread of another process, stopped; see [`run_inside`].
+pub struct StoppedThread<'p> {
+    process: &'p ProcessFd,
+    thread: u32,
+    memory: File,
+    syscall_address: u64,
+    registers: libc::user_regs_struct,
+    signal_mask: u64,
+    since: Instant,
+    at: At,
+    /// ptrace works from one thread only.
+    not_send: PhantomData<*const ()>,
+}
+
+impl<'p> StoppedThread<'p> {
+    fn of(process: &'p ProcessFd) -> Result<Self, PtraceError> {
+        let pid = process.pid();
+        let memory = File::options()
+            .read(true)
+            .write(true)
+            .open(format!("/proc/{pid}/mem"))
+            .map_err(|source| open_failed(pid, source))?;
+        let syscall_address = find_syscall_instruction(pid, &memory)?;
+        let mut tried = 0;
+        let mut deaf = Vec::new();
+        for _ in 0..ROUNDS {
+            for thread in blocked_threads(pid)? {
+                if deaf.contains(&thread) {
+                    continue;
+                }
+                tried += 1;
+                match seize(pid, thread)? {
+                    Seized::Stopped { since } => {
+                        let registers = get_registers(thread)?;
+                        if registers.cs != USER_CS_64 {
+                            detach(thread)?;
+                            return Err(PtraceError::WrongArchitecture { pid });
+                        }
+                        if registers.orig_rax.cast_signed() < 0 {
+                            // It was in user code after all, perhaps in a restartable sequence.
+                            detach(thread)?;
+                            continue;
+                        }
+                        return Ok(Self {
+                            process,
+                            thread,
+                            memory,
+                            syscall_address,
+                            registers,
+                            signal_mask: mask_signals(thread)?,
+                            since,
+                            at: At::Trap,
+                            not_send: PhantomData,
+                        });
+                    }
+                    // It stays seized until this (tracing) thread ends.
+                    Seized::DoesNotStop if deaf.len() < MOST_DEAF => deaf.push(thread),
+                    Seized::DoesNotStop => {
+                        return Err(PtraceError::NoQuietThread { pid, tried });
+                    }
+                    Seized::GoneAway => {}
+                }
+            }
+            std::thread::sleep(SLEEP_BETWEEN_LOOKS);
+        }
+        Err(PtraceError::NoQuietThread { pid, tried })
+    }
+
+    /// Runs system call `number` in the thread, with the target's rights. It must not block.
+    ///
+    /// # Errors
+    /// [`PtraceError::Call`] with the call's own error, or [`PtraceError`] if it could not be run.
+    pub fn syscall(
+        &mut self,
+        call: &'static str,
+        number: i64,
+        arguments: &[u64],
+    ) -> Result<u64, PtraceError> {
+        assert!(
+            arguments.len() <= 6,
+            "a system call has at most six arguments"
+        );
+        let argument = |i: usize| arguments.get(i).copied().unwrap_or(0);
+        let mut registers = self.registers;
+        registers.rip = self.syscall_address;
+        registers.rax = number.cast_unsigned();
+        // -1: "not in a system call", so the kernel does not try to restart the old one now.
+        registers.orig_rax = u64::MAX;
+        registers.rdi = argument(0);
+        registers.rsi = argument(1);
+        registers.rdx = argument(2);
+        registers.r10 = argument(3);
+        registers.r8 = argument(4);
+        registers.r9 = argument(5);
+        set_registers(self.thread, &registers)?;
+        self.at = At::Away;
+        for _ in ["enter", "exit"] {
+            resume(libc::PTRACE_SYSCALL, self.thread, 0)?;
+            self.wait_for(Stop::Call, CALL_WAIT)?;
+        }
+        self.at = At::CallExit;
+        let answer = get_registers(self.thread)?.rax.cast_signed();
+        match i32::try_from(-answer) {
+            Ok(error @ 1..4096) => Err(PtraceError::Call {
+                call,
+                source: Errno::from_raw_os_error(error),
+            }),
+            _ => Ok(answer.cast_unsigned()),
+        }
+    }
+
+    /// Like [`StoppedThread::syscall`] for calls that return a descriptor's number.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn syscall_for_descriptor(
+        &mut self,
+        call: &'static str,
+        number: i64,
+        arguments: &[u64],
+    ) -> Result<i32, PtraceError> {
+        let answer = self.syscall(call, number, arguments)?;
+        i32::try_from(answer).map_err(|_| PtraceError::Call {
+            call,
+            source: Errno::BADF,
+        })
+    }
+
+    /// Closes descriptor `number` of the process.
+    ///
+    /// # Errors
+    /// As [`StoppedThread::syscall`].
+    pub fn close(&mut self, number: i32) -> Result<(), PtraceError> {
+        self.syscall("close", libc::SYS_close, &[descriptor(number)])?;
+        Ok(())
+    }
+
+    /// Gives the process a descriptor for what `fd` is, and returns its number there.
+    ///
+    /// # Errors
+    /// As [`StoppedThread::syscall`]; nothing is left open then.
+    pub fn give_descriptor(&mut self, fd: BorrowedFd<'_>) -> Result<i32, PtraceError> {
+        let scratch = self.scratch();
+        let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC;
+        let arguments = [descriptor(libc::AF_UNIX), descriptor(kind), 0, scratch];
+        self.syscall("socketpair", libc::SYS_socketpair, &arguments)?;
+        let mut pair = [0_u8; 8];
+        self.read_memory(scratch, &mut pair)?;
+        let [a, b, c, d, e, f, g, h] = pair;
+        let (sender, receiver) = (
+            i32::from_ne_bytes([a, b, c, d]),
+            i32::from_ne_bytes([e, f, g, h]),
+        );
+        let received = self
+            .process
+            .take_descriptor(sender)
+            .map_err(PtraceError::from)
+            .and_then(|ours| send_descriptor(&ours, fd).map_err(|e| self.call("sendmsg", e)))
+            .and_then(|()| self.receive_descriptor(receiver));
+        self.close(sender)?;
+        self.close(receiver)?;
+        received
+    }
+
+    fn receive_descriptor(&mut self, receiver: i32) -> Result<i32, PtraceError> {
+        const HEADER_BYTES: u64 = 56;
+        const CONTROL_BYTES: u64 = 24;
+        let header = self.scratch();
+        let vector = header + HEADER_BYTES;
+        let control = vector + 16;
+        let byte = control + CONTROL_BYTES;
+        // struct msghdr: name, its length, iovec, their number, control, its length, flags;
+        // then the one struct iovec.
+        let words = [0, 0, vector, 1, control, CONTROL_BYTES, 0, byte, 1];
+        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
+        self.write_memory(header, &bytes)?;
+        let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+        let arguments = [descriptor(receiver), header, descriptor(flags)];
+        self.syscall("recvmsg", libc::SYS_recvmsg, &arguments)?;
+        // struct cmsghdr: length, level, type, then the descriptor.
+        let mut answer = [0_u8; 20];
+        self.read_memory(control, &mut answer)?;
+        let [.., l0, l1, l2, l3, t0, t1, t2, t3, n0, n1, n2, n3] = answer;
+        let kind = (
+            i32::from_ne_bytes([l0, l1, l2, l3]),
+            i32::from_ne_bytes([t0, t1, t2, t3]),
+        );
+        if kind != (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+            // A security module may let the message through without its descriptor.
+            return Err(self.call("recvmsg (descriptor refused)", Errno::ACCESS));
+        }
+        Ok(i32::from_ne_bytes([n0, n1, n2, n3]))
+    }
+
+    /// Memory of the thread's stack that nobody uses while it is stopped: 1 KiB.
+    fn scratch(&self) -> u64 {
+        (self.registers.rsp - RED_ZONE_BYTES - SCRATCH_BYTES) & !63
+    }
+
+    fn read_memory(&self, address: u64, into: &mut [u8]) -> Result<(), PtraceError> {
+        self.memory
+            .read_exact_at(into, address)
+            .map_err(|e| kernel("reading its memory", self.thread, e))
+    }
+
+    fn write_memory(&self, address: u64, from: &[u8]) -> Result<(), PtraceError> {
+        self.memory
+            .write_all_at(from, address)
+            .map_err(|e| kernel("writing its memory", self.thread, e))
+    }
+
+    #[expect(clippy::unused_self, reason = "reads better where it is used")]
+    fn call(&self, call: &'static str, source: Errno) -> PtraceError {
+        PtraceError::Call { call, source }
+    }
+
+    /// Puts everything back and lets the thread go on. Returns how long it was away.
+    fn finish(mut self) -> Result<u64, PtraceError> {
+        self.put_back()?;
+        Ok(u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+
+    fn put_back(&mut self) -> Result<(), PtraceError> {
+        if self.at == At::Away {
+            return Ok(());
+        }
+        if std::mem::replace(&mut self.at, At::Away) == At::CallExit {
+            interrupt(self.thread)?;
+            resume(libc::PTRACE_CONT, self.thread, 0)?;
+            self.wait_for(Stop::Trap, CALL_WAIT)?;
+        }
+        set_registers(self.thread, &self.registers)?;
+        set_signal_mask(self.thread, self.signal_mask)?;
+        detach(self.thread)
+    }
+
+    fn wait_for(&self, wanted: Stop, limit: Duration) -> Result<(), PtraceError> {
+        match wait_for(self.thread, wanted, limit)? {
+            Waited::Reached { .. } => Ok(()),
+            Waited::TimedOut => Err(PtraceError::Lost {
+                thread: self.thread,
+            }),
+            Waited::Gone => Err(PtraceError::Gone {
+                pid: self.process.pid(),
+            }),
+        }
+    }
+}
+
+impl Drop for StoppedThread<'_> {
+    /// After `finish` there is nothing left to do; this is for a `work` that panics.
+    fn drop(&mut self) {
+        if let Err(e) = self.put_back() {
+            debug_assert!(matches!(e, PtraceError::Gone { .. }), "{e}");
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stop {
+    Trap,
+    Call,
+}
+
+enum Waited {
+    Reached { signal: i32 },
+    TimedOut,
+    Gone,
+}
+
+enum Seized {
+    Stopped { since: Instant },
+    DoesNotStop,
+    GoneAway,
+}
+
+/// Seizes `thread` and stops it.
+fn seize(pid: u32, thread: u32) -> Result<Seized, PtraceError> {
+    let with = |options| request(libc::PTRACE_SEIZE, thread, 0, options);
+    let seized = with(PTRACE_O_TRACESYSGOOD | PTRACE_O_SUSPEND_SECCOMP).or_else(|refused| {
+        if refused.raw_os_error() != Some(libc::ESRCH) && is_under_seccomp(pid, thread) {
+            return Err(Err(PtraceError::Seccomp {
+                pid,
+                source: refused,
+            }));
+        }
+        with(PTRACE_O_TRACESYSGOOD).map_err(Ok)
+    });
+    match seized {
+        Ok(()) => {}
+        Err(Err(refusal)) => return Err(refusal),
+        Err(Ok(e)) => {
+            return match e.raw_os_error() {
+                // The thread has ended; another may do.
+                Some(libc::ESRCH) => Ok(Seized::GoneAway),
+                Some(libc::EPERM) => Err(PtraceError::NotPermitted { pid }),
+                _ => Err(kernel("PTRACE_SEIZE", thread, e)),
+            };
+        }
+    }
+    let since = Instant::now();
+    interrupt(thread)?;
+    match wait_for(thread, Stop::Trap, STOP_WAIT)? {
+        Waited::Reached {
+            signal: libc::SIGTRAP,
+        } => Ok(Seized::Stopped { since }),
+        Waited::Reached { signal } => {
+            detach(thread)?;
+            Err(PtraceError::Stopped { pid, signal })
+        }
+        Waited::TimedOut => Ok(Seized::DoesNotStop),
+        Waited::Gone => Ok(Seized::GoneAway),
+    }
+}
+
+/// Waits for the stop that is wanted, passing on signals that come first.
+fn wait_for(thread: u32, wanted: Stop, limit: Duration) -> Result<Waited, PtraceError> {
+    let started = Instant::now();
+    let mut looks = 0;
+    let mut stops = 0;
+    while stops < MOST_STOPS {
+        let Some(status) = look(thread)? else {
+            if started.elapsed() > limit {
+                return Ok(Waited::TimedOut);
+            }
+            looks += 1;
+            if looks < YIELDS {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(SLEEP_BETWEEN_LOOKS);
+            }
+            continue;
+        };
+        stops += 1;
+        if !libc::WIFSTOPPED(status) {
+            return Ok(Waited::Gone);
+        }
+        let signal = libc::WSTOPSIG(status);
+        let is_trap = status >> 16 == PTRACE_EVENT_STOP;
+        let reached = match wanted {
+            Stop::Trap => is_trap,
+            Stop::Call => signal == SYSCALL_STOP,
+        };
+        if reached {
+            return Ok(Waited::Reached { signal });
+        }
+        // Not ours: a signal is delivered as it would have been, anything else just goes on.
+        let passed_on = if is_trap || signal == SYSCALL_STOP {
+            0
+        } else {
+            signal
+        };
+        let how = match wanted {
+            Stop::Trap => libc::PTRACE_CONT,
+            Stop::Call => libc::PTRACE_SYSCALL,
+        };
+        resume(how, thread, passed_on)?;
+    }
+    Ok(Waited::TimedOut)
+}
+
+/// The thread's state if it has changed.
+fn look(thread: u32) -> Result<Option<i32>, PtraceError> {
+    let mut status = 0;
+    // SAFETY: waitpid writes one int, to a live local.
+    let found = unsafe {
+        libc::waitpid(
+            thread.cast_signed(),
+            &raw mut status,
+            libc::__WALL | libc::WNOHANG,
+        )
+    };
+    match found {
+        0 => Ok(None),
+        -1 => {
+            let source = io::Error::last_os_error();
+            match source.raw_os_error() {
+                Some(libc::EINTR) => Ok(None),
+                // Reaped by somebody else, or never ours: it is gone.
+                Some(libc::ECHILD) => Ok(Some(0)),
+                _ => Err(kernel("waitpid", thread, source)),
+            }
+        }
+        _ => Ok(Some(status)),
+    }
+}
+
+/// A ptrace request whose address and data are plain numbers.
+fn request(what: libc::c_uint, thread: u32, address: u64, data: u64) -> io::Result<()> {
+    // SAFETY: used only with requests that take numbers (SEIZE, INTERRUPT, CONT, SYSCALL,
+    // DETACH): nothing in this process's memory is read or written.
+    let answer = unsafe { libc::ptrace(what, thread.cast_signed(), address, data) };
+    if answer < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+fn interrupt(thread: u32) -> Result<(), PtraceError> {
+    request(libc::PTRACE_INTERRUPT, thread, 0, 0).map_err(|e| kernel("PTRACE_INTERRUPT", thread, e))
+}
+
+fn resume(how: libc::c_uint, thread: u32, signal: i32) -> Result<(), PtraceError> {
+    request(how, thread, 0, descriptor(signal)).map_err(|e| kernel("resuming", thread, e))
+}
+
+fn detach(thread: u32) -> Result<(), PtraceError> {
+    request(libc::PTRACE_DETACH, thread, 0, 0).map_err(|e| kernel("PTRACE_DETACH", thread, e))
+}
+
+fn get_registers(thread: u32) -> Result<libc::user_regs_struct, PtraceError> {
+    let mut registers = std::mem::MaybeUninit::<libc::user_regs_struct>::zeroed();
+    // SAFETY: GETREGS writes one user_regs_struct to the given address, a live local of that type.
+    let answer = unsafe {
+        libc::ptrace(
+            libc::PTRACE_GETREGS,
+            thread.cast_signed(),
+            0,
+            registers.as_mut_ptr(),
+        )
+    };
+    if answer < 0 {
+        return Err(kernel("PTRACE_GETREGS", thread, io::Error::last_os_error()));
+    }
+    // SAFETY: zeroed to begin with, and the structure holds integers only.
+    Ok(unsafe { registers.assume_init() })
+}
+
+fn set_registers(thread: u32, registers: &libc::user_regs_struct) -> Result<(), PtraceError> {
+    // SAFETY: SETREGS reads one user_regs_struct from the given address, a live reference.
+    let answer = unsafe {
+        libc::ptrace(
+            libc::PTRACE_SETREGS,
+            thread.cast_signed(),
+            0,
+            std::ptr::from_ref(registers),
+        )
+    };
+    if answer < 0 {
+        return Err(kernel("PTRACE_SETREGS", thread, io::Error::last_os_error()));
+    }
+    Ok(())
+}
+
+/// Masks all signals and returns the mask that was. While a call like `ppoll` has put another in
+/// place for its duration, the kernel gives us the thread's own; the call sets its mask again
+/// when it is restarted.
+fn mask_signals(thread: u32) -> Result<u64, PtraceError> {
+    let own = get_signal_mask(thread)?;
+    set_signal_mask(thread, u64::MAX)?;
+    Ok(own)
+}
+
+fn get_signal_mask(thread: u32) -> Result<u64, PtraceError> {
+    let mut mask = 0_u64;
+    // SAFETY: GETSIGMASK writes as many bytes as the address argument says, eight, to a live u64.
+    let answer = unsafe {
+        libc::ptrace(
+            libc::PTRACE_GETSIGMASK,
+            thread.cast_signed(),
+            size_of::<u64>(),
+            &raw mut mask,
+        )
+    };
+    if answer < 0 {
+        return Err(kernel(
+            "PTRACE_GETSIGMASK",
+            thread,
+            io::Error::last_os_error(),
+        ));
+    }
+    Ok(mask)
+}
+
+fn set_signal_mask(thread: u32, mask: u64) -> Result<(), PtraceError> {
+    // SAFETY: SETSIGMASK reads as many bytes as the address argument says, eight, from a live u64.
+    let answer = unsafe {
+        libc::ptrace(
+            libc::PTRACE_SETSIGMASK,
+            thread.cast_signed(),
+            size_of::<u64>(),
+            &raw const mask,
+        )
+    };
+    if answer < 0 {
+        return Err(kernel(
+            "PTRACE_SETSIGMASK",
+            thread,
+            io::Error::last_os_error(),
+        ));
+    }
+    Ok(())
+}
+
+fn send_descriptor(socket: &std::os::fd::OwnedFd, fd: BorrowedFd<'_>) -> Result<(), Errno> {
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [fd];
+    if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+        return Err(Errno::NOBUFS);
+    }
+    let data = [io::IoSlice::new(&[0])];
+    rustix::net::sendmsg(socket, &data, &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// Threads that are blocked in a system call, best first.
+fn blocked_threads(pid: u32) -> Result<Vec<u32>, PtraceError> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task"))
+        .map_err(|source| open_failed(pid, source))?;
+    let mut found = Vec::new();
+    for task in tasks {
+        let Ok(task) = task else { continue };
+        let Some(thread) = task.file_name().to_str().and_then(|n| n.parse().ok()) else {
+            continue;
+        };
+        // A thread that has just ended has no such file; it is no candidate then.
+        let Ok(line) = std::fs::read_to_string(task.path().join("syscall")) else {
+            continue;
+        };
+        if let Some(rank) = rank_of_blocked(&line) {
+            found.push((rank, thread));
+        }
+    }
+    found.sort_unstable();
+    Ok(found.into_iter().map(|(_, thread)| thread).collect())
+}
+
+/// How well a thread may be borrowed, by its `/proc/PID/task/TID/syscall`; small is good.
+fn rank_of_blocked(line: &str) -> Option<u32> {
+    // "running", or "-1 …" for a thread blocked outside of a call (in a page fault).
+    let number: i64 = line.split_ascii_whitespace().next()?.parse().ok()?;
+    match number {
+        ..0 => None,
+        libc::SYS_ppoll | libc::SYS_poll => Some(0),
+        libc::SYS_futex | libc::SYS_clock_nanosleep | libc::SYS_nanosleep | libc::SYS_read => {
+            Some(1)
+        }
+        // These do not stop until their child has gone on.
+        libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => None,
+        // Returns EINTR instead of being restarted; KVM_RUN likewise.
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => Some(3),
+        libc::SYS_ioctl => Some(4),
+        _ => Some(2),
+    }
+}
+
+fn is_under_seccomp(pid: u32, thread: u32) -> bool {
+    // If it cannot be read, the worse is assumed.
+    std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).map_or(true, |status| {
+        !status
+            .lines()
+            .any(|l| l.strip_prefix("Seccomp:").is_some_and(|v| v.trim() == "0"))
+    })
+}
+
+/// Address of a `syscall` instruction in the process's vDSO.
+fn find_syscall_instruction(pid: u32, memory: &File) -> Result<u64, PtraceError> {
+    let not_found = || PtraceError::WrongArchitecture { pid };
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))
+        .map_err(|source| open_failed(pid, source))?;
+    if maps.is_empty() {
+        return Err(PtraceError::Gone { pid });
+    }
+    let line = maps
+        .lines()
+        .find(|l| l.ends_with("[vdso]"))
+        .ok_or_else(not_found)?;
+    let range = line.split_ascii_whitespace().next().ok_or_else(not_found)?;
+    let (start, end) = range.split_once('-').ok_or_else(not_found)?;
+    let parse = |text| u64::from_str_radix(text, 16).map_err(|_| not_found());
+    let (start, end) = (parse(start)?, parse(end)?);
+    let mut code = vec![0; crate::to_usize(end.saturating_sub(start).min(1 << 16))];
+    memory
+        .read_exact_at(&mut code, start)
+        .map_err(|e| kernel("reading the vDSO", pid, e))?;
+    code.windows(2)
+        .position(|bytes| bytes == [0x0f, 0x05])
+        .map(|at| start + at as u64)
+        .ok_or_else(not_found)
+}
+
+/// A small signed argument as a register holds it.
+const fn descriptor(number: i32) -> u64 {
+    (number as i64).cast_unsigned()
+}
+
+fn open_failed(pid: u32, source: io::Error) -> PtraceError {
+    match source.kind() {
+        io::ErrorKind::NotFound => PtraceError::Gone { pid },
+        io::ErrorKind::PermissionDenied => PtraceError::NotPermitted { pid },
+        _ if source.raw_os_error() == Some(libc::ESRCH) => PtraceError::Gone { pid },
+        _ => kernel("looking into /proc", pid, source),
+    }
+}
+
+fn kernel(operation: &'static str, thread: u32, source: io::Error) -> PtraceError {
+    match source.raw_os_error() {
+        Some(libc::ESRCH) => PtraceError::Gone { pid: thread },
+        _ => PtraceError::Kernel {
+            operation,
+            thread,
+            source,
+        },
+    }
+}
+
+#[cfg(test)]
+#[path = "ptrace_tests.rs"]
+mod tests;
