@@ -34,7 +34,14 @@
 //!   seized, the kernel detaches it.
 #![expect(unsafe_code, reason = "ptrace and waitpid have no safe wrapper")]
 
+mod raw;
+mod threads;
+
 use crate::process::{ProcessError, ProcessFd};
+use raw::{
+    Seized, Stop, Waited, detach, get_registers, interrupt, mask_signals, resume, seize,
+    set_registers, set_signal_mask, wait_for,
+};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io;
@@ -42,13 +49,11 @@ use std::marker::PhantomData;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
+use threads::{blocked_threads, find_syscall_instruction};
 
 #[cfg(not(target_arch = "x86_64"))]
 compile_error!("taking a process over knows the registers of x86-64 only");
 
-/// How long a thread may take to stop before the next one is tried. A thread in uninterruptible
-/// sleep never does.
-const STOP_WAIT: Duration = Duration::from_millis(50);
 /// How long an injected call may take. None that we inject blocks; giving up would leave the
 /// target with foreign registers, so this is generous.
 const CALL_WAIT: Duration = Duration::from_secs(10);
@@ -56,16 +61,9 @@ const CALL_WAIT: Duration = Duration::from_secs(10);
 const MOST_DEAF: usize = 4;
 /// How often all threads are looked at for one that is blocked in a system call.
 const ROUNDS: u32 = 100;
-/// Most stops on the way to the one waited for (signals that come between).
-const MOST_STOPS: u32 = 64;
-/// Waits this often by yielding before it sleeps between looks.
-const YIELDS: u32 = 2_000;
+/// Between two rounds.
 const SLEEP_BETWEEN_LOOKS: Duration = Duration::from_micros(50);
 
-const PTRACE_O_TRACESYSGOOD: u64 = 1;
-const PTRACE_O_SUSPEND_SECCOMP: u64 = 1 << 21;
-const PTRACE_EVENT_STOP: i32 = 128;
-const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
 /// Code segment of 64-bit user code.
 const USER_CS_64: u64 = 0x33;
 /// Bytes below the stack pointer that a leaf function may use.
@@ -474,242 +472,6 @@ impl Drop for StoppedThread<'_> {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Stop {
-    Trap,
-    Call,
-}
-
-enum Waited {
-    Reached { signal: i32 },
-    TimedOut,
-    Gone,
-}
-
-enum Seized {
-    Stopped { since: Instant },
-    DoesNotStop,
-    GoneAway,
-}
-
-/// Seizes `thread` and stops it.
-fn seize(pid: u32, thread: u32) -> Result<Seized, PtraceError> {
-    let with = |options| request(libc::PTRACE_SEIZE, thread, 0, options);
-    let seized = with(PTRACE_O_TRACESYSGOOD | PTRACE_O_SUSPEND_SECCOMP).or_else(|refused| {
-        if refused.raw_os_error() != Some(libc::ESRCH) && is_under_seccomp(pid, thread) {
-            return Err(Err(PtraceError::Seccomp {
-                pid,
-                source: refused,
-            }));
-        }
-        with(PTRACE_O_TRACESYSGOOD).map_err(Ok)
-    });
-    match seized {
-        Ok(()) => {}
-        Err(Err(refusal)) => return Err(refusal),
-        Err(Ok(e)) => {
-            return match e.raw_os_error() {
-                // The thread has ended; another may do.
-                Some(libc::ESRCH) => Ok(Seized::GoneAway),
-                Some(libc::EPERM) => Err(PtraceError::NotPermitted { pid }),
-                _ => Err(kernel("PTRACE_SEIZE", thread, e)),
-            };
-        }
-    }
-    let since = Instant::now();
-    interrupt(thread)?;
-    match wait_for(thread, Stop::Trap, STOP_WAIT)? {
-        Waited::Reached {
-            signal: libc::SIGTRAP,
-        } => Ok(Seized::Stopped { since }),
-        Waited::Reached { signal } => {
-            detach(thread)?;
-            Err(PtraceError::Stopped { pid, signal })
-        }
-        Waited::TimedOut => Ok(Seized::DoesNotStop),
-        Waited::Gone => Ok(Seized::GoneAway),
-    }
-}
-
-/// Waits for the stop that is wanted, passing on signals that come first.
-fn wait_for(thread: u32, wanted: Stop, limit: Duration) -> Result<Waited, PtraceError> {
-    let started = Instant::now();
-    let mut looks = 0;
-    let mut stops = 0;
-    while stops < MOST_STOPS {
-        let Some(status) = look(thread)? else {
-            if started.elapsed() > limit {
-                return Ok(Waited::TimedOut);
-            }
-            looks += 1;
-            if looks < YIELDS {
-                std::thread::yield_now();
-            } else {
-                std::thread::sleep(SLEEP_BETWEEN_LOOKS);
-            }
-            continue;
-        };
-        stops += 1;
-        if !libc::WIFSTOPPED(status) {
-            return Ok(Waited::Gone);
-        }
-        let signal = libc::WSTOPSIG(status);
-        let is_trap = status >> 16 == PTRACE_EVENT_STOP;
-        let reached = match wanted {
-            Stop::Trap => is_trap,
-            Stop::Call => signal == SYSCALL_STOP,
-        };
-        if reached {
-            return Ok(Waited::Reached { signal });
-        }
-        // Not ours: a signal is delivered as it would have been, anything else just goes on.
-        let passed_on = if is_trap || signal == SYSCALL_STOP {
-            0
-        } else {
-            signal
-        };
-        let how = match wanted {
-            Stop::Trap => libc::PTRACE_CONT,
-            Stop::Call => libc::PTRACE_SYSCALL,
-        };
-        resume(how, thread, passed_on)?;
-    }
-    Ok(Waited::TimedOut)
-}
-
-/// The thread's state if it has changed.
-fn look(thread: u32) -> Result<Option<i32>, PtraceError> {
-    let mut status = 0;
-    // SAFETY: waitpid writes one int, to a live local.
-    let found = unsafe {
-        libc::waitpid(
-            thread.cast_signed(),
-            &raw mut status,
-            libc::__WALL | libc::WNOHANG,
-        )
-    };
-    match found {
-        0 => Ok(None),
-        -1 => {
-            let source = io::Error::last_os_error();
-            match source.raw_os_error() {
-                Some(libc::EINTR) => Ok(None),
-                // Reaped by somebody else, or never ours: it is gone.
-                Some(libc::ECHILD) => Ok(Some(0)),
-                _ => Err(kernel("waitpid", thread, source)),
-            }
-        }
-        _ => Ok(Some(status)),
-    }
-}
-
-/// A ptrace request whose address and data are plain numbers.
-fn request(what: libc::c_uint, thread: u32, address: u64, data: u64) -> io::Result<()> {
-    // SAFETY: used only with requests that take numbers (SEIZE, INTERRUPT, CONT, SYSCALL,
-    // DETACH): nothing in this process's memory is read or written.
-    let answer = unsafe { libc::ptrace(what, thread.cast_signed(), address, data) };
-    if answer < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
-}
-
-fn interrupt(thread: u32) -> Result<(), PtraceError> {
-    request(libc::PTRACE_INTERRUPT, thread, 0, 0).map_err(|e| kernel("PTRACE_INTERRUPT", thread, e))
-}
-
-fn resume(how: libc::c_uint, thread: u32, signal: i32) -> Result<(), PtraceError> {
-    request(how, thread, 0, descriptor(signal)).map_err(|e| kernel("resuming", thread, e))
-}
-
-fn detach(thread: u32) -> Result<(), PtraceError> {
-    request(libc::PTRACE_DETACH, thread, 0, 0).map_err(|e| kernel("PTRACE_DETACH", thread, e))
-}
-
-fn get_registers(thread: u32) -> Result<libc::user_regs_struct, PtraceError> {
-    let mut registers = std::mem::MaybeUninit::<libc::user_regs_struct>::zeroed();
-    // SAFETY: GETREGS writes one user_regs_struct to the given address, a live local of that type.
-    let answer = unsafe {
-        libc::ptrace(
-            libc::PTRACE_GETREGS,
-            thread.cast_signed(),
-            0,
-            registers.as_mut_ptr(),
-        )
-    };
-    if answer < 0 {
-        return Err(kernel("PTRACE_GETREGS", thread, io::Error::last_os_error()));
-    }
-    // SAFETY: zeroed to begin with, and the structure holds integers only.
-    Ok(unsafe { registers.assume_init() })
-}
-
-fn set_registers(thread: u32, registers: &libc::user_regs_struct) -> Result<(), PtraceError> {
-    // SAFETY: SETREGS reads one user_regs_struct from the given address, a live reference.
-    let answer = unsafe {
-        libc::ptrace(
-            libc::PTRACE_SETREGS,
-            thread.cast_signed(),
-            0,
-            std::ptr::from_ref(registers),
-        )
-    };
-    if answer < 0 {
-        return Err(kernel("PTRACE_SETREGS", thread, io::Error::last_os_error()));
-    }
-    Ok(())
-}
-
-/// Masks all signals and returns the mask that was. While a call like `ppoll` has put another in
-/// place for its duration, the kernel gives us the thread's own; the call sets its mask again
-/// when it is restarted.
-fn mask_signals(thread: u32) -> Result<u64, PtraceError> {
-    let own = get_signal_mask(thread)?;
-    set_signal_mask(thread, u64::MAX)?;
-    Ok(own)
-}
-
-fn get_signal_mask(thread: u32) -> Result<u64, PtraceError> {
-    let mut mask = 0_u64;
-    // SAFETY: GETSIGMASK writes as many bytes as the address argument says, eight, to a live u64.
-    let answer = unsafe {
-        libc::ptrace(
-            libc::PTRACE_GETSIGMASK,
-            thread.cast_signed(),
-            size_of::<u64>(),
-            &raw mut mask,
-        )
-    };
-    if answer < 0 {
-        return Err(kernel(
-            "PTRACE_GETSIGMASK",
-            thread,
-            io::Error::last_os_error(),
-        ));
-    }
-    Ok(mask)
-}
-
-fn set_signal_mask(thread: u32, mask: u64) -> Result<(), PtraceError> {
-    // SAFETY: SETSIGMASK reads as many bytes as the address argument says, eight, from a live u64.
-    let answer = unsafe {
-        libc::ptrace(
-            libc::PTRACE_SETSIGMASK,
-            thread.cast_signed(),
-            size_of::<u64>(),
-            &raw const mask,
-        )
-    };
-    if answer < 0 {
-        return Err(kernel(
-            "PTRACE_SETSIGMASK",
-            thread,
-            io::Error::last_os_error(),
-        ));
-    }
-    Ok(())
-}
-
 fn send_descriptor(socket: &std::os::fd::OwnedFd, fd: BorrowedFd<'_>) -> Result<(), Errno> {
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -721,82 +483,6 @@ fn send_descriptor(socket: &std::os::fd::OwnedFd, fd: BorrowedFd<'_>) -> Result<
     let data = [io::IoSlice::new(&[0])];
     rustix::net::sendmsg(socket, &data, &mut control, SendFlags::NOSIGNAL)?;
     Ok(())
-}
-
-/// Threads that are blocked in a system call, best first.
-fn blocked_threads(pid: u32) -> Result<Vec<u32>, PtraceError> {
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task"))
-        .map_err(|source| open_failed(pid, source))?;
-    let mut found = Vec::new();
-    for task in tasks {
-        let Ok(task) = task else { continue };
-        let Some(thread) = task.file_name().to_str().and_then(|n| n.parse().ok()) else {
-            continue;
-        };
-        // A thread that has just ended has no such file; it is no candidate then.
-        let Ok(line) = std::fs::read_to_string(task.path().join("syscall")) else {
-            continue;
-        };
-        if let Some(rank) = rank_of_blocked(&line) {
-            found.push((rank, thread));
-        }
-    }
-    found.sort_unstable();
-    Ok(found.into_iter().map(|(_, thread)| thread).collect())
-}
-
-/// How well a thread may be borrowed, by its `/proc/PID/task/TID/syscall`; small is good.
-fn rank_of_blocked(line: &str) -> Option<u32> {
-    // "running", or "-1 …" for a thread blocked outside of a call (in a page fault).
-    let number: i64 = line.split_ascii_whitespace().next()?.parse().ok()?;
-    match number {
-        ..0 => None,
-        libc::SYS_ppoll | libc::SYS_poll => Some(0),
-        libc::SYS_futex | libc::SYS_clock_nanosleep | libc::SYS_nanosleep | libc::SYS_read => {
-            Some(1)
-        }
-        // These do not stop until their child has gone on.
-        libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => None,
-        // Returns EINTR instead of being restarted; KVM_RUN likewise.
-        libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => Some(3),
-        libc::SYS_ioctl => Some(4),
-        _ => Some(2),
-    }
-}
-
-fn is_under_seccomp(pid: u32, thread: u32) -> bool {
-    // If it cannot be read, the worse is assumed.
-    std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).map_or(true, |status| {
-        !status
-            .lines()
-            .any(|l| l.strip_prefix("Seccomp:").is_some_and(|v| v.trim() == "0"))
-    })
-}
-
-/// Address of a `syscall` instruction in the process's vDSO.
-fn find_syscall_instruction(pid: u32, memory: &File) -> Result<u64, PtraceError> {
-    let not_found = || PtraceError::WrongArchitecture { pid };
-    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))
-        .map_err(|source| open_failed(pid, source))?;
-    if maps.is_empty() {
-        return Err(PtraceError::Gone { pid });
-    }
-    let line = maps
-        .lines()
-        .find(|l| l.ends_with("[vdso]"))
-        .ok_or_else(not_found)?;
-    let range = line.split_ascii_whitespace().next().ok_or_else(not_found)?;
-    let (start, end) = range.split_once('-').ok_or_else(not_found)?;
-    let parse = |text| u64::from_str_radix(text, 16).map_err(|_| not_found());
-    let (start, end) = (parse(start)?, parse(end)?);
-    let mut code = vec![0; crate::to_usize(end.saturating_sub(start).min(1 << 16))];
-    memory
-        .read_exact_at(&mut code, start)
-        .map_err(|e| kernel("reading the vDSO", pid, e))?;
-    code.windows(2)
-        .position(|bytes| bytes == [0x0f, 0x05])
-        .map(|at| start + at as u64)
-        .ok_or_else(not_found)
 }
 
 /// A small signed argument as a register holds it.
@@ -825,5 +511,4 @@ fn kernel(operation: &'static str, thread: u32, source: io::Error) -> PtraceErro
 }
 
 #[cfg(test)]
-#[path = "ptrace_tests.rs"]
 mod tests;

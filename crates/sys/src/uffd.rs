@@ -17,11 +17,16 @@
 //!                    Gone          the process has ended
 //!   write_protect    Done | Retry | Gone
 //! ```
-//!
-//! The layouts below are those of `<linux/userfaultfd.h>`.
 #![expect(unsafe_code, reason = "ioctls and reads of kernel structures")]
 
+mod abi;
+
 use crate::to_usize;
+use abi::{
+    Api, CopyIn, FLAG_MINOR, FLAG_WP, FLAG_WRITE, Fill, Message, Protect, Range, Register,
+    UFFD_API, UFFD_EVENT_PAGEFAULT, UFFDIO_API, UFFDIO_COPY, UFFDIO_POISON, UFFDIO_REGISTER,
+    UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT, UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW,
+};
 use pagetide_addr::{Access, Hva};
 use std::fs::File;
 use std::io;
@@ -29,90 +34,6 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// Messages read at a time.
 pub const EVENTS_PER_READ: usize = 16;
-
-const UFFD_API: u64 = 0xaa;
-const IOC_WRITE: u64 = 1;
-const IOC_READ: u64 = 2;
-
-const fn ioctl_number(direction: u64, number: u64, size: usize) -> u64 {
-    direction << 30 | (size as u64) << 16 | 0xaa << 8 | number
-}
-
-const USERFAULTFD_IOC_NEW: u64 = ioctl_number(0, 0, 0);
-const UFFDIO_API: u64 = ioctl_number(IOC_READ | IOC_WRITE, 0x3f, size_of::<Api>());
-const UFFDIO_REGISTER: u64 = ioctl_number(IOC_READ | IOC_WRITE, 0, size_of::<Register>());
-const UFFDIO_UNREGISTER: u64 = ioctl_number(IOC_READ, 1, size_of::<Range>());
-const UFFDIO_WAKE: u64 = ioctl_number(IOC_READ, 2, size_of::<Range>());
-const UFFDIO_COPY: u64 = ioctl_number(IOC_READ | IOC_WRITE, 3, size_of::<Copy>());
-const UFFDIO_ZEROPAGE: u64 = ioctl_number(IOC_READ | IOC_WRITE, 4, size_of::<Fill>());
-const UFFDIO_WRITEPROTECT: u64 = ioctl_number(IOC_READ | IOC_WRITE, 6, size_of::<Protect>());
-const UFFDIO_POISON: u64 = ioctl_number(IOC_READ | IOC_WRITE, 8, size_of::<Fill>());
-
-const _: () = assert!(UFFDIO_API == 0xc018_aa3f && UFFDIO_REGISTER == 0xc020_aa00);
-const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_aa01 && UFFDIO_COPY == 0xc028_aa03);
-const _: () = assert!(UFFDIO_ZEROPAGE == 0xc020_aa04 && UFFDIO_WRITEPROTECT == 0xc018_aa06);
-const _: () = assert!(size_of::<Message>() == 32);
-
-const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
-const FLAG_WRITE: u64 = 1;
-const FLAG_WP: u64 = 2;
-const FLAG_MINOR: u64 = 4;
-
-#[repr(C)]
-struct Api {
-    api: u64,
-    features: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Range {
-    start: u64,
-    len: u64,
-}
-
-#[repr(C)]
-struct Register {
-    range: Range,
-    mode: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-struct Copy {
-    dst: u64,
-    src: u64,
-    len: u64,
-    mode: u64,
-    done: i64,
-}
-
-/// `uffdio_zeropage` and `uffdio_poison` have one layout.
-#[repr(C)]
-struct Fill {
-    range: Range,
-    mode: u64,
-    done: i64,
-}
-
-#[repr(C)]
-struct Protect {
-    range: Range,
-    mode: u64,
-}
-
-/// `uffd_msg` as a page fault fills it.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Message {
-    event: u8,
-    reserved: [u8; 7],
-    flags: u64,
-    address: u64,
-    thread: u32,
-    padding: u32,
-}
 
 /// Why a userfaultfd could not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -414,7 +335,7 @@ impl Userfaultfd {
     /// [`UffdError::Kernel`]; nothing was filled.
     pub fn copy(&self, dst: Hva, content: &[u8]) -> Result<FillOutcome, UffdError> {
         let len = content.len() as u64;
-        let mut copy = Copy {
+        let mut copy = CopyIn {
             dst: dst.0,
             src: content.as_ptr().addr() as u64,
             len,

@@ -5,6 +5,7 @@
 //! needs nothing of the threads it has lost. Its exit status tells what the
 //! interrupted call returned.
 
+use super::threads::rank_of_blocked;
 use super::*;
 use crate::uffd::{Userfaultfd, is_userfaultfd, new_request};
 use std::os::fd::AsFd;

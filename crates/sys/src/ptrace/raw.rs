@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The ptrace requests themselves, and waiting for a stop with a limit.
+
+use super::{PtraceError, descriptor, kernel, threads::is_under_seccomp};
+use std::io;
+use std::time::{Duration, Instant};
+
+/// How long a thread may take to stop before the next one is tried. A thread in uninterruptible
+/// sleep never does.
+const STOP_WAIT: Duration = Duration::from_millis(50);
+/// Most stops on the way to the one waited for (signals that come between).
+const MOST_STOPS: u32 = 64;
+/// Waits this often by yielding before it sleeps between looks.
+const YIELDS: u32 = 2_000;
+const SLEEP_BETWEEN_LOOKS: Duration = Duration::from_micros(50);
+
+const PTRACE_O_TRACESYSGOOD: u64 = 1;
+const PTRACE_O_SUSPEND_SECCOMP: u64 = 1 << 21;
+const PTRACE_EVENT_STOP: i32 = 128;
+const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stop {
+    Trap,
+    Call,
+}
+
+pub(super) enum Waited {
+    Reached { signal: i32 },
+    TimedOut,
+    Gone,
+}
+
+pub(super) enum Seized {
+    Stopped { since: Instant },
+    DoesNotStop,
+    GoneAway,
+}
+
+/// Seizes `thread` and stops it.
+pub(super) fn seize(pid: u32, thread: u32) -> Result<Seized, PtraceError> {
+    let with = |options| request(libc::PTRACE_SEIZE, thread, 0, options);
+    let seized = with(PTRACE_O_TRACESYSGOOD | PTRACE_O_SUSPEND_SECCOMP).or_else(|refused| {
+        if refused.raw_os_error() != Some(libc::ESRCH) && is_under_seccomp(pid, thread) {
+            return Err(Err(PtraceError::Seccomp {
+                pid,
+                source: refused,
+            }));
+        }
+        with(PTRACE_O_TRACESYSGOOD).map_err(Ok)
+    });
+    match seized {
+        Ok(()) => {}
+        Err(Err(refusal)) => return Err(refusal),
+        Err(Ok(e)) => {
+            return match e.raw_os_error() {
+                // The thread has ended; another may do.
+                Some(libc::ESRCH) => Ok(Seized::GoneAway),
+                Some(libc::EPERM) => Err(PtraceError::NotPermitted { pid }),
+                _ => Err(kernel("PTRACE_SEIZE", thread, e)),
+            };
+        }
+    }
+    let since = Instant::now();
+    interrupt(thread)?;
+    match wait_for(thread, Stop::Trap, STOP_WAIT)? {
+        Waited::Reached {
+            signal: libc::SIGTRAP,
+        } => Ok(Seized::Stopped { since }),
+        Waited::Reached { signal } => {
+            detach(thread)?;
+            Err(PtraceError::Stopped { pid, signal })
+        }
+        Waited::TimedOut => Ok(Seized::DoesNotStop),
+        Waited::Gone => Ok(Seized::GoneAway),
+    }
+}
+
+/// Waits for the stop that is wanted, passing on signals that come first.
+pub(super) fn wait_for(thread: u32, wanted: Stop, limit: Duration) -> Result<Waited, PtraceError> {
+    let started = Instant::now();
+    let mut looks = 0;
+    let mut stops = 0;
+    while stops < MOST_STOPS {
+        let Some(status) = look(thread)? else {
+            if started.elapsed() > limit {
+                return Ok(Waited::TimedOut);
+            }
+            looks += 1;
+            if looks < YIELDS {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(SLEEP_BETWEEN_LOOKS);
+            }
+            continue;
+        };
+        stops += 1;
+        if !libc::WIFSTOPPED(status) {
+            return Ok(Waited::Gone);
+        }
+        let signal = libc::WSTOPSIG(status);
+        let is_trap = status >> 16 == PTRACE_EVENT_STOP;
+        let reached = match wanted {
+            Stop::Trap => is_trap,
+            Stop::Call => signal == SYSCALL_STOP,
+        };
+        if reached {
+            return Ok(Waited::Reached { signal });
+        }
+        // Not ours: a signal is delivered as it would have been, anything else just goes on.
+        let passed_on = if is_trap || signal == SYSCALL_STOP {
+            0
+        } else {
+            signal
+        };
+        let how = match wanted {
+            Stop::Trap => libc::PTRACE_CONT,
+            Stop::Call => libc::PTRACE_SYSCALL,
+        };
+        resume(how, thread, passed_on)?;
+    }
+    Ok(Waited::TimedOut)
+}
+
+/// The thread's state if it has changed.
+pub(super) fn look(thread: u32) -> Result<Option<i32>, PtraceError> {
+    let mut status = 0;
+    // SAFETY: waitpid writes one int, to a live local.
+    let found = unsafe {
+        libc::waitpid(
+            thread.cast_signed(),
+            &raw mut status,
+            libc::__WALL | libc::WNOHANG,
+        )
+    };
+    match found {
+        0 => Ok(None),
+        -1 => {
+            let source = io::Error::last_os_error();
+            match source.raw_os_error() {
+                Some(libc::EINTR) => Ok(None),
+                // Reaped by somebody else, or never ours: it is gone.
+                Some(libc::ECHILD) => Ok(Some(0)),
+                _ => Err(kernel("waitpid", thread, source)),
+            }
+        }
+        _ => Ok(Some(status)),
+    }
+}
+
+/// A ptrace request whose address and data are plain numbers.
+pub(super) fn request(what: libc::c_uint, thread: u32, address: u64, data: u64) -> io::Result<()> {
+    // SAFETY: used only with requests that take numbers (SEIZE, INTERRUPT, CONT, SYSCALL,
+    // DETACH): nothing in this process's memory is read or written.
+    let answer = unsafe { libc::ptrace(what, thread.cast_signed(), address, data) };
+    if answer < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+pub(super) fn interrupt(thread: u32) -> Result<(), PtraceError> {
+    request(libc::PTRACE_INTERRUPT, thread, 0, 0).map_err(|e| kernel("PTRACE_INTERRUPT", thread, e))
+}
+
+pub(super) fn resume(how: libc::c_uint, thread: u32, signal: i32) -> Result<(), PtraceError> {
+    request(how, thread, 0, descriptor(signal)).map_err(|e| kernel("resuming", thread, e))
+}
+
+pub(super) fn detach(thread: u32) -> Result<(), PtraceError> {
+    request(libc::PTRACE_DETACH, thread, 0, 0).map_err(|e| kernel("PTRACE_DETACH", thread, e))
+}
+
+pub(super) fn get_registers(thread: u32) -> Result<libc::user_regs_struct, PtraceError> {
+    let mut registers = std::mem::MaybeUninit::<libc::user_regs_struct>::zeroed();
+    // SAFETY: GETREGS writes one user_regs_struct to the given address, a live local of that type.
+    let answer = unsafe {
+        libc::ptrace(
+            libc::PTRACE_GETREGS,
+            thread.cast_signed(),
+            0,
+            registers.as_mut_ptr(),
+        )
+    };
+    if answer < 0 {
+        return Err(kernel("PTRACE_GETREGS", thread, io::Error::last_os_error()));
+    }
+    // SAFETY: zeroed to begin with, and the structure holds integers only.
+    Ok(unsafe { registers.assume_init() })
+}
+
+pub(super) fn set_registers(
+    thread: u32,
+    registers: &libc::user_regs_struct,
+) -> Result<(), PtraceError> {
+    // SAFETY: SETREGS reads one user_regs_struct from the given address, a live reference.
+    let answer = unsafe {
+        libc::ptrace(
+            libc::PTRACE_SETREGS,
+            thread.cast_signed(),
+            0,
+            std::ptr::from_ref(registers),
+        )
+    };
+    if answer < 0 {
+        return Err(kernel("PTRACE_SETREGS", thread, io::Error::last_os_error()));
+    }
+    Ok(())
+}
+
+/// Masks all signals and returns the mask that was. While a call like `ppoll` has put another in
+/// place for its duration, the kernel gives us the thread's own; the call sets its mask again
+/// when it is restarted.
+pub(super) fn mask_signals(thread: u32) -> Result<u64, PtraceError> {
+    let own = get_signal_mask(thread)?;
+    set_signal_mask(thread, u64::MAX)?;
+    Ok(own)
+}
+
+pub(super) fn get_signal_mask(thread: u32) -> Result<u64, PtraceError> {
+    let mut mask = 0_u64;
+    // SAFETY: GETSIGMASK writes as many bytes as the address argument says, eight, to a live u64.
+    let answer = unsafe {
+        libc::ptrace(
+            libc::PTRACE_GETSIGMASK,
+            thread.cast_signed(),
+            size_of::<u64>(),
+            &raw mut mask,
+        )
+    };
+    if answer < 0 {
+        return Err(kernel(
+            "PTRACE_GETSIGMASK",
+            thread,
+            io::Error::last_os_error(),
+        ));
+    }
+    Ok(mask)
+}
+
+pub(super) fn set_signal_mask(thread: u32, mask: u64) -> Result<(), PtraceError> {
+    // SAFETY: SETSIGMASK reads as many bytes as the address argument says, eight, from a live u64.
+    let answer = unsafe {
+        libc::ptrace(
+            libc::PTRACE_SETSIGMASK,
+            thread.cast_signed(),
+            size_of::<u64>(),
+            &raw const mask,
+        )
+    };
+    if answer < 0 {
+        return Err(kernel(
+            "PTRACE_SETSIGMASK",
+            thread,
+            io::Error::last_os_error(),
+        ));
+    }
+    Ok(())
+}

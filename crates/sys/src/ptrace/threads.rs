@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Looking at a process before it is touched: which thread to borrow, where its code has a
+//! `syscall` instruction.
+
+use super::{PtraceError, kernel, open_failed};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+/// Threads that are blocked in a system call, best first.
+pub(super) fn blocked_threads(pid: u32) -> Result<Vec<u32>, PtraceError> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task"))
+        .map_err(|source| open_failed(pid, source))?;
+    let mut found = Vec::new();
+    for task in tasks {
+        let Ok(task) = task else { continue };
+        let Some(thread) = task.file_name().to_str().and_then(|n| n.parse().ok()) else {
+            continue;
+        };
+        // A thread that has just ended has no such file; it is no candidate then.
+        let Ok(line) = std::fs::read_to_string(task.path().join("syscall")) else {
+            continue;
+        };
+        if let Some(rank) = rank_of_blocked(&line) {
+            found.push((rank, thread));
+        }
+    }
+    found.sort_unstable();
+    Ok(found.into_iter().map(|(_, thread)| thread).collect())
+}
+
+/// How well a thread may be borrowed, by its `/proc/PID/task/TID/syscall`; small is good.
+pub(super) fn rank_of_blocked(line: &str) -> Option<u32> {
+    // "running", or "-1 …" for a thread blocked outside of a call (in a page fault).
+    let number: i64 = line.split_ascii_whitespace().next()?.parse().ok()?;
+    match number {
+        ..0 => None,
+        libc::SYS_ppoll | libc::SYS_poll => Some(0),
+        libc::SYS_futex | libc::SYS_clock_nanosleep | libc::SYS_nanosleep | libc::SYS_read => {
+            Some(1)
+        }
+        // These do not stop until their child has gone on.
+        libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => None,
+        // Returns EINTR instead of being restarted; KVM_RUN likewise.
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => Some(3),
+        libc::SYS_ioctl => Some(4),
+        _ => Some(2),
+    }
+}
+
+pub(super) fn is_under_seccomp(pid: u32, thread: u32) -> bool {
+    // If it cannot be read, the worse is assumed.
+    std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).map_or(true, |status| {
+        !status
+            .lines()
+            .any(|l| l.strip_prefix("Seccomp:").is_some_and(|v| v.trim() == "0"))
+    })
+}
+
+/// Address of a `syscall` instruction in the process's vDSO.
+pub(super) fn find_syscall_instruction(pid: u32, memory: &File) -> Result<u64, PtraceError> {
+    let not_found = || PtraceError::WrongArchitecture { pid };
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))
+        .map_err(|source| open_failed(pid, source))?;
+    if maps.is_empty() {
+        return Err(PtraceError::Gone { pid });
+    }
+    let line = maps
+        .lines()
+        .find(|l| l.ends_with("[vdso]"))
+        .ok_or_else(not_found)?;
+    let range = line.split_ascii_whitespace().next().ok_or_else(not_found)?;
+    let (start, end) = range.split_once('-').ok_or_else(not_found)?;
+    let parse = |text| u64::from_str_radix(text, 16).map_err(|_| not_found());
+    let (start, end) = (parse(start)?, parse(end)?);
+    let mut code = vec![0; crate::to_usize(end.saturating_sub(start).min(1 << 16))];
+    memory
+        .read_exact_at(&mut code, start)
+        .map_err(|e| kernel("reading the vDSO", pid, e))?;
+    code.windows(2)
+        .position(|bytes| bytes == [0x0f, 0x05])
+        .map(|at| start + at as u64)
+        .ok_or_else(not_found)
+}
