@@ -10,9 +10,13 @@
 //! It uses the daemon only as a user does, by its command line.
 
 pub mod cpio;
+pub mod demo;
 pub mod guest;
 pub mod image;
 pub mod modules;
+pub mod product;
 pub mod qemu;
 pub mod qmp;
+pub mod report;
+pub mod sampler;
 pub mod swapless;

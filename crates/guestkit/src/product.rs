@@ -1,0 +1,382 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Pagetide as its users have it: a binary, a state directory, a command line.
+//!
+//! Each [`Product`] has a state directory of its own on tmpfs, so that several
+//! may run beside one another and beside a real one. Killing it with SIGKILL and
+//! starting it again on the same directory is part of what is tested.
+
+use std::ffi::OsStr;
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::guest::tail;
+use crate::image::{command_line, repository};
+
+/// Longest wait for the API to answer, recovery after a kill included.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// Longest wait for a clean end, every page brought back included.
+const STOP_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// The daemon or one of its clients did not do what it should.
+#[derive(Debug, thiserror::Error)]
+pub enum ProductError {
+    /// A file or process could not be had.
+    #[error("{path}: {source}", path = path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A client ended with an error.
+    #[error("`{command}` ended with {status}: {said}")]
+    Client {
+        /// The command line.
+        command: String,
+        /// How it ended.
+        status: ExitStatus,
+        /// What it said on stderr.
+        said: String,
+    },
+    /// A client printed something that is not one JSON object.
+    #[error("`{command}` printed no JSON ({source}): {printed}")]
+    NotJson {
+        /// The command line.
+        command: String,
+        /// What it printed.
+        printed: String,
+        /// The parser's reason.
+        source: serde_json::Error,
+    },
+    /// The daemon does not answer.
+    #[error("`pagetide run` does not answer ({reason}); the end of its log:\n{log}")]
+    Silent {
+        /// The last failure of a client, or how the daemon ended.
+        reason: String,
+        /// End of the log.
+        log: String,
+    },
+}
+
+/// What a client said.
+#[derive(Debug)]
+pub struct Answer {
+    /// How it ended.
+    pub status: ExitStatus,
+    /// Its stdout.
+    pub printed: String,
+    /// Its stderr.
+    pub said: String,
+    command: String,
+}
+
+impl Answer {
+    /// The JSON object it printed.
+    ///
+    /// # Errors
+    /// It ended with an error, or printed something else.
+    pub fn json(self) -> Result<Value, ProductError> {
+        let answer = self.success()?;
+        serde_json::from_str(&answer.printed).map_err(|source| ProductError::NotJson {
+            command: answer.command,
+            printed: answer.printed,
+            source,
+        })
+    }
+
+    /// Itself, if it ended well.
+    ///
+    /// # Errors
+    /// It ended with an error.
+    pub fn success(self) -> Result<Self, ProductError> {
+        if self.status.success() {
+            return Ok(self);
+        }
+        let said = self.said.trim().to_owned();
+        Err(ProductError::Client {
+            command: self.command,
+            status: self.status,
+            said,
+        })
+    }
+}
+
+/// One daemon with its state. Dropped, it is killed and its state removed.
+#[derive(Debug)]
+pub struct Product {
+    binary: PathBuf,
+    state_dir: PathBuf,
+    log: PathBuf,
+    child: Option<Child>,
+}
+
+impl Product {
+    /// The release binary of this repository, or the one that `PAGETIDE` names.
+    ///
+    /// # Errors
+    /// It is not built.
+    pub fn binary() -> Result<PathBuf, ProductError> {
+        let path = match std::env::var_os("PAGETIDE") {
+            Some(path) => PathBuf::from(path),
+            None => repository().join("target/release/pagetide"),
+        };
+        match fs::metadata(&path) {
+            Ok(_) => Ok(path),
+            Err(source) => Err(ProductError::File { path, source }),
+        }
+    }
+
+    /// Starts `binary` with an empty state directory; its log goes on in `log`.
+    ///
+    /// # Errors
+    /// It cannot be started or does not answer.
+    pub fn start(binary: &Path, state_dir: &Path, log: &Path) -> Result<Self, ProductError> {
+        fs::create_dir_all(state_dir).map_err(|source| file_error(state_dir, source))?;
+        let mut product = Self {
+            binary: binary.to_owned(),
+            state_dir: state_dir.to_owned(),
+            log: log.to_owned(),
+            child: None,
+        };
+        product.run()?;
+        Ok(product)
+    }
+
+    /// Starts the daemon on the state that is there, and waits until it answers.
+    ///
+    /// # Errors
+    /// It cannot be started, ends, or does not answer.
+    pub fn run(&mut self) -> Result<(), ProductError> {
+        let log = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&self.log)
+            .map_err(|source| file_error(&self.log, source))?;
+        let child = Command::new(&self.binary)
+            .arg("run")
+            .arg("--state-dir")
+            .arg(&self.state_dir)
+            .arg("--api")
+            .arg(self.api())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .map_err(|source| file_error(&self.binary, source))?;
+        self.child = Some(child);
+        let deadline = Instant::now() + START_TIMEOUT;
+        loop {
+            let reason = match self.client(["vm", "list", "--json"])?.json() {
+                Ok(_list) => return Ok(()),
+                Err(error) => error.to_string(),
+            };
+            if let Some(status) = self.ended()? {
+                return Err(self.silent(format!("it ended with {status}")));
+            }
+            if Instant::now() > deadline {
+                return Err(self.silent(reason));
+            }
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// The API's socket.
+    #[must_use]
+    pub fn api(&self) -> PathBuf {
+        self.state_dir.join("api.sock")
+    }
+
+    /// The daemon's process id while it runs.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
+    }
+
+    /// The end of the daemon's log.
+    #[must_use]
+    pub fn log_tail(&self) -> String {
+        tail(&self.log, 25)
+    }
+
+    /// Runs a client and waits for it; its exit status is in the answer.
+    ///
+    /// # Errors
+    /// It could not be started.
+    pub fn client<I>(&self, words: I) -> Result<Answer, ProductError>
+    where
+        I: IntoIterator,
+        I::Item: AsRef<OsStr>,
+    {
+        let mut command = Command::new(&self.binary);
+        command.args(words).arg("--api").arg(self.api());
+        let output = command
+            .output()
+            .map_err(|source| file_error(&self.binary, source))?;
+        Ok(Answer {
+            status: output.status,
+            printed: String::from_utf8_lossy(&output.stdout).into_owned(),
+            said: String::from_utf8_lossy(&output.stderr).into_owned(),
+            command: command_line(&command),
+        })
+    }
+
+    /// Serves `image` on the vhost-user socket `socket`.
+    ///
+    /// # Errors
+    /// The daemon refuses.
+    pub fn serve_disk(&self, socket: &Path, image: &Path) -> Result<(), ProductError> {
+        let words: [&OsStr; 6] = [
+            "dpu".as_ref(),
+            "blk".as_ref(),
+            "--socket".as_ref(),
+            socket.as_os_str(),
+            "--image".as_ref(),
+            image.as_os_str(),
+        ];
+        self.client(words)?.success().map(|_| ())
+    }
+
+    /// Takes over the VM of process `pid` under `name`.
+    ///
+    /// # Errors
+    /// The daemon refuses.
+    pub fn attach(&self, pid: u32, name: &str) -> Result<Value, ProductError> {
+        let pid = pid.to_string();
+        self.client(["attach", "--pid", &pid, "--name", name, "--json"])?
+            .json()
+    }
+
+    /// Sets the limit of a VM.
+    ///
+    /// # Errors
+    /// The daemon refuses.
+    pub fn limit(&self, name: &str, bytes: u64) -> Result<(), ProductError> {
+        let size = bytes.to_string();
+        self.client(["vm", "limit", name, &size, "--json"])?
+            .json()
+            .map(|_| ())
+    }
+
+    /// State and figures of a VM.
+    ///
+    /// # Errors
+    /// There is no such VM, or the daemon does not answer.
+    pub fn show(&self, name: &str) -> Result<Value, ProductError> {
+        self.client(["vm", "show", name, "--json"])?.json()
+    }
+
+    /// Lets a VM go.
+    ///
+    /// # Errors
+    /// The daemon refuses or fails.
+    pub fn detach(&self, name: &str) -> Result<Value, ProductError> {
+        self.client(["vm", "detach", name, "--json"])?.json()
+    }
+
+    /// Kills the daemon with SIGKILL and waits for its end.
+    pub fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            if let Err(error) = child.kill() {
+                eprintln!("guestkit: killing process {}: {error}", child.id());
+            }
+            if let Err(error) = child.wait() {
+                eprintln!("guestkit: waiting for process {}: {error}", child.id());
+            }
+        }
+    }
+
+    /// Asks the daemon to end (SIGTERM) and waits until it has let every VM go.
+    ///
+    /// # Errors
+    /// It does not end in time.
+    pub fn stop(&mut self) -> Result<ExitStatus, ProductError> {
+        let Some(pid) = self.pid().and_then(|pid| pid.try_into().ok()) else {
+            return Err(self.silent("it does not run".to_owned()));
+        };
+        if let Some(pid) = rustix::process::Pid::from_raw(pid) {
+            rustix::process::kill_process(pid, rustix::process::Signal::TERM)
+                .map_err(|error| file_error(&self.binary, error.into()))?;
+        }
+        let deadline = Instant::now() + STOP_TIMEOUT;
+        loop {
+            if let Some(status) = self.ended()? {
+                self.child = None;
+                return Ok(status);
+            }
+            if Instant::now() > deadline {
+                return Err(self.silent("it does not end on SIGTERM".to_owned()));
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn ended(&mut self) -> Result<Option<ExitStatus>, ProductError> {
+        match &mut self.child {
+            None => Ok(None),
+            Some(child) => child
+                .try_wait()
+                .map_err(|source| file_error(&self.binary, source)),
+        }
+    }
+
+    fn silent(&self, reason: String) -> ProductError {
+        ProductError::Silent {
+            reason,
+            log: self.log_tail(),
+        }
+    }
+}
+
+impl Drop for Product {
+    fn drop(&mut self) {
+        self.kill();
+        if let Err(error) = fs::remove_dir_all(&self.state_dir) {
+            eprintln!("guestkit: {} stays: {error}", self.state_dir.display());
+        }
+    }
+}
+
+/// Whether some process listens on the Unix socket at `path`.
+///
+/// Asked of the kernel and not by connecting: a vhost-user back end would take
+/// us for its front end.
+///
+/// # Errors
+/// The kernel's list cannot be read.
+pub fn is_listening(path: &Path) -> Result<bool, ProductError> {
+    let list = Path::new("/proc/net/unix");
+    let sockets = fs::read_to_string(list).map_err(|source| file_error(list, source))?;
+    let name = path.to_string_lossy();
+    // Columns: number, references, protocol, flags (__SO_ACCEPTCON), type, state, inode, path.
+    Ok(sockets.lines().any(|line| {
+        let mut columns = line.split_whitespace();
+        columns.nth(3) == Some("00010000") && columns.nth(3) == Some(&name)
+    }))
+}
+
+fn file_error(path: &Path, source: io::Error) -> ProductError {
+    ProductError::File {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn listening_socket_is_seen_and_others_are_not() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("s");
+        assert!(!is_listening(&path).expect("a list"));
+        let _listener = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
+        assert!(is_listening(&path).expect("a list"));
+    }
+}
