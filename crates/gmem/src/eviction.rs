@@ -58,6 +58,8 @@ pub struct Committed {
     pub evicted: PageSet,
     /// Content stored in vain, because its page was needed meanwhile: free it.
     pub unused: Vec<Content>,
+    /// The kernel would not punch some of the pages, and they stayed.
+    pub problem: Option<PlaceError>,
 }
 
 /// An eviction under way. Ends when dropped: what was not committed stays.
@@ -233,9 +235,7 @@ impl EvictionRound<'_> {
     /// Evicts those of `batch` that nobody needed meanwhile: their content must be stored by now,
     /// so that a successor can read it. A batch should be small: faults in the section wait for it.
     ///
-    /// # Errors
-    /// [`PlaceError`]: pages that could not be punched stay; the store has been told.
-    pub fn commit(&mut self, batch: &[(PageNo, Content)]) -> Result<Committed, PlaceError> {
+    pub fn commit(&mut self, batch: &[(PageNo, Content)]) -> Committed {
         let space = self.space;
         let state = space.table.section(self.section);
         let _owned = own(&state.lock);
@@ -254,13 +254,12 @@ impl EvictionRound<'_> {
                 committed.unused.push(*content);
             }
         }
-        let mut result = Ok(());
         for run in going.runs(self.section) {
             match space.place.discard(run) {
                 Ok(()) => self.punched(run, &mut committed.evicted),
                 Err(error) => {
-                    self.look_what_stayed(run, &mut committed)?;
-                    result = Err(error);
+                    self.look_what_stayed(run, &mut committed);
+                    committed.problem = Some(error);
                 }
             }
         }
@@ -268,7 +267,7 @@ impl EvictionRound<'_> {
             .counters
             .evicted_pages
             .fetch_add(committed.evicted.len(), Relaxed);
-        result.map(|()| committed)
+        committed
     }
 
     fn punched(&self, run: PageRange, evicted: &mut PageSet) {
@@ -280,28 +279,28 @@ impl EvictionRound<'_> {
         }
     }
 
-    /// After a punch that failed: each page is either gone or stayed.
-    fn look_what_stayed(
-        &self,
-        run: PageRange,
-        committed: &mut Committed,
-    ) -> Result<(), PlaceError> {
+    /// After a punch that failed: each page is either gone or stayed. One that cannot even be looked
+    /// at keeps both its copies, as after a crash.
+    fn look_what_stayed(&self, run: PageRange, committed: &mut Committed) {
         for page in run.iter() {
-            if self.space.place.is_present(page)? {
-                let word = self.space.table.word(page);
-                if let State::Evicting(content) = word.state() {
-                    let done = self.space.table.change(page, word, Event::StillPresent);
-                    debug_assert!(done.is_some(), "{page} changed under an exclusive lock");
-                    if !content.is_zero() {
-                        self.space.store.free(content);
-                    }
-                    self.space.grant_to(page.single(), |_| true);
-                }
-            } else {
-                self.punched(page.single(), &mut committed.evicted);
+            match self.space.place.is_present(page) {
+                Ok(true) => self.stayed(page),
+                Ok(false) => self.punched(page.single(), &mut committed.evicted),
+                Err(error) => self.space.incidents.fill_failed(page, &error),
             }
         }
-        Ok(())
+    }
+
+    fn stayed(&self, page: PageNo) {
+        let word = self.space.table.word(page);
+        if let State::Evicting(content) = word.state() {
+            let done = self.space.table.change(page, word, Event::StillPresent);
+            debug_assert!(done.is_some(), "{page} changed under an exclusive lock");
+            if !content.is_zero() {
+                self.space.store.free(content);
+            }
+            self.space.grant_to(page.single(), |_| true);
+        }
     }
 }
 

@@ -256,7 +256,7 @@ fn evict(model: &Model, space: &AddressSpace) {
     round.read(PAGE.single(), &mut bytes).unwrap();
     model.with(|k| k.stored = Some(bytes[0]));
     let content = Content::at(1).unwrap();
-    let Committed { unused, .. } = round.commit(&[(PAGE, content)]).unwrap();
+    let Committed { unused, .. } = round.commit(&[(PAGE, content)]);
     for content in unused {
         model.free(content);
     }

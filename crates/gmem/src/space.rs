@@ -24,6 +24,8 @@ use crate::{
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange};
 use std::sync::atomic::{AtomicU64 as Count, Ordering::Relaxed};
 
+const ZERO_PAGE: [u8; 4096] = [0; 4096];
+
 /// Most pages that are filled in one go, and under one hold of the section's lock.
 pub(crate) const FILL_PAGES_MAX: u64 = 16;
 
@@ -299,13 +301,32 @@ impl AddressSpace {
                     .min(PageNo(page.0 + FILL_PAGES_MAX));
                 self.fill(PageRange::new(page, end))
             }
-            // `Evicting` lasts only while the lock is held exclusively.
-            State::Filling(_) | State::Discarding | State::Evicting(_) => Resolved::BeingFilled,
+            State::Filling(_) | State::Discarding => Resolved::BeingFilled,
+            State::Evicting(_) => self.settle_evicting(page, word),
             State::Poisoned => {
                 self.poison_for_kernel(page);
                 Resolved::Failed(FaultOutcome::Lost)
             }
         }
+    }
+
+    /// `Evicting` lasts only while the lock is held exclusively, but for a page that the kernel would
+    /// neither punch nor let us look at.
+    fn settle_evicting(&self, page: PageNo, word: PageWord) -> Resolved {
+        let event = match self.place.is_present(page) {
+            Ok(true) => Event::StillPresent,
+            Ok(false) => Event::Punched,
+            Err(error) => return self.failed(page, &error),
+        };
+        let changed = self.table.change(page, word, event);
+        if let (Some(_), Event::StillPresent, State::Evicting(content)) =
+            (changed, event, word.state())
+            && !content.is_zero()
+        {
+            self.store.free(content);
+        }
+        // Its new state is looked at by the next turn of the caller's loop.
+        Resolved::UpTo(page)
     }
 
     fn resolve_present(&self, section: &Section, page: PageNo, fault: &Fault) -> Resolved {
@@ -458,7 +479,7 @@ impl AddressSpace {
     }
 
     fn install_one(&self, page: PageNo, bytes: &[u8]) -> Result<u64, PlaceError> {
-        let is_zero = bytes.iter().all(|byte| *byte == 0);
+        let is_zero = bytes == ZERO_PAGE;
         let installed = match bytes.try_into() {
             Ok(content) if !is_zero => self.place.install(page, content)?,
             _ => self.place.install_zero(page)?,

@@ -1,1 +1,26 @@
-//! Pagetide swap.
+// SPDX-License-Identifier: Apache-2.0
+//! Where pages go when they are cold, and how they are chosen (Taiji 4.2).
+//!
+//! - [`pool`]: the metadata pool, one file per VM that outlives the daemon: page
+//!   words, identity of the VM, stored content.
+//! - [`slots`]: room for stored content within the pool.
+//! - [`tier`]: what stored content looks like: zero, lz4, verbatim; always with a CRC.
+//! - [`store`]: pool, slots and tiers together as gmem's `ContentStore`.
+//! - [`sets`]: hot and cold sections by what the tracker saw.
+//! - [`limit`]: the VM's limit with its marks.
+//! - [`evictor`]: one section out of memory; [`reclaim`]: which, and how many.
+
+pub mod evictor;
+pub mod limit;
+pub mod pool;
+pub mod reclaim;
+pub mod sets;
+pub mod slots;
+pub mod store;
+pub mod tier;
+
+pub use evictor::{EvictReport, Evictor};
+pub use limit::Limit;
+pub use pool::{Counter, Pool, PoolError, PoolWords};
+pub use reclaim::{AccessTracker, Reclaimer, Touched};
+pub use store::PoolStore;

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Evictor`]: pages of one section, out of memory and into the store, in the order that loses none.
+//!
+//! ```text
+//!   round begun (devices shut out, vCPUs read-only)
+//!     for each run of up to 16 candidates:
+//!        read ─► zero? pack, CRC ─► store ─► commit (word, punch, word)
+//!   round ended (what was needed meanwhile has stayed)
+//! ```
+//! Content is in the store before its word says so, and the word says so before
+//! the page is punched. Batches are small because a fault in the section waits
+//! for a commit, and because content packed in vain is work lost.
+
+use crate::{
+    store::{PoolStore, PutError},
+    tier::{PAGE, Packer},
+};
+use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo};
+use pagetide_gmem::{
+    AddressSpace, Content, ContentStore, EvictionError, EvictionRound, PlaceError,
+};
+use std::sync::Arc;
+
+/// Pages read, packed and committed together.
+const BATCH_PAGES: u64 = 16;
+
+/// What evicting from a section brought.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct EvictReport {
+    /// Pages absent now.
+    pub evicted_pages: u64,
+    /// Of them, pages of zeros.
+    pub zero_pages: u64,
+    /// Candidates that were needed meanwhile, and stayed.
+    pub cancelled_pages: u64,
+}
+
+/// Why evicting ended early. What was evicted before stays evicted.
+#[derive(Debug, thiserror::Error)]
+pub enum EvictorError {
+    /// The section cannot be evicted from now.
+    #[error(transparent)]
+    Round(#[from] EvictionError),
+    /// Content cannot be stored.
+    #[error(transparent)]
+    Store(#[from] PutError),
+    /// The VM's memory failed.
+    #[error(transparent)]
+    Place(#[from] PlaceError),
+}
+
+/// See the module. One a worker: it keeps buffers.
+pub struct Evictor {
+    space: Arc<AddressSpace>,
+    store: Arc<PoolStore>,
+    packer: Packer,
+    pages: Box<[u8]>,
+}
+
+impl Evictor {
+    /// An evictor of `space` into `store`.
+    #[must_use]
+    pub fn new(space: Arc<AddressSpace>, store: Arc<PoolStore>) -> Self {
+        let pages = vec![0; PageNo(BATCH_PAGES).index() * PAGE].into();
+        Self {
+            space,
+            store,
+            packer: Packer::default(),
+            pages,
+        }
+    }
+
+    /// The space.
+    #[must_use]
+    pub fn space(&self) -> &Arc<AddressSpace> {
+        &self.space
+    }
+
+    /// The store.
+    #[must_use]
+    pub fn store(&self) -> &Arc<PoolStore> {
+        &self.store
+    }
+
+    /// Evicts up to `pages_max` of the `wanted` pages of `section`. `progress` is told after each
+    /// batch how many pages it evicted.
+    ///
+    /// # Errors
+    /// [`EvictorError`].
+    pub fn evict(
+        &mut self,
+        section: SectionNo,
+        wanted: &PageSet,
+        pages_max: u64,
+        mut progress: impl FnMut(u64),
+    ) -> Result<EvictReport, EvictorError> {
+        let space = Arc::clone(&self.space);
+        let mut wanted = *wanted;
+        trim_to(&mut wanted, section, pages_max);
+        let mut round = space.begin_eviction(section, &wanted)?;
+        let mut report = EvictReport::default();
+        let begun = round.candidates();
+        for run in begun.runs(section) {
+            let mut first = run.start;
+            while first < run.end {
+                let end = run.end.min(PageNo(first.0 + BATCH_PAGES));
+                let before = report.evicted_pages;
+                self.evict_batch(&mut round, PageRange::new(first, end), &mut report)?;
+                progress(report.evicted_pages - before);
+                first = end;
+            }
+        }
+        report.cancelled_pages = begun.len() - report.evicted_pages;
+        Ok(report)
+    }
+
+    fn evict_batch(
+        &mut self,
+        round: &mut EvictionRound<'_>,
+        pages: PageRange,
+        report: &mut EvictReport,
+    ) -> Result<(), EvictorError> {
+        let candidates = round.candidates();
+        let bytes = &mut self.pages[..PageNo(pages.bytes()).index()];
+        round.read(pages, bytes)?;
+        let mut batch: Vec<(PageNo, Content)> = Vec::with_capacity(PageNo(pages.len()).index());
+        let mut full = None;
+        for (page, content) in pages.iter().zip(bytes.as_chunks::<PAGE>().0) {
+            if !candidates.contains(page) {
+                continue;
+            }
+            let stored = match self.packer.pack(self.store.seed(), page, content) {
+                None => Ok(Content::ZERO),
+                Some(stored) => self.store.put(stored),
+            };
+            match stored {
+                Ok(content) => batch.push((page, content)),
+                Err(error) => {
+                    full = Some(error);
+                    break;
+                }
+            }
+        }
+        let committed = round.commit(&batch);
+        for content in committed.unused {
+            self.store.free(content);
+        }
+        report.evicted_pages += committed.evicted.len();
+        let zeros = batch
+            .iter()
+            .filter(|(page, content)| content.is_zero() && committed.evicted.contains(*page));
+        report.zero_pages += zeros.count() as u64;
+        match (committed.problem, full) {
+            (Some(problem), _) => Err(problem.into()),
+            (None, Some(error)) => Err(error.into()),
+            (None, None) => Ok(()),
+        }
+    }
+}
+
+/// Leaves the first `pages_max` pages in the set.
+fn trim_to(set: &mut PageSet, section: SectionNo, pages_max: u64) {
+    if set.len() > pages_max {
+        let surplus: Vec<PageNo> = set.pages(section).skip(PageNo(pages_max).index()).collect();
+        for page in surplus {
+            set.remove(page);
+        }
+    }
+}

@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Limit`]: how many pages of a VM may be present, with Taiji's three marks (4.2.2).
+//!
+//! ```text
+//!   resident pages
+//!   limit ───────── min mark: a fill first has pages evicted, and waits for that
+//!     │   ╲ 1.5 %
+//!   low mark ────── reclaim begins
+//!     │   ╲ 3 %
+//!   high mark ───── reclaim ends
+//! ```
+//! (The marks are named for *free* pages under the limit, as Taiji and the
+//! kernel do: free falls below low, rises above high.) The headroom, limit less
+//! resident pages, is an estimate that each fill takes from and each eviction
+//! adds to; [`Limit::correct`] sets it right from what the kernel says, since a
+//! guest may also discard pages without a word.
+//!
+//! A fill that finds no headroom waits for the reclaimer, but not for ever:
+//! after [`ADMISSION_WAIT`] it goes ahead over the limit and is counted. A
+//! guest that stands still helps nobody, and the next rounds bring it back.
+
+use pagetide_gmem::Admission;
+use std::{
+    sync::{
+        Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicI64, AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+/// Longest wait of one fill for an eviction.
+pub const ADMISSION_WAIT: Duration = Duration::from_millis(100);
+/// Free pages below which reclaim begins, in thousandths of the limit.
+const LOW_PERMILLE: i64 = 15;
+/// Free pages above which reclaim ends.
+const HIGH_PERMILLE: i64 = 30;
+/// Smallest limit that can work, in pages: a vCPU's instruction may need a handful of pages at
+/// once, each device queue its rings and a chain, and eviction goes by sections. 16 MiB.
+pub const LIMIT_PAGES_MIN: u64 = 4096;
+const UNLIMITED: i64 = i64::MAX / 4;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Limit {
+    pages: AtomicI64,
+    headroom: AtomicI64,
+    over_limit_fills: AtomicU64,
+    state: Mutex<State>,
+    wanted: Condvar,
+    freed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    reclaim_wanted: bool,
+    stopped: bool,
+}
+
+/// Why the reclaimer woke.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Wake {
+    /// The low mark was passed, or somebody asked.
+    Wanted,
+    /// The time is up.
+    Timer,
+    /// The VM is being let go.
+    Stopped,
+}
+
+impl Limit {
+    /// No limit yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            pages: AtomicI64::new(UNLIMITED),
+            headroom: AtomicI64::new(UNLIMITED),
+            over_limit_fills: AtomicU64::new(0),
+            state: Mutex::default(),
+            wanted: Condvar::new(),
+            freed: Condvar::new(),
+        }
+    }
+
+    /// Sets the limit, in pages, given how many are present now; `None` lifts it.
+    pub fn set(&self, limit_pages: Option<u64>, resident_pages: u64) {
+        let limit = limit_pages
+            .and_then(|pages| i64::try_from(pages).ok())
+            .unwrap_or(UNLIMITED);
+        self.pages.store(limit, Relaxed);
+        self.correct(resident_pages);
+        self.want_reclaim();
+    }
+
+    /// Sets the headroom by what the kernel says is present.
+    pub fn correct(&self, resident_pages: u64) {
+        let limit = self.pages.load(Relaxed);
+        let resident = i64::try_from(resident_pages).unwrap_or(UNLIMITED);
+        let headroom = if limit == UNLIMITED {
+            UNLIMITED
+        } else {
+            limit - resident
+        };
+        self.headroom.store(headroom, Relaxed);
+        self.notify_freed(headroom);
+    }
+
+    /// Pages were evicted.
+    pub fn evicted(&self, pages: u64) {
+        if self.pages.load(Relaxed) == UNLIMITED {
+            return;
+        }
+        let pages = i64::try_from(pages).unwrap_or(0);
+        let headroom = self.headroom.fetch_add(pages, Relaxed) + pages;
+        self.notify_freed(headroom);
+    }
+
+    fn notify_freed(&self, headroom: i64) {
+        if headroom > 0 {
+            // Under the lock, so that nobody is between his look and his wait.
+            let _state = self.lock();
+            self.freed.notify_all();
+        }
+    }
+
+    /// Pages to evict until the high mark is reached; 0 if there is enough headroom.
+    #[must_use]
+    pub fn pages_to_high_mark(&self) -> u64 {
+        let limit = self.pages.load(Relaxed);
+        if limit == UNLIMITED {
+            return 0;
+        }
+        let high = limit * HIGH_PERMILLE / 1000;
+        u64::try_from(high - self.headroom.load(Relaxed)).unwrap_or(0)
+    }
+
+    /// True once free pages are below the low mark.
+    #[must_use]
+    pub fn is_below_low_mark(&self) -> bool {
+        let limit = self.pages.load(Relaxed);
+        limit != UNLIMITED && self.headroom.load(Relaxed) < limit * LOW_PERMILLE / 1000
+    }
+
+    /// Fills that went over the limit because no page could be evicted in time.
+    #[must_use]
+    pub fn over_limit_fills(&self) -> u64 {
+        self.over_limit_fills.load(Relaxed)
+    }
+
+    /// Asks the reclaimer to look now.
+    pub fn want_reclaim(&self) {
+        let mut state = self.lock();
+        if !state.reclaim_wanted {
+            state.reclaim_wanted = true;
+            self.wanted.notify_all();
+        }
+    }
+
+    /// Ends every wait, now and later.
+    pub fn stop(&self) {
+        self.lock().stopped = true;
+        self.wanted.notify_all();
+        self.freed.notify_all();
+    }
+
+    /// The reclaimer's wait: until the low mark is passed, somebody asks, or `timeout`.
+    pub fn wait_for_work(&self, timeout: Duration) -> Wake {
+        let state = self.lock();
+        let waited = self
+            .wanted
+            .wait_timeout_while(state, timeout, |s| !s.reclaim_wanted && !s.stopped);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let wanted = std::mem::take(&mut state.reclaim_wanted);
+        match (state.stopped, wanted) {
+            (true, _) => Wake::Stopped,
+            (false, true) => Wake::Wanted,
+            (false, false) => Wake::Timer,
+        }
+    }
+
+    fn wait_for_headroom(&self, pages: i64) {
+        self.want_reclaim();
+        let state = self.lock();
+        let short = |state: &mut State| !state.stopped && self.headroom.load(Relaxed) < pages;
+        let waited = self.freed.wait_timeout_while(state, ADMISSION_WAIT, short);
+        let (_state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        if timeout.timed_out() {
+            self.over_limit_fills
+                .fetch_add(pages.cast_unsigned(), Relaxed);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Default for Limit {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Admission for Limit {
+    fn admit(&self, pages: u64) {
+        let pages = i64::try_from(pages).unwrap_or(0);
+        if self.headroom.load(Relaxed) < pages {
+            self.wait_for_headroom(pages);
+        }
+        self.headroom.fetch_sub(pages, Relaxed);
+        if self.is_below_low_mark() {
+            self.want_reclaim();
+        }
+    }
+
+    fn has_room(&self, pages: u64) -> bool {
+        self.headroom.load(Relaxed) >= i64::try_from(pages).unwrap_or(UNLIMITED)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    #[test]
+    fn fill_below_the_limit_goes_ahead_and_wakes_the_reclaimer_at_the_low_mark() {
+        let limit = Limit::new();
+        limit.set(Some(10_000), 9_000);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
+        limit.admit(800);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Timer);
+        limit.admit(100);
+        assert!(limit.is_below_low_mark());
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
+        assert_eq!(limit.pages_to_high_mark(), 200);
+        limit.evicted(200);
+        assert_eq!(limit.pages_to_high_mark(), 0);
+    }
+
+    #[test]
+    fn fill_at_the_limit_waits_until_pages_are_evicted() {
+        let limit = Arc::new(Limit::new());
+        limit.set(Some(5_000), 5_000);
+        let reclaimer = {
+            let limit = limit.clone();
+            std::thread::spawn(move || {
+                while limit.wait_for_work(Duration::from_secs(10)) != Wake::Wanted
+                    || limit.has_room(1)
+                {}
+                limit.evicted(64);
+            })
+        };
+        limit.admit(1);
+        reclaimer.join().unwrap();
+        assert_eq!(limit.over_limit_fills(), 0);
+        assert!(limit.has_room(63) && !limit.has_room(64));
+    }
+
+    #[test]
+    fn fill_without_a_reclaimer_goes_over_the_limit_and_is_counted() {
+        let limit = Limit::new();
+        limit.set(Some(5_000), 5_000);
+        limit.admit(3);
+        assert_eq!(limit.over_limit_fills(), 3);
+    }
+
+    #[test]
+    fn lifted_limit_leaves_nothing_to_evict() {
+        let limit = Limit::new();
+        limit.set(Some(5_000), 9_000);
+        assert_eq!(limit.pages_to_high_mark(), 4_150);
+        limit.set(None, 9_000);
+        assert_eq!(limit.pages_to_high_mark(), 0);
+        assert!(limit.has_room(1 << 40));
+    }
+}

@@ -1,0 +1,620 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The metadata pool: everything about a VM's pages that must outlive the daemon, in one file.
+//!
+//! ```text
+//!   0        ┌ header ───────────────────────────────────────────────┐
+//!            │ cell 0  magic     3 page count     6 content room      │ 8-byte cells,
+//!            │      1  version   4 words at       7 CRC seed          │ native byte order
+//!            │      2  sizes     5 content at     8 limit  9 restarts │
+//!            │ cell 32…  counters                                     │
+//!   4 KiB    │ identity of the VM: JSON, length in cell 10            │
+//!   64 KiB   ├ page words, 8 bytes each ──────────────────────────────┤
+//!   …        ├ content, in chunks of 64 KiB ──────────────────────────┤
+//!            │ (a hole until a chunk is first used)                   │
+//!            └────────────────────────────────────────────────────────┘
+//! ```
+//! The file lies on tmpfs with mode 0600: it holds guest memory, and it must
+//! survive the daemon but not the host. Writing through a mapping to a tmpfs
+//! that is full kills by SIGBUS, so every part is given memory by `fallocate`
+//! before it is first touched; only there can "no space" happen, as an error.
+//!
+//! Whoever uses the pool holds its `flock`. The file is made under another name
+//! and renamed when whole. All positions are indices: nothing in it is an
+//! address of this process. A newer version may use cells that are 0 here, and
+//! finds all parts by the sizes in the header.
+
+use crate::slots::CHUNK_BYTES;
+use pagetide_addr::{PAGE_BYTES, PageNo};
+use pagetide_gmem::WordArray;
+use pagetide_sys::{
+    mapping::{MappingError, SharedMapping},
+    memory_file::{FileError, GuestFile, LockWait, Locked},
+};
+use rustix::fs::{Mode, OFlags};
+use std::{
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+const MAGIC: u64 = u64::from_le_bytes(*b"PAGETIDE");
+const VERSION: u64 = 1;
+const HEADER_BYTES: u64 = 64 << 10;
+const HEADER_CELLS: usize = 512;
+const IDENTITY_AT: u64 = 4096;
+const IDENTITY_BYTES_MAX: u64 = HEADER_BYTES - IDENTITY_AT;
+/// Most pages of a VM: 16 TiB.
+pub const PAGES_MAX: u64 = 1 << 32;
+const NO_LIMIT: u64 = u64::MAX;
+/// Ending of a pool's file name.
+pub const POOL_SUFFIX: &str = "pool";
+
+/// Cells of the header. Numbers are on disk.
+#[derive(Clone, Copy)]
+enum Cell {
+    Magic = 0,
+    Version = 1,
+    HeaderBytes = 2,
+    PageCount = 3,
+    WordsAt = 4,
+    ContentAt = 5,
+    ContentBytes = 6,
+    Seed = 7,
+    Limit = 8,
+    Restarts = 9,
+    IdentityBytes = 10,
+}
+const FIRST_COUNTER: usize = 32;
+
+/// Counts that go on where a dead daemon left them. Numbers are on disk: add at the end.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[expect(
+    missing_docs,
+    reason = "each is what its name says, since the VM was attached"
+)]
+pub enum Counter {
+    EvictedPages,
+    VcpuFaults,
+    DeviceFaults,
+    AliasFaults,
+    DiscardedPages,
+    OverLimitFills,
+    CancelledPages,
+    NeighbourPages,
+    PoisonedPages,
+    FilledPages,
+    JoinedFaults,
+}
+
+/// Why a pool cannot be made or used.
+#[derive(Debug, thiserror::Error)]
+pub enum PoolError {
+    /// A system call on the pool's path failed.
+    #[error("pool {path}: {operation} failed: {source}")]
+    Path {
+        /// The file.
+        path: PathBuf,
+        /// What was tried.
+        operation: &'static str,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+    /// The file could not be given memory, or mapped.
+    #[error("pool {path}: {source}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: FileError,
+    },
+    /// The file could not be mapped.
+    #[error("pool {path}: {source}")]
+    Map {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: MappingError,
+    },
+    /// It is not on tmpfs.
+    #[error(
+        "pool {0} is not on tmpfs: it must survive the daemon but not the host; choose a state directory on tmpfs, such as one under /dev/shm"
+    )]
+    NotTmpfs(PathBuf),
+    /// Another daemon has it.
+    #[error("pool {0} is in use by another daemon")]
+    InUse(PathBuf),
+    /// It is not a pool, or a damaged one.
+    #[error("pool {path} cannot be used: {why}")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        why: String,
+    },
+    /// The VM is larger than a pool can tell of.
+    #[error("{0} pages are more than a pool can hold ({PAGES_MAX})")]
+    TooLarge(u64),
+    /// The identity does not fit.
+    #[error("identity of {0} bytes does not fit into a pool's header")]
+    IdentityTooLong(usize),
+}
+
+/// An open pool, locked by this process.
+#[derive(Debug)]
+pub struct Pool {
+    path: PathBuf,
+    file: GuestFile,
+    mapping: SharedMapping,
+    page_count: u64,
+    words_at: u64,
+    content_at: u64,
+    content_bytes: u64,
+}
+
+impl Pool {
+    /// Makes the pool of a VM of `page_count` pages at `path`; its words are all 0 (and to be set by
+    /// the caller before anyone reads them). `seed` should be random.
+    ///
+    /// # Errors
+    /// [`PoolError`]; nothing is left behind.
+    pub fn create(
+        path: &Path,
+        page_count: u64,
+        seed: u32,
+        identity: &[u8],
+    ) -> Result<Self, PoolError> {
+        if page_count == 0 || page_count > PAGES_MAX {
+            return Err(PoolError::TooLarge(page_count));
+        }
+        let identity_bytes = identity.len() as u64;
+        if identity_bytes > IDENTITY_BYTES_MAX {
+            return Err(PoolError::IdentityTooLong(identity.len()));
+        }
+        let unfinished = path.with_extension("new");
+        let made = Self::build(&unfinished, page_count).and_then(|pool| {
+            pool.cell(Cell::Seed)
+                .store(u64::from(seed), Ordering::Relaxed);
+            pool.write_identity(identity)?;
+            pool.cell(Cell::Magic).store(MAGIC, Ordering::Release);
+            rustix::fs::rename(&unfinished, path).map_err(|source| at(path, "rename", source))?;
+            Ok(Self {
+                path: path.to_owned(),
+                ..pool
+            })
+        });
+        if made.is_err() {
+            remove_quietly(&unfinished);
+        }
+        made
+    }
+
+    fn build(path: &Path, page_count: u64) -> Result<Self, PoolError> {
+        remove_quietly(path);
+        let file = open_locked(path, OFlags::CREATE | OFlags::EXCL)?;
+        if !file.is_tmpfs().map_err(|source| PoolError::File {
+            path: path.to_owned(),
+            source,
+        })? {
+            return Err(PoolError::NotTmpfs(path.to_owned()));
+        }
+        let words_at = HEADER_BYTES;
+        let content_at = (words_at + page_count * 8).next_multiple_of(CHUNK_BYTES);
+        // Every page verbatim in slots of 65 units, 15 to a chunk, and a chunk for each slot size.
+        let content_bytes = (page_count.div_ceil(15) + 128) * CHUNK_BYTES;
+        let length = content_at + content_bytes;
+        rustix::fs::ftruncate(&file, length).map_err(|source| at(path, "ftruncate", source))?;
+        let failed = |source| PoolError::File {
+            path: path.to_owned(),
+            source,
+        };
+        file.allocate(0, content_at).map_err(failed)?;
+        let mapping = map(path, &file, length)?;
+        let pool = Self {
+            path: path.to_owned(),
+            file,
+            mapping,
+            page_count,
+            words_at,
+            content_at,
+            content_bytes,
+        };
+        for (cell, value) in [
+            (Cell::Version, VERSION),
+            (Cell::HeaderBytes, HEADER_BYTES),
+            (Cell::PageCount, page_count),
+            (Cell::WordsAt, words_at),
+            (Cell::ContentAt, content_at),
+            (Cell::ContentBytes, content_bytes),
+            (Cell::Limit, NO_LIMIT),
+        ] {
+            pool.cell(cell).store(value, Ordering::Relaxed);
+        }
+        Ok(pool)
+    }
+
+    /// Opens a pool that a dead daemon left.
+    ///
+    /// # Errors
+    /// [`PoolError`].
+    pub fn open(path: &Path) -> Result<Self, PoolError> {
+        let file = open_locked(path, OFlags::empty())?;
+        let failed = |source| PoolError::File {
+            path: path.to_owned(),
+            source,
+        };
+        let length = file.len_bytes().map_err(failed)?;
+        let damaged = |why: String| PoolError::Damaged {
+            path: path.to_owned(),
+            why,
+        };
+        if length < HEADER_BYTES {
+            return Err(damaged(format!(
+                "it has {length} bytes, less than a header"
+            )));
+        }
+        let mut header = vec![0; HEADER_CELLS * 8];
+        file.read_at(0, &mut header).map_err(failed)?;
+        let cell = |cell: Cell| {
+            let at = cell as usize * 8;
+            u64::from_ne_bytes(header[at..at + 8].try_into().unwrap_or_default())
+        };
+        if cell(Cell::Magic) != MAGIC {
+            return Err(damaged("it does not begin like a pool".into()));
+        }
+        if cell(Cell::Version) != VERSION {
+            let found = cell(Cell::Version);
+            return Err(damaged(format!(
+                "it has version {found}, and this program reads version {VERSION}"
+            )));
+        }
+        let (page_count, words_at) = (cell(Cell::PageCount), cell(Cell::WordsAt));
+        let (content_at, content_bytes) = (cell(Cell::ContentAt), cell(Cell::ContentBytes));
+        let whole = page_count > 0
+            && page_count <= PAGES_MAX
+            && words_at >= HEADER_BYTES
+            && words_at.is_multiple_of(8)
+            && words_at
+                .checked_add(page_count * 8)
+                .is_some_and(|end| end <= content_at)
+            && content_at.is_multiple_of(PAGE_BYTES)
+            && content_at
+                .checked_add(content_bytes)
+                .is_some_and(|end| end <= length);
+        if !whole {
+            return Err(damaged("its sizes contradict one another".into()));
+        }
+        let mapping = map(path, &file, length)?;
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            mapping,
+            page_count,
+            words_at,
+            content_at,
+            content_bytes,
+        })
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Number of pages it tells of.
+    #[must_use]
+    pub fn page_count(&self) -> u64 {
+        self.page_count
+    }
+
+    /// Seed of its CRCs.
+    #[must_use]
+    pub fn seed(&self) -> crate::tier::Seed {
+        let bits = self.cell(Cell::Seed).load(Ordering::Relaxed);
+        crate::tier::Seed(u32::try_from(bits & u64::from(u32::MAX)).unwrap_or(0))
+    }
+
+    /// Whose pool it is, as its maker wrote it.
+    ///
+    /// # Errors
+    /// [`PoolError::Damaged`].
+    pub fn identity(&self) -> Result<Vec<u8>, PoolError> {
+        let bytes = self.cell(Cell::IdentityBytes).load(Ordering::Relaxed);
+        if bytes > IDENTITY_BYTES_MAX {
+            return Err(PoolError::Damaged {
+                path: self.path.clone(),
+                why: format!("its identity has {bytes} bytes"),
+            });
+        }
+        let mut identity = vec![0; PageNo(bytes).index()];
+        let read = self.mapping.copy_from(IDENTITY_AT, &mut identity);
+        read.map_err(|source| PoolError::Map {
+            path: self.path.clone(),
+            source,
+        })?;
+        Ok(identity)
+    }
+
+    fn write_identity(&self, identity: &[u8]) -> Result<(), PoolError> {
+        let written = self.mapping.copy_to(IDENTITY_AT, identity);
+        written.map_err(|source| PoolError::Map {
+            path: self.path.clone(),
+            source,
+        })?;
+        self.cell(Cell::IdentityBytes)
+            .store(identity.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The VM's limit, in bytes.
+    #[must_use]
+    pub fn limit_bytes(&self) -> Option<u64> {
+        let limit = self.cell(Cell::Limit).load(Ordering::Relaxed);
+        (limit != NO_LIMIT).then_some(limit)
+    }
+
+    /// Remembers the VM's limit.
+    pub fn set_limit_bytes(&self, limit: Option<u64>) {
+        self.cell(Cell::Limit)
+            .store(limit.unwrap_or(NO_LIMIT), Ordering::Relaxed);
+    }
+
+    /// How often a successor took this pool over.
+    #[must_use]
+    pub fn restarts(&self) -> u64 {
+        self.cell(Cell::Restarts).load(Ordering::Relaxed)
+    }
+
+    /// Notes that a successor has taken the pool over.
+    pub fn count_restart(&self) {
+        self.cell(Cell::Restarts).fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A count that outlives the daemon.
+    #[must_use]
+    pub fn counter(&self, counter: Counter) -> &AtomicU64 {
+        &self.cells()[FIRST_COUNTER + counter as usize]
+    }
+
+    /// Bytes of memory the pool takes up, all parts together.
+    ///
+    /// # Errors
+    /// [`FileError`].
+    pub fn allocated_bytes(&self) -> Result<u64, FileError> {
+        self.file.allocated_bytes()
+    }
+
+    /// Number of chunks of [`CHUNK_BYTES`] there is room for.
+    #[must_use]
+    pub fn chunk_limit(&self) -> u32 {
+        u32::try_from(self.content_bytes / CHUNK_BYTES).unwrap_or(u32::MAX)
+    }
+
+    /// Gives a chunk memory.
+    ///
+    /// # Errors
+    /// [`FileError::NoSpace`] when the tmpfs is full.
+    pub fn allocate_chunk(&self, number: u32) -> Result<(), FileError> {
+        self.file.allocate(
+            self.content_at + u64::from(number) * CHUNK_BYTES,
+            CHUNK_BYTES,
+        )
+    }
+
+    /// Takes the memory of `count` chunks from `first` on back; their content is gone.
+    ///
+    /// # Errors
+    /// [`FileError`].
+    pub fn release_chunks(&self, first: u32, count: u32) -> Result<(), FileError> {
+        let at = self.content_at + u64::from(first) * CHUNK_BYTES;
+        self.file.punch(at, u64::from(count) * CHUNK_BYTES)
+    }
+
+    /// Writes content into a chunk that has memory.
+    ///
+    /// # Errors
+    /// [`MappingError::OutOfBounds`].
+    pub fn write_content(&self, offset: u64, bytes: &[u8]) -> Result<(), MappingError> {
+        self.mapping.copy_to(self.content_at + offset, bytes)
+    }
+
+    /// Reads content.
+    ///
+    /// # Errors
+    /// [`MappingError::OutOfBounds`].
+    pub fn read_content(&self, offset: u64, into: &mut [u8]) -> Result<(), MappingError> {
+        self.mapping.copy_from(self.content_at + offset, into)
+    }
+
+    /// Removes the file: the VM is gone, or needs no pool any more.
+    ///
+    /// # Errors
+    /// [`PoolError::Path`].
+    pub fn remove(&self) -> Result<(), PoolError> {
+        rustix::fs::unlink(&self.path).map_err(|source| at(&self.path, "unlink", source))
+    }
+
+    fn cells(&self) -> &[AtomicU64] {
+        match self.mapping.atomic_u64s(0, HEADER_CELLS) {
+            Some(cells) => cells,
+            None => unreachable!("a pool has a header"),
+        }
+    }
+
+    fn cell(&self, cell: Cell) -> &AtomicU64 {
+        &self.cells()[cell as usize]
+    }
+}
+
+/// The page words of a pool.
+#[derive(Debug, Clone)]
+pub struct PoolWords(pub Arc<Pool>);
+
+impl WordArray for PoolWords {
+    fn page_count(&self) -> u64 {
+        self.0.page_count
+    }
+
+    fn cell(&self, page: PageNo) -> &AtomicU64 {
+        assert!(
+            page.0 < self.0.page_count,
+            "{page} is past the end of the VM"
+        );
+        match self.0.mapping.atomic_u64s(self.0.words_at + page.0 * 8, 1) {
+            Some([cell]) => cell,
+            _ => unreachable!("sizes were checked when the pool was opened"),
+        }
+    }
+}
+
+fn open_locked(path: &Path, flags: OFlags) -> Result<GuestFile, PoolError> {
+    let flags = flags | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let fd = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
+        .map_err(|source| at(path, "open", source))?;
+    let file = GuestFile::from(fd);
+    match file.lock_exclusive(LockWait::Try) {
+        Ok(Locked::Ours) => Ok(file),
+        Ok(Locked::HeldByAnother) => Err(PoolError::InUse(path.to_owned())),
+        Err(source) => Err(PoolError::File {
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+fn map(path: &Path, file: &GuestFile, length: u64) -> Result<SharedMapping, PoolError> {
+    SharedMapping::new(file.as_fd(), length).map_err(|source| PoolError::Map {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+fn at(path: &Path, operation: &'static str, source: rustix::io::Errno) -> PoolError {
+    PoolError::Path {
+        path: path.to_owned(),
+        operation,
+        source: source.into(),
+    }
+}
+
+/// Removes a half-made pool; that it is not there is fine, and any other failure shows when its
+/// name is used next.
+fn remove_quietly(path: &Path) {
+    if let Err(error) = rustix::fs::unlink(path)
+        && error != rustix::io::Errno::NOENT
+    {
+        tracing::warn!(path = %path.display(), %error, "a half-made pool could not be removed");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn directory() -> tempfile::TempDir {
+        tempfile::tempdir_in("/dev/shm").unwrap()
+    }
+
+    #[test]
+    fn pool_opened_again_tells_what_was_written() {
+        let dir = directory();
+        let path = dir.path().join("vm.pool");
+        {
+            let pool = Arc::new(Pool::create(&path, 1000, 7, b"{\"name\":\"a\"}").unwrap());
+            pool.set_limit_bytes(Some(4 << 20));
+            pool.counter(Counter::EvictedPages)
+                .fetch_add(12, Ordering::Relaxed);
+            PoolWords(pool.clone())
+                .cell(PageNo(999))
+                .store(77, Ordering::Relaxed);
+            pool.allocate_chunk(3).unwrap();
+            pool.write_content(3 * CHUNK_BYTES, b"bytes").unwrap();
+        }
+        let pool = Arc::new(Pool::open(&path).unwrap());
+        assert_eq!(pool.identity().unwrap(), b"{\"name\":\"a\"}");
+        assert_eq!(pool.limit_bytes(), Some(4 << 20));
+        assert_eq!(
+            pool.counter(Counter::EvictedPages).load(Ordering::Relaxed),
+            12
+        );
+        assert_eq!(
+            PoolWords(pool.clone())
+                .cell(PageNo(999))
+                .load(Ordering::Relaxed),
+            77
+        );
+        let mut bytes = [0; 5];
+        pool.read_content(3 * CHUNK_BYTES, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"bytes");
+        assert_eq!(pool.seed(), crate::tier::Seed(7));
+    }
+
+    #[test]
+    fn pool_in_use_is_refused_to_a_second_opener() {
+        let dir = directory();
+        let path = dir.path().join("vm.pool");
+        let _pool = Pool::create(&path, 10, 0, b"").unwrap();
+        assert!(matches!(Pool::open(&path), Err(PoolError::InUse(_))));
+    }
+
+    #[test]
+    fn pool_takes_memory_for_header_and_words_only_until_chunks_are_used() {
+        let dir = directory();
+        let pool = Pool::create(&dir.path().join("vm.pool"), 1 << 18, 0, b"").unwrap();
+        let before = pool.allocated_bytes().unwrap();
+        assert!(before < 3 << 20, "{before}");
+        pool.allocate_chunk(5).unwrap();
+        assert_eq!(pool.allocated_bytes().unwrap(), before + CHUNK_BYTES);
+        pool.release_chunks(5, 1).unwrap();
+        assert_eq!(pool.allocated_bytes().unwrap(), before);
+    }
+
+    #[test]
+    fn damaged_or_foreign_files_are_refused_with_a_reason() {
+        let dir = directory();
+        let path = dir.path().join("vm.pool");
+        drop(Pool::create(&path, 10, 0, b"x").unwrap());
+        let good = std::fs::read(&path).unwrap();
+        let with = |cell: Cell, value: u64| {
+            let mut bytes = good.clone();
+            bytes[cell as usize * 8..][..8].copy_from_slice(&value.to_ne_bytes());
+            bytes
+        };
+        let cases = [
+            Vec::new(),
+            vec![0; 200_000],
+            with(Cell::Version, 99),
+            with(Cell::PageCount, u64::MAX),
+            with(Cell::PageCount, 0),
+            with(Cell::WordsAt, u64::MAX - 7),
+            with(Cell::ContentAt, 8),
+            with(Cell::ContentBytes, u64::MAX),
+        ];
+        for (number, bytes) in cases.into_iter().enumerate() {
+            std::fs::write(&path, bytes).unwrap();
+            assert!(
+                matches!(Pool::open(&path), Err(PoolError::Damaged { .. })),
+                "case {number}"
+            );
+        }
+        std::fs::write(&path, with(Cell::IdentityBytes, 1 << 40)).unwrap();
+        assert!(matches!(
+            Pool::open(&path).unwrap().identity(),
+            Err(PoolError::Damaged { .. })
+        ));
+    }
+
+    #[test]
+    fn pool_outside_tmpfs_is_refused_and_leaves_nothing() {
+        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = dir.path().join("vm.pool");
+        assert!(matches!(
+            Pool::create(&path, 10, 0, b""),
+            Err(PoolError::NotTmpfs(_))
+        ));
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+}

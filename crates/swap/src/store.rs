@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`PoolStore`]: stored content in a VM's pool.
+
+use crate::{
+    pool::Pool,
+    slots::{Allocated, SlotError, Slots},
+    tier::{Located, STORED_BYTES_MAX, Seed, Tier, unpack},
+};
+use pagetide_addr::PageNo;
+use pagetide_gmem::{Content, ContentStore, StoreError};
+use pagetide_sys::memory_file::FileError;
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+/// Empty chunks kept for what is stored next.
+const SPARE_CHUNKS: usize = 4;
+
+/// Why content cannot be stored.
+#[derive(Debug, thiserror::Error)]
+pub enum PutError {
+    /// The tmpfs has no room left, or the pool is at its end.
+    #[error(
+        "the pool is full ({used_bytes} bytes of content): make its tmpfs larger or raise the VM's limit; eviction stops until then"
+    )]
+    Full {
+        /// Bytes of content stored.
+        used_bytes: u64,
+    },
+    /// The pool's file failed.
+    #[error("the pool cannot be written: {0}")]
+    File(String),
+}
+
+/// Stored pages by tier.
+#[derive(Debug, Default)]
+pub struct TierCounts {
+    /// Pages compressed.
+    pub lz4_pages: AtomicU64,
+    /// Pages as they are.
+    pub verbatim_pages: AtomicU64,
+    /// Bytes stored for both, CRCs included.
+    pub stored_bytes: AtomicU64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct PoolStore {
+    pool: Arc<Pool>,
+    seed: Seed,
+    slots: Mutex<Slots>,
+    counts: TierCounts,
+}
+
+impl PoolStore {
+    /// A store without content.
+    #[must_use]
+    pub fn new(pool: Arc<Pool>) -> Self {
+        let slots = Mutex::new(Slots::new(pool.chunk_limit()));
+        let seed = pool.seed();
+        Self {
+            pool,
+            seed,
+            slots,
+            counts: TierCounts::default(),
+        }
+    }
+
+    /// The pool.
+    #[must_use]
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// Seed of the CRCs.
+    #[must_use]
+    pub fn seed(&self) -> Seed {
+        self.seed
+    }
+
+    /// Pages and bytes by tier.
+    #[must_use]
+    pub fn counts(&self) -> &TierCounts {
+        &self.counts
+    }
+
+    /// Stores the packed form of a page.
+    ///
+    /// # Errors
+    /// [`PutError`].
+    pub fn put(&self, stored: &[u8]) -> Result<Content, PutError> {
+        let bytes = u32::try_from(stored.len()).unwrap_or(u32::MAX);
+        let allocated = self.allocate(bytes)?;
+        let located = Located {
+            slot: allocated.slot,
+            bytes,
+        };
+        let written = self
+            .pool
+            .write_content(allocated.slot.byte_offset(), stored);
+        match (written, located.content()) {
+            (Ok(()), Some(content)) => {
+                self.count(located, 1);
+                Ok(content)
+            }
+            (written, _) => {
+                self.lock().free(allocated.slot, bytes);
+                let why = written
+                    .err()
+                    .map_or_else(|| "its place is too far".to_owned(), |e| e.to_string());
+                Err(PutError::File(why))
+            }
+        }
+    }
+
+    fn allocate(&self, bytes: u32) -> Result<Allocated, PutError> {
+        let mut slots = self.lock();
+        let full = |slots: &Slots| PutError::Full {
+            used_bytes: slots.used_bytes(),
+        };
+        let allocated = slots.allocate(bytes).map_err(|_| full(&slots))?;
+        let Some(chunk) = allocated.new_chunk else {
+            return Ok(allocated);
+        };
+        // Memory first, and only then a write through the mapping: that could kill.
+        match self.pool.allocate_chunk(chunk) {
+            Ok(()) => Ok(allocated),
+            Err(error) => {
+                slots.chunk_without_memory(&allocated, bytes);
+                Err(match error {
+                    FileError::NoSpace { .. } => full(&slots),
+                    other => PutError::File(other.to_string()),
+                })
+            }
+        }
+    }
+
+    /// Takes note of content that a dead predecessor stored.
+    ///
+    /// # Errors
+    /// [`SlotError::Impossible`].
+    pub fn adopt(&self, content: Content) -> Result<(), SlotError> {
+        let located = Located::of(content);
+        self.lock().adopt(located.slot, located.bytes)?;
+        self.count(located, 1);
+        Ok(())
+    }
+
+    /// After the last [`Self::adopt`]: gives the memory of all other chunks back, for the
+    /// predecessor may have died between storing and committing.
+    ///
+    /// # Errors
+    /// [`FileError`].
+    pub fn finish_adoption(&self) -> Result<(), FileError> {
+        let slots = self.lock();
+        let mut next = 0;
+        for used in slots.chunks_in_use() {
+            if used > next {
+                self.pool.release_chunks(next, used - next)?;
+            }
+            next = used + 1;
+        }
+        let limit = self.pool.chunk_limit();
+        if next < limit {
+            self.pool.release_chunks(next, limit - next)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the memory of empty chunks back to the system, but for a few.
+    ///
+    /// # Errors
+    /// [`FileError`].
+    pub fn trim(&self) -> Result<(), FileError> {
+        // The chunks stay out of reach of `allocate` while the lock is held.
+        let mut slots = self.lock();
+        for chunk in slots.take_empty_chunks(SPARE_CHUNKS) {
+            self.pool.release_chunks(chunk, 1)?;
+        }
+        Ok(())
+    }
+
+    fn count(&self, located: Located, sign: i64) {
+        let counter = match located.tier() {
+            Tier::Verbatim => &self.counts.verbatim_pages,
+            Tier::Lz4 | Tier::Zero => &self.counts.lz4_pages,
+        };
+        counter.fetch_add(sign.cast_unsigned(), Relaxed);
+        let bytes = i64::from(located.bytes) * sign;
+        self.counts
+            .stored_bytes
+            .fetch_add(bytes.cast_unsigned(), Relaxed);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ContentStore for PoolStore {
+    fn load(
+        &self,
+        page: PageNo,
+        content: Content,
+        into: &mut [u8; 4096],
+    ) -> Result<(), StoreError> {
+        let located = Located::of(content);
+        let mut stored = [0; STORED_BYTES_MAX];
+        let damaged = |why| StoreError::Damaged { page, why };
+        let Some(stored) = stored.get_mut(..located.bytes as usize) else {
+            return Err(damaged("its length is more than a page's"));
+        };
+        let read = self.pool.read_content(located.slot.byte_offset(), stored);
+        read.map_err(|_| damaged("its place is outside the pool"))?;
+        unpack(self.seed, page, stored, into).map_err(damaged)
+    }
+
+    fn free(&self, content: Content) {
+        let located = Located::of(content);
+        self.lock().free(located.slot, located.bytes);
+        self.count(located, -1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tier::Packer;
+
+    #[test]
+    fn stored_page_comes_back_and_damage_in_the_pool_is_noticed() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let pool = Arc::new(Pool::create(&dir.path().join("a.pool"), 64, 3, b"").unwrap());
+        let store = PoolStore::new(pool.clone());
+        let mut packer = Packer::default();
+        let page: [u8; 4096] = std::array::from_fn(|i| (i % 97).to_le_bytes()[0]);
+        let content = store
+            .put(packer.pack(store.seed(), PageNo(9), &page).unwrap())
+            .unwrap();
+        let mut back = [0; 4096];
+        store.load(PageNo(9), content, &mut back).unwrap();
+        assert!(back == page);
+        assert!(matches!(
+            store.load(PageNo(8), content, &mut back),
+            Err(StoreError::Damaged { .. })
+        ));
+        pool.write_content(Located::of(content).slot.byte_offset() + 6, &[0xff])
+            .unwrap();
+        assert!(matches!(
+            store.load(PageNo(9), content, &mut back),
+            Err(StoreError::Damaged { .. })
+        ));
+        store.free(content);
+        assert_eq!(store.counts().stored_bytes.load(Relaxed), 0);
+    }
+}
