@@ -168,7 +168,8 @@ fn newest_unpacked(folder: &Path) -> Option<String> {
         return None;
     };
     entries
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .flatten()
+        .filter_map(|entry| entry.file_name().into_string().ok())
         .filter(|name| name.starts_with("linux-image-"))
         .max()
 }

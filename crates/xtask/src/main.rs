@@ -1,3 +1,135 @@
-//! Repository checks.
+// SPDX-License-Identifier: Apache-2.0
+//! Checks of this repository that no compiler makes: `cargo xtask tidy`.
+//!
+//! A rule that is not a test is a wish. Each module holds one kind of rule as
+//! pure functions from text to findings; this file reads the text and prints.
 
-fn main() {}
+mod edges;
+mod licences;
+mod source;
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+#[derive(Debug, thiserror::Error)]
+enum TidyError {
+    #[error("{path}: {source}", path = path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("`cargo metadata` failed: {0}")]
+    Metadata(String),
+    #[error("`cargo metadata` printed no JSON: {0}")]
+    NotJson(#[from] serde_json::Error),
+    #[error("deny.toml: {0}")]
+    DenyList(String),
+}
+
+fn main() -> ExitCode {
+    let mut words = std::env::args().skip(1);
+    match words.next().as_deref() {
+        Some("tidy") => {}
+        other => {
+            let given = other.unwrap_or("nothing");
+            eprintln!("xtask: {given} is no task; the only one is `cargo xtask tidy`");
+            return ExitCode::from(2);
+        }
+    }
+    match tidy() {
+        Err(error) => {
+            eprintln!("tidy: {error}");
+            ExitCode::FAILURE
+        }
+        Ok(findings) if findings.is_empty() => {
+            eprintln!("tidy: nothing to say");
+            ExitCode::SUCCESS
+        }
+        Ok(findings) => {
+            for finding in &findings {
+                eprintln!("tidy: {finding}");
+            }
+            eprintln!("tidy: {} findings", findings.len());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn tidy() -> Result<Vec<String>, TidyError> {
+    let root = root();
+    let mut findings = Vec::new();
+    for path in rust_files(&root)? {
+        let name = path
+            .strip_prefix(&root)
+            .unwrap_or(&path)
+            .display()
+            .to_string();
+        let text = read(&path)?;
+        findings.extend(
+            source::check(&name, &text)
+                .into_iter()
+                .map(|f| format!("{name}:{f}")),
+        );
+    }
+    let metadata = metadata(&root)?;
+    findings.extend(edges::check(&edges::workspace(&metadata)));
+    let allowed =
+        licences::allowed(&read(&root.join("deny.toml"))?).map_err(TidyError::DenyList)?;
+    findings.extend(licences::check(&metadata, &allowed));
+    Ok(findings)
+}
+
+fn root() -> PathBuf {
+    let mut root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    root.pop();
+    root.pop();
+    root
+}
+
+/// All our Rust files, in order: tidy is to find the same whatever is committed.
+fn rust_files(root: &Path) -> Result<Vec<PathBuf>, TidyError> {
+    let mut files = Vec::new();
+    let mut folders = vec![root.join("crates"), root.join("guest")];
+    while let Some(folder) = folders.pop() {
+        let entries = fs::read_dir(&folder).map_err(|source| read_error(&folder, source))?;
+        for entry in entries {
+            let path = entry.map_err(|source| read_error(&folder, source))?.path();
+            if path.is_dir() {
+                if path.file_name().is_some_and(|name| name != "target") {
+                    folders.push(path);
+                }
+            } else if path.extension().is_some_and(|ending| ending == "rs") {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+fn metadata(root: &Path) -> Result<serde_json::Value, TidyError> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .current_dir(root)
+        .args(["metadata", "--format-version", "1"])
+        // Other platforms' crates are neither used nor downloaded.
+        .args(["--filter-platform", "x86_64-unknown-linux-gnu"])
+        .output()
+        .map_err(|error| TidyError::Metadata(error.to_string()))?;
+    if !output.status.success() {
+        return Err(TidyError::Metadata(
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        ));
+    }
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+fn read(path: &Path) -> Result<String, TidyError> {
+    fs::read_to_string(path).map_err(|source| read_error(path, source))
+}
+
+fn read_error(path: &Path, source: io::Error) -> TidyError {
+    TidyError::Read {
+        path: path.to_owned(),
+        source,
+    }
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which crate may use which: nothing depends upwards.
+//!
+//! ```text
+//!            daemon
+//!      ┌───────┼──────┐
+//!     dpu      │     vmm        guestkit ─► guest
+//!      │       │      │         (the product's command line only)
+//!     vpri    swap    │
+//!      └───┬───┴──────┤
+//!         gmem       sys
+//!           └── addr ─┘
+//! ```
+//! The table names direct neighbours below; what they may use is allowed too.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+/// A crate and the crates just below it. A new crate is one line.
+const BELOW: [(&str, &[&str]); 13] = [
+    ("pagetide-addr", &[]),
+    ("pagetide-sys", &["pagetide-addr"]),
+    ("pagetide-gmem", &["pagetide-addr"]),
+    ("pagetide-swap", &["pagetide-gmem", "pagetide-sys"]),
+    ("pagetide-vpri", &["pagetide-gmem", "pagetide-sys"]),
+    ("pagetide-dpu", &["pagetide-vpri", "pagetide-sys"]),
+    ("pagetide-vmm", &["pagetide-gmem", "pagetide-sys"]),
+    (
+        "pagetide",
+        &["pagetide-dpu", "pagetide-swap", "pagetide-vmm"],
+    ),
+    ("pagetide-guest", &[]),
+    ("pagetide-guestkit", &["pagetide-guest"]),
+    ("pagetide-trace", &["pagetide-addr"]),
+    ("pagetide-sim", &["pagetide-trace"]),
+    ("xtask", &[]),
+];
+
+/// A crate of the workspace and those of the workspace it depends on.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Member {
+    name: String,
+    uses: Vec<String>,
+}
+
+/// The workspace as `cargo metadata` tells of it.
+pub fn workspace(metadata: &Value) -> Vec<Member> {
+    let Some(packages) = metadata["packages"].as_array() else {
+        return Vec::new();
+    };
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    packages
+        .iter()
+        .filter(|package| package["source"].is_null())
+        .map(|package| Member {
+            name: text(&package["name"]),
+            uses: package["dependencies"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .filter(|dependency| !dependency["path"].is_null())
+                .map(|dependency| text(&dependency["name"]))
+                .collect(),
+        })
+        .collect()
+}
+
+/// A finding for each use that the table does not allow.
+pub fn check(members: &[Member]) -> Vec<String> {
+    let mut findings = Vec::new();
+    for Member { name, uses } in members {
+        let Some(allowed) = reach(name) else {
+            findings.push(format!(
+                "crate {name} is not in the table of crates/xtask/src/edges.rs"
+            ));
+            continue;
+        };
+        for used in uses {
+            if !allowed.contains(used.as_str()) {
+                findings.push(format!(
+                    "crate {name} may not use {used}: nothing depends upwards"
+                ));
+            }
+        }
+    }
+    findings
+}
+
+/// All crates that `name` may use; `None` if it is not in the table.
+fn reach(name: &str) -> Option<BTreeSet<&'static str>> {
+    let below = |name: &str| {
+        BELOW
+            .iter()
+            .find(|(row, _)| *row == name)
+            .map(|(_, below)| *below)
+    };
+    let mut waiting = below(name)?.to_vec();
+    let mut allowed = BTreeSet::new();
+    while let Some(next) = waiting.pop() {
+        if allowed.insert(next) {
+            waiting.extend(below(next).unwrap_or_default());
+        }
+    }
+    Some(allowed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn member(name: &str, uses: &[&str]) -> Member {
+        Member {
+            name: name.to_owned(),
+            uses: uses.iter().map(|&used| used.to_owned()).collect(),
+        }
+    }
+
+    #[test]
+    fn use_of_a_crate_far_below_is_allowed() {
+        let dpu = member("pagetide-dpu", &["pagetide-addr", "pagetide-gmem"]);
+        assert_eq!(check(&[dpu]), Vec::<String>::new());
+    }
+
+    #[test]
+    fn upward_and_sideways_uses_are_findings() {
+        assert_eq!(
+            check(&[member("pagetide-gmem", &["pagetide-sys"])]).len(),
+            1
+        );
+        assert_eq!(
+            check(&[member("pagetide-swap", &["pagetide-vpri"])]).len(),
+            1
+        );
+        assert_eq!(check(&[member("pagetide-addr", &["pagetide"])]).len(), 1);
+    }
+
+    #[test]
+    fn crate_without_a_row_is_a_finding() {
+        assert_eq!(check(&[member("pagetide-util", &[])]).len(), 1);
+    }
+
+    #[test]
+    fn table_has_no_circle() {
+        for (name, _) in BELOW {
+            assert!(!reach(name).expect("it has a row").contains(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn workspace_is_read_from_metadata_without_foreign_crates() {
+        let metadata = serde_json::json!({"packages": [
+            {"name": "a", "source": null, "dependencies": [
+                {"name": "b", "path": "/b"}, {"name": "serde"},
+            ]},
+            {"name": "serde", "source": "registry", "dependencies": []},
+        ]});
+        assert_eq!(workspace(&metadata), [member("a", &["b"])]);
+    }
+}
