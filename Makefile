@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# What a user or a contributor calls. Each target says what it does: `make help`.
+
+.PHONY: help demo test bench reproduce lint packages
+
+help: ## This list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+demo: packages ## Squeeze a running stock guest to half, kill the daemon once, verify every byte
+	cargo build --release --package pagetide --package pagetide-guestkit
+	target/release/demo $(DEMO_FLAGS)
+
+test: packages ## Format, lints, rules, model checks, units, kernel tests and real guests
+	scripts/test
+
+bench: packages ## The benches against their peers, in the same run
+	cargo build --release --package pagetide
+	scripts/bench
+
+reproduce: ## Figures of the papers, measured here (not there yet: prints what will come)
+	@echo "make reproduce: nothing yet. To come, each beside the paper's own figure:"
+	@echo "  swap-in and swap-out latency by tier          (Taiji)"
+	@echo "  I/O page faults avoided by the DMA protector  (VPRI)"
+	@echo "  receive faults without packet loss            (page fault support for network controllers)"
+	@echo "  translation cost with a thousand tenants      (HyperTRIO, HyperSIO)"
+	@echo "Until then 'make bench' measures what exists against its peers."
+
+lint: ## Format, clippy and the repository's own rules
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	cargo xtask tidy
+
+packages:
+	@scripts/install-packages
