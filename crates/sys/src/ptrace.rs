@@ -38,6 +38,7 @@ mod raw;
 mod threads;
 
 use crate::process::{ProcessError, ProcessFd};
+use crate::uffd::new_request;
 use raw::{
     Seized, Stop, Waited, detach, get_registers, interrupt, mask_signals, resume, seize,
     set_registers, set_signal_mask, wait_for,
@@ -286,7 +287,7 @@ impl<'p> StoppedThread<'p> {
     ///
     /// # Errors
     /// [`PtraceError::Call`] with the call's own error, or [`PtraceError`] if it could not be run.
-    pub fn syscall(
+    fn syscall(
         &mut self,
         call: &'static str,
         number: i64,
@@ -325,11 +326,11 @@ impl<'p> StoppedThread<'p> {
         }
     }
 
-    /// Like [`StoppedThread::syscall`] for calls that return a descriptor's number.
+    /// Like `syscall` for calls that return a descriptor's number.
     ///
     /// # Errors
     /// As there.
-    pub fn syscall_for_descriptor(
+    fn syscall_for_descriptor(
         &mut self,
         call: &'static str,
         number: i64,
@@ -342,10 +343,31 @@ impl<'p> StoppedThread<'p> {
         })
     }
 
+    /// Makes a userfaultfd for the process's own address space, kernel-mode faults included.
+    /// Returns its number there.
+    ///
+    /// # Errors
+    /// [`PtraceError`]; `EPERM` for a process that is not privileged enough.
+    pub fn make_userfaultfd(&mut self) -> Result<i32, PtraceError> {
+        let (_, flags) = new_request();
+        self.syscall_for_descriptor("userfaultfd", libc::SYS_userfaultfd, &[flags])
+    }
+
+    /// The same by `/dev/userfaultfd`, which the process has open as descriptor `device` and
+    /// which asks for no privilege.
+    ///
+    /// # Errors
+    /// [`PtraceError`].
+    pub fn make_userfaultfd_by(&mut self, device: i32) -> Result<i32, PtraceError> {
+        let (request, flags) = new_request();
+        let arguments = [descriptor(device), request, flags];
+        self.syscall_for_descriptor("ioctl(USERFAULTFD_IOC_NEW)", libc::SYS_ioctl, &arguments)
+    }
+
     /// Closes descriptor `number` of the process.
     ///
     /// # Errors
-    /// As [`StoppedThread::syscall`].
+    /// [`PtraceError`].
     pub fn close(&mut self, number: i32) -> Result<(), PtraceError> {
         self.syscall("close", libc::SYS_close, &[descriptor(number)])?;
         Ok(())
@@ -354,7 +376,7 @@ impl<'p> StoppedThread<'p> {
     /// Gives the process a descriptor for what `fd` is, and returns its number there.
     ///
     /// # Errors
-    /// As [`StoppedThread::syscall`]; nothing is left open then.
+    /// [`PtraceError`]; nothing is left open then.
     pub fn give_descriptor(&mut self, fd: BorrowedFd<'_>) -> Result<i32, PtraceError> {
         let scratch = self.scratch();
         let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC;

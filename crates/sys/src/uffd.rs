@@ -257,7 +257,7 @@ impl Userfaultfd {
     }
 
     /// `/dev/userfaultfd`: whoever holds it can create a userfaultfd whatever its rights, by
-    /// ioctl [`new_request`].
+    /// `USERFAULTFD_IOC_NEW`.
     ///
     /// # Errors
     /// [`UffdError::NotPermitted`] (Linux before 6.1 does not have it).
@@ -487,7 +487,7 @@ impl Message {
 
 /// Number and flags of the ioctl that makes a userfaultfd from `/dev/userfaultfd`.
 #[must_use]
-pub const fn new_request() -> (u64, u64) {
+pub(crate) const fn new_request() -> (u64, u64) {
     const FLAGS: i32 = libc::O_CLOEXEC | libc::O_NONBLOCK;
     (USERFAULTFD_IOC_NEW, FLAGS.cast_unsigned() as u64)
 }

@@ -7,7 +7,7 @@
 
 use super::threads::rank_of_blocked;
 use super::*;
-use crate::uffd::{Userfaultfd, is_userfaultfd, new_request};
+use crate::uffd::{Userfaultfd, is_userfaultfd};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicI32, Ordering};
 
@@ -257,11 +257,7 @@ fn a_userfaultfd_made_inside_a_process_can_be_taken_and_closed_there() {
     let child = Child::new(forever);
     child.await_call(libc::SYS_pause);
     let process = child.process();
-    let flags = new_request().1;
-    let ran = run_inside(&process, |thread| {
-        thread.syscall_for_descriptor("userfaultfd", libc::SYS_userfaultfd, &[flags])
-    })
-    .unwrap();
+    let ran = run_inside(&process, StoppedThread::make_userfaultfd).unwrap();
     let taken = process.take_descriptor(ran.value).unwrap();
     assert!(is_userfaultfd(taken.as_fd()));
     run_inside(&process, |thread| thread.close(ran.value)).unwrap();
@@ -292,9 +288,7 @@ fn a_descriptor_given_to_a_process_makes_a_userfaultfd_there_and_leaves_nothing_
     let process = child.process();
     let ran = run_inside(&process, |thread| {
         let number = thread.give_descriptor(device.as_fd())?;
-        let (request, flags) = new_request();
-        let arguments = [descriptor(number), request, flags];
-        let made = thread.syscall_for_descriptor("ioctl", libc::SYS_ioctl, &arguments);
+        let made = thread.make_userfaultfd_by(number);
         thread.close(number)?;
         made
     })

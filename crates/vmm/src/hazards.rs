@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Who else touches a VM's RAM: what forbids a take-over, and what forbids eviction for now.
+//!
+//! Copies that the kernel makes through page tables fault like a CPU and are
+//! safe. Two others are not:
+//!
+//! - **A process that maps the same file.** Its touch of a hole allocates a page
+//!   of zeros that the VMM's userfaultfd never hears of. Refused at attach, and
+//!   looked for again before each round.
+//! - **Kernel pins.** A page pinned for direct I/O or a device keeps taking DMA
+//!   after it has been punched from its file: the data is lost. Whoever might
+//!   pin (direct I/O files, vfio, vhost-scsi, vdpa, RDMA, locked memory) bars
+//!   eviction: the VM is served, but nothing of it is evicted, and it says so.
+
+use crate::Refusal;
+use crate::layout::RamLayout;
+use crate::process::{VmmProcess, in_proc, name_of};
+use crate::refusal::NO_SUCH_PROCESS;
+use crate::swap::{self, SwapReach};
+use pagetide_sys::process::{ProcessError, same_address_space};
+use std::fs;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+
+/// `O_DIRECT` as `/proc/PID/fdinfo` shows it (octal).
+const DIRECT_FLAG: u32 = 0o40_000;
+
+/// Why nothing of a VM may be evicted at the moment.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum EvictionBar {
+    /// Pinned memory.
+    #[error(
+        "the VMM has {kib} KiB of pinned memory (VmPin): a device or io_uring may write to it at \
+         any time"
+    )]
+    Pinned {
+        /// How much.
+        kib: u64,
+    },
+    /// Locked memory.
+    #[error(
+        "the VMM has {kib} KiB of locked memory (VmLck): start it without mem-lock (QEMU: no \
+         -overcommit mem-lock=on)"
+    )]
+    Locked {
+        /// How much.
+        kib: u64,
+    },
+    /// A file open for direct I/O.
+    #[error(
+        "the VMM has {path} open for direct I/O (descriptor {fd}), which pins guest pages: use \
+         cache.direct=off (QEMU: cache=writeback), or serve the disk by `pagetide dpu blk`"
+    )]
+    DirectFile {
+        /// Its descriptor in the VMM.
+        fd: i32,
+        /// The file.
+        path: String,
+    },
+    /// A device that does DMA by the kernel.
+    #[error(
+        "the VMM has {what} open ({path}), a device that does DMA into guest pages: remove it, or \
+         serve it by a device with I/O page faults"
+    )]
+    Device {
+        /// What kind of device.
+        what: &'static str,
+        /// Its descriptor's target.
+        path: String,
+    },
+    /// Another process maps the RAM.
+    #[error(
+        "process {pid} ({name}) maps the guest's RAM and would read zeros in place of evicted \
+         pages: stop it"
+    )]
+    MappedByAnother {
+        /// Its pid.
+        pid: u32,
+        /// What it is.
+        name: String,
+    },
+    /// Swap has come into reach.
+    #[error("the guest's RAM can go to kernel swap: {0}")]
+    Swap(SwapReach),
+}
+
+/// A process found to map the RAM.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct OtherProcess {
+    /// Its pid.
+    pub pid: u32,
+    /// Its command name.
+    pub name: String,
+}
+
+/// Refuses a VMM whose RAM somebody else maps or the kernel may swap out.
+///
+/// # Errors
+/// [`Refusal::SharedRam`], [`Refusal::SwapInReach`], and what looking says.
+pub fn refuse_if_shared(vmm: &VmmProcess, layout: &RamLayout) -> Result<(), Refusal> {
+    let (pid, name) = (vmm.pid(), vmm.name().to_owned());
+    let others = who_else_maps(vmm, layout)
+        .map_err(|e| Refusal::looking(pid, "look for others who map the RAM", e))?;
+    if let Some(other) = others.into_iter().next() {
+        return Err(Refusal::SharedRam {
+            pid,
+            name,
+            other_pid: other.pid,
+            other_name: other.name,
+        });
+    }
+    match swap::in_reach(pid) {
+        Ok(None) => Ok(()),
+        Ok(Some(reach)) => Err(Refusal::SwapInReach { pid, name, reach }),
+        Err(e) => Err(Refusal::looking(pid, "find the cgroup", e)),
+    }
+}
+
+/// Everything that forbids evicting pages of this VM now; empty if nothing does. To be asked
+/// before each round. Costs some microseconds per descriptor of the VMM and per process of the
+/// host.
+///
+/// # Errors
+/// [`Refusal`]: what could not be found out forbids eviction too.
+pub fn check(vmm: &VmmProcess, layout: &RamLayout) -> Result<Vec<EvictionBar>, Refusal> {
+    let pid = vmm.pid();
+    let mut bars = Vec::new();
+    let status = in_proc(pid)
+        .and_then(|p| p.status())
+        .map_err(|e| Refusal::parsing(pid, "read the status", e))?;
+    bars.extend(
+        status
+            .vmpin
+            .filter(|kib| *kib > 0)
+            .map(|kib| EvictionBar::Pinned { kib }),
+    );
+    bars.extend(
+        status
+            .vmlck
+            .filter(|kib| *kib > 0)
+            .map(|kib| EvictionBar::Locked { kib }),
+    );
+    descriptors(pid, &mut bars).map_err(|e| Refusal::looking(pid, "list the descriptors", e))?;
+    let others = who_else_maps(vmm, layout)
+        .map_err(|e| Refusal::looking(pid, "look for others who map the RAM", e))?;
+    bars.extend(
+        others
+            .into_iter()
+            .map(|OtherProcess { pid, name }| EvictionBar::MappedByAnother { pid, name }),
+    );
+    let reach = swap::in_reach(pid).map_err(|e| Refusal::looking(pid, "find the cgroup", e))?;
+    bars.extend(reach.map(EvictionBar::Swap));
+    Ok(bars)
+}
+
+/// Adds what the VMM's open descriptors forbid.
+fn descriptors(pid: u32, bars: &mut Vec<EvictionBar>) -> io::Result<()> {
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let entry = entry?;
+        // A descriptor closed since it was listed bars nothing.
+        let Ok(target) = fs::read_link(entry.path()) else {
+            continue;
+        };
+        let path = target.to_string_lossy().into_owned();
+        if let Some(what) = dma_device(&path) {
+            bars.push(EvictionBar::Device { what, path });
+            continue;
+        }
+        let number = entry.file_name();
+        let number = number.to_string_lossy();
+        let Ok(fd) = number.parse::<i32>() else {
+            continue;
+        };
+        let Ok(details) = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")) else {
+            continue;
+        };
+        if !is_direct(&details) {
+            continue;
+        }
+        // Pipes and sockets know the flag too, with another meaning.
+        let on_storage = fs::metadata(entry.path())
+            .is_ok_and(|stat| stat.is_file() || stat.file_type().is_block_device());
+        if on_storage {
+            bars.push(EvictionBar::DirectFile { fd, path });
+        }
+    }
+    Ok(())
+}
+
+/// What kind of DMA device a descriptor's target is, if it is one.
+fn dma_device(target: &str) -> Option<&'static str> {
+    const KNOWN: [(&str, &str); 6] = [
+        ("/dev/vfio/", "a VFIO device"),
+        ("/dev/iommu", "an IOMMU"),
+        ("/dev/vhost-scsi", "vhost-scsi"),
+        ("/dev/vhost-vdpa", "a vDPA device"),
+        ("/dev/infiniband/", "an RDMA device"),
+        ("anon_inode:[vfio-device]", "a VFIO device"),
+    ];
+    KNOWN
+        .iter()
+        .find(|(start, _)| target.starts_with(start))
+        .map(|(_, what)| *what)
+}
+
+fn is_direct(fdinfo: &str) -> bool {
+    fdinfo
+        .lines()
+        .find_map(|line| line.strip_prefix("flags:"))
+        .and_then(|flags| match u32::from_str_radix(flags.trim(), 8) {
+            Ok(flags) => Some(flags & DIRECT_FLAG != 0),
+            Err(_) => None,
+        })
+        // Flags that cannot be read may be anything.
+        .unwrap_or(true)
+}
+
+/// Processes other than the VMM and this one that map a RAM file.
+///
+/// # Errors
+/// What reading `/proc` says; a process that may not be looked into might be one of them.
+pub fn who_else_maps(vmm: &VmmProcess, layout: &RamLayout) -> io::Result<Vec<OtherProcess>> {
+    let needles: Vec<String> = layout
+        .files()
+        .iter()
+        .map(|file| {
+            let key = file.key();
+            let (major, minor) = (rustix::fs::major(key.dev), rustix::fs::minor(key.dev));
+            format!(" {major:02x}:{minor:02x} {} ", key.ino)
+        })
+        .collect();
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        let entry = entry?;
+        let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else {
+            continue;
+        };
+        if pid == vmm.pid() || pid == std::process::id() {
+            continue;
+        }
+        let maps = match fs::read_to_string(entry.path().join("maps")) {
+            Ok(maps) => maps,
+            Err(e) if is_gone(&e) => continue,
+            Err(e) => return Err(e),
+        };
+        if needles.iter().any(|needle| maps.contains(needle.as_str())) {
+            match same_address_space(vmm.pid(), pid) {
+                Ok(true) | Err(ProcessError::NoSuchProcess { .. }) => {}
+                // A stranger, or not to be known: it is named, and the next look will tell.
+                Ok(false) | Err(_) => found.push(OtherProcess {
+                    pid,
+                    name: name_of(pid),
+                }),
+            }
+        }
+    }
+    Ok(found)
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(NO_SUCH_PROCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_that_do_dma_are_known_and_harmless_ones_are_not() {
+        for device in [
+            "/dev/vfio/12",
+            "/dev/vfio/vfio",
+            "/dev/iommu",
+            "/dev/vhost-vdpa-0",
+            "/dev/infiniband/uverbs0",
+        ] {
+            assert!(dma_device(device).is_some(), "{device}");
+        }
+        for harmless in [
+            "/dev/vhost-net",
+            "/dev/kvm",
+            "anon_inode:kvm-vfio",
+            "anon_inode:[userfaultfd]",
+            "/dev/shm/ram",
+        ] {
+            assert!(dma_device(harmless).is_none(), "{harmless}");
+        }
+    }
+
+    #[test]
+    fn direct_flag_is_read_in_octal_and_missing_flags_count_as_set() {
+        assert!(is_direct("pos:\t0\nflags:\t0140002\nmnt_id:\t30\n"));
+        assert!(!is_direct("pos:\t0\nflags:\t0100002\nmnt_id:\t30\n"));
+        assert!(is_direct("pos:\t0\n"));
+    }
+}

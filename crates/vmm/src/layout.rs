@@ -1,0 +1,565 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`RamLayout`]: where a VMM's RAM is: its files, and where the VMM has mapped them.
+//!
+//! A VMM may have several RAM files (a memory backend each) and several mappings
+//! of one file. Pages are numbered along the files laid end to end, in the order
+//! of their lowest mapping; so a [`PageNo`] means the same to everybody who has
+//! the files, and the layout tells where the VMM sees it:
+//!
+//! ```text
+//!   files          ┌──── file 0 ────┬─────── file 1 ───────┐
+//!   PageNo         0                n0                     n0+n1
+//!   mappings       └─ hva A ─┘└ hva B ┘└────── hva C ──────┘
+//! ```
+//!
+//! Every byte of a file is mapped exactly once: a page that the VMM maps nowhere
+//! could not be installed, one mapped twice would have to be protected twice.
+
+use crate::Refusal;
+use crate::process::{VmmProcess, in_proc};
+use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange};
+use pagetide_sys::memory_file::{FileError, GuestFile};
+use procfs::process::{MMPermissions, MMapPath, MemoryMap, VmFlags};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+
+/// Smallest mapping that counts as guest RAM: video memory and firmware are smaller.
+pub const SMALLEST_RAM_BYTES: u64 = 16 << 20;
+
+/// Why mappings do not make a layout.
+#[derive(Debug, thiserror::Error)]
+pub enum LayoutError {
+    /// Part of a file is mapped nowhere.
+    #[error("byte {offset:#x} of RAM file {key} is mapped nowhere")]
+    Hole {
+        /// The file.
+        key: FileKey,
+        /// First byte of the part.
+        offset: u64,
+    },
+    /// Part of a file is mapped twice.
+    #[error("byte {offset:#x} of RAM file {key} is mapped more than once")]
+    Twice {
+        /// The file.
+        key: FileKey,
+        /// First byte of the part.
+        offset: u64,
+    },
+    /// Not whole pages.
+    #[error("RAM file {key} is not made of whole 4 KiB pages at byte {offset:#x}")]
+    Unaligned {
+        /// The file.
+        key: FileKey,
+        /// Where.
+        offset: u64,
+    },
+    /// A file could not be asked.
+    #[error(transparent)]
+    File(#[from] FileError),
+}
+
+/// A file behind guest RAM.
+#[derive(Debug)]
+pub struct RamFile {
+    file: GuestFile,
+    key: FileKey,
+    pages: PageRange,
+}
+
+impl RamFile {
+    /// The open file.
+    #[must_use]
+    pub const fn file(&self) -> &GuestFile {
+        &self.file
+    }
+
+    /// Its identity.
+    #[must_use]
+    pub const fn key(&self) -> FileKey {
+        self.key
+    }
+
+    /// The pages it holds, of the VM's RAM.
+    #[must_use]
+    pub const fn pages(&self) -> PageRange {
+        self.pages
+    }
+}
+
+/// A mapping of a RAM file in the VMM.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RamMapping {
+    /// Where.
+    pub hva: Hva,
+    /// How long, in bytes.
+    pub len_bytes: u64,
+    /// Of which file: position among the layout's files.
+    pub file: usize,
+    /// From which byte of the file on.
+    pub file_offset: u64,
+}
+
+/// Part of a range of pages that lies in one file and one mapping.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Piece {
+    /// The pages.
+    pub pages: PageRange,
+    /// Position of their file among the layout's files.
+    pub file: usize,
+    /// Their first byte in the file.
+    pub file_offset: u64,
+    /// Their first byte in the VMM.
+    pub hva: Hva,
+}
+
+/// A VMM's RAM: files and mappings.
+#[derive(Debug)]
+pub struct RamLayout {
+    files: Vec<RamFile>,
+    /// By file and offset, so by page; with the first page of each.
+    mappings: Vec<(PageNo, RamMapping)>,
+    warnings: Vec<String>,
+}
+
+impl RamLayout {
+    /// The RAM of a running VMM, without looking at who else has it (see
+    /// [`crate::hazards`]).
+    ///
+    /// # Errors
+    /// [`Refusal`].
+    pub fn of_process(vmm: &VmmProcess) -> Result<Self, Refusal> {
+        let pid = vmm.pid();
+        let maps = in_proc(pid)
+            .and_then(|p| p.smaps())
+            .map_err(|e| Refusal::parsing(pid, "read the mappings", e))?
+            .0;
+        if !vmm.is_emulator()? {
+            return Err(Refusal::NotAVmm {
+                pid,
+                name: vmm.name().to_owned(),
+            });
+        }
+        let found = find_ram(vmm, &maps)?;
+        let mut layout = Self::from_mappings(found.files, &found.mappings).map_err(|source| {
+            Refusal::Layout {
+                pid,
+                name: vmm.name().to_owned(),
+                source,
+            }
+        })?;
+        layout.warnings.extend(huge_page_warning(&found.flags));
+        Ok(layout)
+    }
+
+    /// The layout of given files and where they are mapped (by position among `files`).
+    ///
+    /// # Errors
+    /// [`LayoutError`].
+    pub fn from_mappings(
+        files: Vec<GuestFile>,
+        mappings: &[RamMapping],
+    ) -> Result<Self, LayoutError> {
+        let mut layout = Self {
+            files: Vec::new(),
+            mappings: Vec::new(),
+            warnings: Vec::new(),
+        };
+        let mut next = PageNo(0);
+        for (file, guest_file) in files.into_iter().enumerate() {
+            let key = guest_file.key()?;
+            let len_bytes = guest_file.len_bytes()?;
+            if !len_bytes.is_multiple_of(PAGE_BYTES) {
+                return Err(LayoutError::Unaligned {
+                    key,
+                    offset: len_bytes,
+                });
+            }
+            let first = next;
+            let mut of_file: Vec<_> = mappings.iter().filter(|m| m.file == file).collect();
+            of_file.sort_unstable_by_key(|m| m.file_offset);
+            let mut covered = 0;
+            for mapping in of_file {
+                let offset = mapping.file_offset;
+                if !(offset | mapping.len_bytes | mapping.hva.0).is_multiple_of(PAGE_BYTES) {
+                    return Err(LayoutError::Unaligned { key, offset });
+                }
+                if offset > covered {
+                    return Err(LayoutError::Hole {
+                        key,
+                        offset: covered,
+                    });
+                }
+                if offset < covered {
+                    return Err(LayoutError::Twice { key, offset });
+                }
+                covered += mapping.len_bytes;
+                layout
+                    .mappings
+                    .push((PageNo(first.0 + (offset >> PAGE_SHIFT)), *mapping));
+            }
+            if covered < len_bytes {
+                return Err(LayoutError::Hole {
+                    key,
+                    offset: covered,
+                });
+            }
+            next = PageNo(first.0 + (len_bytes >> PAGE_SHIFT));
+            layout.files.push(RamFile {
+                file: guest_file,
+                key,
+                pages: PageRange::new(first, next),
+            });
+        }
+        Ok(layout)
+    }
+
+    /// The files, in the order of their pages.
+    #[must_use]
+    pub fn files(&self) -> &[RamFile] {
+        &self.files
+    }
+
+    /// The mappings, in the order of their pages.
+    pub fn mappings(&self) -> impl Iterator<Item = &RamMapping> {
+        self.mappings.iter().map(|(_, mapping)| mapping)
+    }
+
+    /// What an operator should know though it forbids nothing.
+    #[must_use]
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// Number of pages in all files.
+    #[must_use]
+    pub fn page_count(&self) -> u64 {
+        self.files.last().map_or(0, |file| file.pages.end.0)
+    }
+
+    /// Bytes in all files.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.page_count() << PAGE_SHIFT
+    }
+
+    /// Bytes of memory the files take up now.
+    ///
+    /// # Errors
+    /// What `fstat` says.
+    pub fn allocated_bytes(&self) -> Result<u64, FileError> {
+        self.files
+            .iter()
+            .map(|file| file.file.allocated_bytes())
+            .sum()
+    }
+
+    /// `pages` cut at the borders of files and mappings, ascending; what lies beyond the RAM is
+    /// left out.
+    pub fn pieces(&self, pages: PageRange) -> impl Iterator<Item = Piece> + '_ {
+        let first = self
+            .mappings
+            .partition_point(|(start, _)| *start <= pages.start)
+            .saturating_sub(1);
+        self.mappings[first.min(self.mappings.len())..]
+            .iter()
+            .take_while(move |(start, _)| *start < pages.end)
+            .filter_map(move |(start, mapping)| {
+                let all =
+                    PageRange::new(*start, PageNo(start.0 + (mapping.len_bytes >> PAGE_SHIFT)));
+                let part = all.intersect(pages);
+                let within = (part.start.0.checked_sub(start.0)?) << PAGE_SHIFT;
+                (!part.is_empty()).then_some(Piece {
+                    pages: part,
+                    file: mapping.file,
+                    file_offset: mapping.file_offset + within,
+                    hva: Hva(mapping.hva.0 + within),
+                })
+            })
+    }
+
+    /// The page at address `hva` of the VMM; `None` if that is no RAM.
+    #[must_use]
+    pub fn page_at(&self, hva: Hva) -> Option<PageNo> {
+        self.mappings.iter().find_map(|(start, mapping)| {
+            let within = hva.offset_from(mapping.hva)?;
+            (within < mapping.len_bytes).then_some(PageNo(start.0 + (within >> PAGE_SHIFT)))
+        })
+    }
+
+    /// The page at byte `offset` of the file `key`; `None` if there is none.
+    #[must_use]
+    pub fn page_in_file(&self, key: FileKey, offset: u64) -> Option<PageNo> {
+        let file = self.files.iter().find(|file| file.key == key)?;
+        let page = PageNo(file.pages.start.0 + (offset >> PAGE_SHIFT));
+        file.pages.contains(page).then_some(page)
+    }
+}
+
+struct FoundRam {
+    files: Vec<GuestFile>,
+    mappings: Vec<RamMapping>,
+    flags: Vec<VmFlags>,
+}
+
+fn len_of(map: &MemoryMap) -> u64 {
+    map.address.1 - map.address.0
+}
+
+/// Device number and inode: what names a file in `maps`.
+fn id_of(map: &MemoryMap) -> (i32, i32, u64) {
+    (map.dev.0, map.dev.1, map.inode)
+}
+
+fn is_shared_writable(map: &MemoryMap) -> bool {
+    let wanted = MMPermissions::READ | MMPermissions::WRITE | MMPermissions::SHARED;
+    map.perms.contains(wanted)
+}
+
+/// Chooses the files that are RAM, opens them and lists their mappings.
+fn find_ram(vmm: &VmmProcess, maps: &[MemoryMap]) -> Result<FoundRam, Refusal> {
+    let (pid, name) = (vmm.pid(), vmm.name().to_owned());
+    let large = |map: &&MemoryMap| {
+        // Parts of one mapping that differ in flags are listed apart: their sum counts.
+        let id = id_of(map);
+        let sum: u64 = maps.iter().filter(|m| id_of(m) == id).map(len_of).sum();
+        sum >= SMALLEST_RAM_BYTES
+    };
+    let shared: Vec<_> = maps
+        .iter()
+        .filter(|m| m.inode != 0 && is_shared_writable(m))
+        .filter(large)
+        .collect();
+    if let Some(huge) = maps
+        .iter()
+        .find(|m| len_of(m) >= SMALLEST_RAM_BYTES && m.extension.vm_flags.contains(VmFlags::HT))
+    {
+        tracing::debug!(pid, address = huge.address.0, "hugetlb mapping");
+        return Err(Refusal::HugetlbRam { pid, name });
+    }
+    let mut found = FoundRam {
+        files: Vec::new(),
+        mappings: Vec::new(),
+        flags: Vec::new(),
+    };
+    let mut ids = Vec::new();
+    let mut on_disk = None;
+    for map in &shared {
+        if ids.contains(&id_of(map)) {
+            continue;
+        }
+        let Some(file) = open_ram_file(vmm, map)? else {
+            continue;
+        };
+        let in_memory = file.is_tmpfs().map_err(|e| unreadable(pid, &e))?;
+        if !in_memory {
+            on_disk.get_or_insert_with(|| path_of(map));
+            continue;
+        }
+        ids.push(id_of(map));
+        found.files.push(file);
+    }
+    match (found.files.is_empty(), on_disk) {
+        (true, Some(path)) => return Err(Refusal::FileNotInMemory { pid, name, path }),
+        (true, None) => return Err(Refusal::PrivateRam { pid, name }),
+        (false, _) => {}
+    }
+    for map in maps {
+        let Some(file) = ids.iter().position(|id| *id == id_of(map)) else {
+            continue;
+        };
+        let address = map.address.0;
+        if !is_shared_writable(map) {
+            return Err(Refusal::OddMapping { pid, name, address });
+        }
+        if !map.extension.vm_flags.contains(VmFlags::DC) {
+            return Err(Refusal::Forkable { pid, name, address });
+        }
+        found.flags.push(map.extension.vm_flags);
+        add_mapping(
+            &mut found.mappings,
+            RamMapping {
+                hva: Hva(address),
+                len_bytes: len_of(map),
+                file,
+                file_offset: map.offset,
+            },
+        );
+    }
+    Ok(found)
+}
+
+/// Adds a mapping, or makes the last one longer by it.
+fn add_mapping(mappings: &mut Vec<RamMapping>, more: RamMapping) {
+    if let Some(last) = mappings.last_mut()
+        && last.file == more.file
+        && last.hva.0 + last.len_bytes == more.hva.0
+        && last.file_offset + last.len_bytes == more.file_offset
+    {
+        last.len_bytes += more.len_bytes;
+        return;
+    }
+    mappings.push(more);
+}
+
+fn path_of(map: &MemoryMap) -> String {
+    match &map.pathname {
+        MMapPath::Path(path) => path.display().to_string(),
+        other => format!("{other:?}"),
+    }
+}
+
+/// Opens the file behind a mapping: through a descriptor the VMM has of it, else through the
+/// mapping itself. `None` for what cannot be opened for writing, such as device memory.
+fn open_ram_file(vmm: &VmmProcess, map: &MemoryMap) -> Result<Option<GuestFile>, Refusal> {
+    let pid = vmm.pid();
+    let fds = std::fs::read_dir(format!("/proc/{pid}/fd"))
+        .map_err(|e| Refusal::looking(pid, "list the descriptors", e))?;
+    let (major, minor) = (map.dev.0.cast_unsigned(), map.dev.1.cast_unsigned());
+    let device = rustix::fs::makedev(major, minor);
+    let through_fd = fds.flatten().map(|entry| entry.path()).find(|path| {
+        std::fs::metadata(path)
+            .is_ok_and(|stat| stat.dev() == device && stat.ino() == map.inode && stat.is_file())
+    });
+    let (start, end) = map.address;
+    let path =
+        through_fd.unwrap_or_else(|| format!("/proc/{pid}/map_files/{start:x}-{end:x}").into());
+    let opened: io::Result<File> = OpenOptions::new().read(true).write(true).open(&path);
+    match opened {
+        Ok(file) => Ok(Some(GuestFile::from(OwnedFd::from(file)))),
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Err(Refusal::NotPermitted {
+            pid,
+            what: "open the RAM",
+        }),
+        Err(e) => {
+            tracing::debug!(pid, path = %path.display(), error = %e, "mapping is not taken for RAM");
+            Ok(None)
+        }
+    }
+}
+
+fn unreadable(pid: u32, error: &FileError) -> Refusal {
+    Refusal::Unreadable {
+        pid,
+        what: "look at the RAM file",
+        source: io::Error::other(error.to_string()),
+    }
+}
+
+/// Shared memory in huge pages can be evicted, but a 4 KiB touch may bring 2 MiB back.
+fn huge_page_warning(flags: &[VmFlags]) -> Option<String> {
+    let path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+    // Absent from kernels without huge pages.
+    let Ok(setting) = std::fs::read_to_string(path) else {
+        return None;
+    };
+    let on = ["[always]", "[within_size]", "[force]"]
+        .iter()
+        .any(|word| setting.contains(word));
+    let advised = setting.contains("[advise]") && flags.iter().any(|f| f.contains(VmFlags::HG));
+    (on || advised).then(|| {
+        format!(
+            "shared memory is in huge pages here (shmem_enabled {}): eviction works on 4 KiB \
+             pages and splits them; set it to never for guests under Pagetide",
+            setting.trim()
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(pages: u64) -> GuestFile {
+        GuestFile::new_memfd("layout", pages * PAGE_BYTES).unwrap()
+    }
+
+    fn mapping(file: usize, first_page: u64, pages: u64, hva: u64) -> RamMapping {
+        RamMapping {
+            hva: Hva(hva),
+            len_bytes: pages * PAGE_BYTES,
+            file,
+            file_offset: first_page * PAGE_BYTES,
+        }
+    }
+
+    fn two_files() -> RamLayout {
+        RamLayout::from_mappings(
+            vec![file(100), file(50)],
+            &[
+                mapping(0, 60, 40, 0x10_0000),
+                mapping(1, 0, 50, 0x100_0000),
+                mapping(0, 0, 60, 0x200_0000),
+            ],
+        )
+        .unwrap()
+    }
+
+    #[test]
+    fn pages_run_along_the_files_and_map_to_addresses_and_back() {
+        let layout = two_files();
+        assert_eq!(layout.page_count(), 150);
+        for page in (0..150).map(PageNo) {
+            let piece = layout.pieces(page.single()).next().unwrap();
+            assert_eq!(piece.pages, page.single());
+            assert_eq!(layout.page_at(piece.hva), Some(page));
+            let key = layout.files()[piece.file].key();
+            assert_eq!(layout.page_in_file(key, piece.file_offset), Some(page));
+        }
+        assert_eq!(layout.page_at(Hva(0x10_0000 - 1)), None);
+        assert_eq!(
+            layout.page_in_file(layout.files()[1].key(), 50 * PAGE_BYTES),
+            None
+        );
+    }
+
+    #[test]
+    fn a_range_is_cut_at_borders_of_mappings_and_files_and_ends_with_the_ram() {
+        let layout = two_files();
+        let pieces: Vec<_> = layout
+            .pieces(PageRange::new(PageNo(50), PageNo(1000)))
+            .map(|p| (p.pages.start.0, p.pages.len(), p.file, p.hva.0))
+            .collect();
+        assert_eq!(
+            pieces,
+            [
+                (50, 10, 0, 0x200_0000 + 50 * PAGE_BYTES),
+                (60, 40, 0, 0x10_0000),
+                (100, 50, 1, 0x100_0000)
+            ]
+        );
+        let beyond = PageRange::new(PageNo(150), PageNo(160));
+        assert_eq!(layout.pieces(beyond).count(), 0);
+        let empty = PageRange::new(PageNo(7), PageNo(7));
+        assert_eq!(layout.pieces(empty).count(), 0);
+    }
+
+    #[test]
+    fn files_mapped_in_part_or_twice_are_refused() {
+        let hole = RamLayout::from_mappings(vec![file(10)], &[mapping(0, 0, 9, 0x1000)]);
+        assert!(matches!(
+            hole,
+            Err(LayoutError::Hole { offset: 0x9000, .. })
+        ));
+        let hole = RamLayout::from_mappings(vec![file(10)], &[mapping(0, 1, 9, 0x1000)]);
+        assert!(matches!(hole, Err(LayoutError::Hole { offset: 0, .. })));
+        let twice = RamLayout::from_mappings(
+            vec![file(10)],
+            &[mapping(0, 0, 10, 0x1000), mapping(0, 5, 1, 0x10_0000)],
+        );
+        assert!(matches!(
+            twice,
+            Err(LayoutError::Twice { offset: 0x5000, .. })
+        ));
+    }
+
+    #[test]
+    fn mappings_listed_apart_are_joined_when_they_are_one() {
+        let mut joined = Vec::new();
+        add_mapping(&mut joined, mapping(0, 0, 2, 0x1000));
+        add_mapping(&mut joined, mapping(0, 2, 3, 0x3000));
+        add_mapping(&mut joined, mapping(0, 9, 1, 0x6000));
+        assert_eq!(joined, [mapping(0, 0, 5, 0x1000), mapping(0, 9, 1, 0x6000)]);
+    }
+}

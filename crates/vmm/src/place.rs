@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`VmPlace`] and [`VcpuMmu`]: a VM's RAM as gmem sees it.
+//!
+//! Pages come in through the VMM's own userfaultfd (so they are charged to the
+//! VMM and wake whoever waits), and go out by punching the files. What is
+//! present, and its content, is asked of the files, never of anybody's page
+//! table.
+//!
+//! A vCPU cannot be kept from reading a present page, so its strongest
+//! restriction is read-only; *no access* is reached by discarding.
+//!
+//! | answer of the kernel | what it means here |
+//! |---|---|
+//! | `EEXIST` | [`Installed::AlreadyThere`]; waiters are woken all the same |
+//! | `EAGAIN` | the address space is changing (`mmap` in the VMM): tried again, a bounded number of times |
+//! | `ESRCH`  | the VMM has ended: `Gone` |
+
+use crate::layout::{Piece, RamLayout};
+use pagetide_addr::{Access, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_gmem::{
+    Installed, Mmu, MmuError, MmuLimits, OnAbsent, Place, PlaceError, Restrict, Restricted,
+};
+use pagetide_sys::memory_file::FileError;
+use pagetide_sys::uffd::{FillOutcome, ProtectOutcome, UffdError, Userfaultfd, WriteProtection};
+use std::io;
+use std::sync::Arc;
+
+/// Tries of a call that says the address space is changing. Each takes a microsecond or more and
+/// yields in between; such a change lasts as long as one `mmap` or `munmap` of the VMM.
+const MOST_TRIES: u32 = 10_000;
+
+/// The RAM of a VM that has been taken over.
+#[derive(Clone, Debug)]
+pub struct VmPlace {
+    userfaultfd: Arc<Userfaultfd>,
+    layout: Arc<RamLayout>,
+}
+
+impl VmPlace {
+    /// The RAM that `layout` tells of, registered with `userfaultfd`.
+    #[must_use]
+    pub const fn new(userfaultfd: Arc<Userfaultfd>, layout: Arc<RamLayout>) -> Self {
+        Self {
+            userfaultfd,
+            layout,
+        }
+    }
+
+    /// Where its pages are.
+    #[must_use]
+    pub fn layout(&self) -> &RamLayout {
+        &self.layout
+    }
+
+    fn piece(&self, page: PageNo) -> Result<Piece, PlaceError> {
+        self.layout.pieces(page.single()).next().ok_or_else(|| {
+            kernel("looking for", page.single())(io::Error::from(io::ErrorKind::InvalidInput))
+        })
+    }
+
+    fn file(&self, piece: &Piece) -> &pagetide_sys::memory_file::GuestFile {
+        self.layout.files()[piece.file].file()
+    }
+
+    /// Fills pages by `call`, which is tried again while the address space is changing.
+    /// Returns the pages filled; 0 if the first was there already.
+    fn fill(
+        &self,
+        operation: &'static str,
+        piece: &Piece,
+        call: impl Fn() -> Result<FillOutcome, UffdError>,
+    ) -> Result<u64, PlaceError> {
+        for _ in 0..MOST_TRIES {
+            match call().map_err(|e| kernel(operation, piece.pages)(source_of(e)))? {
+                FillOutcome::Filled { bytes } => return Ok(bytes >> PAGE_SHIFT),
+                FillOutcome::AlreadyThere => {
+                    // Filled by somebody who may not have known of those who wait.
+                    self.wake_piece(piece)?;
+                    return Ok(0);
+                }
+                FillOutcome::Gone => return Err(PlaceError::Gone),
+                FillOutcome::Retry => std::thread::yield_now(),
+            }
+        }
+        Err(kernel(operation, piece.pages)(io::Error::from(
+            io::ErrorKind::TimedOut,
+        )))
+    }
+
+    fn wake_piece(&self, piece: &Piece) -> Result<(), PlaceError> {
+        self.userfaultfd
+            .wake(piece.hva, piece.pages.bytes())
+            .map_err(|e| kernel("UFFDIO_WAKE", piece.pages)(source_of(e)))
+    }
+}
+
+impl Place for VmPlace {
+    fn install(&self, page: PageNo, content: &[u8; 4096]) -> Result<Installed, PlaceError> {
+        let piece = self.piece(page)?;
+        let filled = self.fill("UFFDIO_COPY", &piece, || {
+            self.userfaultfd.copy(piece.hva, content)
+        })?;
+        Ok(installed(filled))
+    }
+
+    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
+        let piece = self.piece(page)?;
+        let filled = self.fill("UFFDIO_ZEROPAGE", &piece, || {
+            self.userfaultfd.zeropage(piece.hva, PAGE_BYTES)
+        })?;
+        Ok(installed(filled))
+    }
+
+    fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
+        assert_eq!(content.len() as u64, pages.bytes(), "content of each page");
+        let mut installed = 0;
+        for piece in self.layout.pieces(pages) {
+            let from = PageNo(piece.pages.start.0 - pages.start.0).byte_offset();
+            let part = bytes_of(content, from, piece.pages.bytes());
+            let filled = self.fill("UFFDIO_COPY", &piece, || {
+                self.userfaultfd.copy(piece.hva, part)
+            });
+            match filled {
+                Ok(filled) => {
+                    installed += filled;
+                    if filled < piece.pages.len() {
+                        break;
+                    }
+                }
+                // Those before are installed, and that is what counts.
+                Err(PlaceError::Kernel { .. }) if installed > 0 => break,
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(installed)
+    }
+
+    fn read(&self, pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
+        assert_eq!(into.len() as u64, pages.bytes(), "room for each page");
+        for piece in self.layout.pieces(pages) {
+            let from = PageNo(piece.pages.start.0 - pages.start.0).byte_offset();
+            let (start, len) = (index(from), index(piece.pages.bytes()));
+            self.file(&piece)
+                .read_at(piece.file_offset, &mut into[start..start + len])
+                .map_err(|e| file_error("pread", piece.pages, e))?;
+        }
+        Ok(())
+    }
+
+    fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
+        for piece in self.layout.pieces(pages) {
+            self.file(&piece)
+                .punch(piece.file_offset, piece.pages.bytes())
+                .map_err(|e| file_error("punching", piece.pages, e))?;
+        }
+        Ok(())
+    }
+
+    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
+        let piece = self.piece(page)?;
+        self.file(&piece)
+            .is_data(piece.file_offset)
+            .map_err(|e| file_error("SEEK_DATA", piece.pages, e))
+    }
+
+    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
+        let mut runs: Vec<PageRange> = Vec::new();
+        for piece in self.layout.pieces(pages) {
+            let found = self
+                .file(&piece)
+                .data_runs(piece.file_offset, piece.pages.bytes())
+                .map_err(|e| file_error("SEEK_DATA", piece.pages, e))?;
+            for (offset, bytes) in found {
+                let start = piece.pages.start.0 + ((offset - piece.file_offset) >> PAGE_SHIFT);
+                let run = PageRange::new(PageNo(start), PageNo(start + (bytes >> PAGE_SHIFT)));
+                match runs.last_mut() {
+                    Some(last) if last.end == run.start => last.end = run.end,
+                    _ => runs.push(run),
+                }
+            }
+        }
+        Ok(runs)
+    }
+
+    fn wake(&self, pages: PageRange) -> Result<(), PlaceError> {
+        for piece in self.layout.pieces(pages) {
+            self.wake_piece(&piece)?;
+        }
+        Ok(())
+    }
+
+    fn poison(&self, page: PageNo) -> Result<(), PlaceError> {
+        let piece = self.piece(page)?;
+        self.fill("UFFDIO_POISON", &piece, || {
+            self.userfaultfd.poison(piece.hva, PAGE_BYTES)
+        })?;
+        Ok(())
+    }
+}
+
+/// The vCPUs of a VM, and all else that runs in its VMM.
+#[derive(Clone, Debug)]
+pub struct VcpuMmu {
+    userfaultfd: Arc<Userfaultfd>,
+    layout: Arc<RamLayout>,
+}
+
+impl VcpuMmu {
+    /// Of the VMM whose RAM is registered with `userfaultfd`.
+    #[must_use]
+    pub const fn new(userfaultfd: Arc<Userfaultfd>, layout: Arc<RamLayout>) -> Self {
+        Self {
+            userfaultfd,
+            layout,
+        }
+    }
+
+    fn protect(&self, pages: PageRange, protection: WriteProtection) -> Result<(), MmuError> {
+        for piece in self.layout.pieces(pages) {
+            self.protect_piece(&piece, protection)?;
+        }
+        Ok(())
+    }
+
+    fn protect_piece(&self, piece: &Piece, protection: WriteProtection) -> Result<(), MmuError> {
+        let failed = |source| MmuError::Kernel {
+            operation: "UFFDIO_WRITEPROTECT",
+            source,
+        };
+        for _ in 0..MOST_TRIES {
+            let outcome =
+                self.userfaultfd
+                    .write_protect(piece.hva, piece.pages.bytes(), protection);
+            match outcome.map_err(|e| failed(source_of(e)))? {
+                ProtectOutcome::Done => return Ok(()),
+                ProtectOutcome::Gone => return Err(MmuError::Gone),
+                ProtectOutcome::Retry => std::thread::yield_now(),
+            }
+        }
+        Err(failed(io::Error::from(io::ErrorKind::TimedOut)))
+    }
+}
+
+impl Mmu for VcpuMmu {
+    fn limits(&self) -> MmuLimits {
+        MmuLimits {
+            granularity_pages: 1,
+            strongest: Restrict::ReadOnly,
+            on_absent: OnAbsent::Recovers,
+        }
+    }
+
+    fn wired(&self, _section: SectionNo) -> PageSet {
+        PageSet::EMPTY
+    }
+
+    /// Protects run by run and never a page more: a protection nobody takes off again costs the
+    /// guest a fault. When it returns no CPU can write to the pages: the kernel has flushed.
+    fn restrict(
+        &self,
+        section: SectionNo,
+        pages: &PageSet,
+        to: Restrict,
+    ) -> Result<Restricted, MmuError> {
+        if to == Restrict::NoAccess {
+            return Err(MmuError::Kernel {
+                operation: "taking read access from vCPUs",
+                source: io::Error::from(io::ErrorKind::Unsupported),
+            });
+        }
+        for run in pages.runs(section) {
+            self.protect(run, WriteProtection::On)?;
+        }
+        Ok(Restricted::Done)
+    }
+
+    /// Takes the protection off, whatever the access: who waits is released by that.
+    fn grant(&self, pages: PageRange, _access: Access) -> Result<(), MmuError> {
+        self.protect(pages, WriteProtection::Off)
+    }
+}
+
+const fn installed(filled: u64) -> Installed {
+    if filled == 0 {
+        Installed::AlreadyThere
+    } else {
+        Installed::Installed
+    }
+}
+
+const fn index(bytes: u64) -> usize {
+    // PageNo::index is the one place that turns 64-bit numbers into indices.
+    PageNo(bytes).index()
+}
+
+fn bytes_of(content: &[u8], from: u64, len: u64) -> &[u8] {
+    &content[index(from)..index(from + len)]
+}
+
+fn source_of(error: UffdError) -> io::Error {
+    match error {
+        UffdError::Kernel { source, .. } | UffdError::NotPermitted { source } => source,
+        UffdError::Busy { .. } => io::Error::from(io::ErrorKind::ResourceBusy),
+    }
+}
+
+fn kernel(operation: &'static str, pages: PageRange) -> impl FnOnce(io::Error) -> PlaceError {
+    move |source| PlaceError::Kernel {
+        operation,
+        start: pages.start,
+        end: pages.end,
+        source,
+    }
+}
+
+fn file_error(operation: &'static str, pages: PageRange, error: FileError) -> PlaceError {
+    let source = match error {
+        FileError::Kernel { source, .. } => source,
+        other => io::Error::other(other.to_string()),
+    };
+    kernel(operation, pages)(source)
+}

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`VmmProcess`]: a running VMM, told apart from whoever may get its pid later.
+
+use crate::Refusal;
+use pagetide_sys::process::{ProcessError, ProcessFd};
+use procfs::process::{FDTarget, Process};
+
+/// Programs that are VMMs even without KVM, by the start of their names.
+const EMULATORS: [&str; 6] = [
+    "qemu",
+    "kvm",
+    "cloud-hypervisor",
+    "firecracker",
+    "crosvm",
+    "openvmm",
+];
+
+/// What tells one process from all others until the host is booted again.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct VmmIdentity {
+    /// Its pid.
+    pub pid: u32,
+    /// When it started, in clock ticks since the host was booted.
+    pub start_time: u64,
+}
+
+/// A VMM, held by its pidfd.
+#[derive(Debug)]
+pub struct VmmProcess {
+    process: ProcessFd,
+    identity: VmmIdentity,
+    name: String,
+}
+
+impl VmmProcess {
+    /// The process `pid`, whatever it is.
+    ///
+    /// # Errors
+    /// [`Refusal`].
+    pub fn open(pid: u32) -> Result<Self, Refusal> {
+        let process = ProcessFd::open(pid).map_err(|e| match e {
+            ProcessError::NoSuchProcess { pid } => Refusal::NoSuchProcess { pid },
+            ProcessError::NotPermitted { pid, .. } => Refusal::NotPermitted {
+                pid,
+                what: "open a descriptor",
+            },
+            // The number is a thread's, or out of range.
+            ProcessError::Kernel { .. } => Refusal::NoSuchProcess { pid },
+        })?;
+        let stat = in_proc(pid)
+            .and_then(|p| p.stat())
+            .map_err(|e| Refusal::parsing(pid, "read the state", e))?;
+        // Only now: a pid used again between the two would show here.
+        if process.has_ended().unwrap_or(true) {
+            return Err(Refusal::NoSuchProcess { pid });
+        }
+        Ok(Self {
+            process,
+            identity: VmmIdentity {
+                pid,
+                start_time: stat.starttime,
+            },
+            name: stat.comm,
+        })
+    }
+
+    /// The process that had this identity, if it still runs.
+    ///
+    /// # Errors
+    /// [`Refusal::NoSuchProcess`], [`Refusal::PidUsedAgain`].
+    pub fn reopen(identity: VmmIdentity) -> Result<Self, Refusal> {
+        let found = Self::open(identity.pid)?;
+        if found.identity != identity {
+            return Err(Refusal::PidUsedAgain {
+                pid: identity.pid,
+                name: found.name,
+            });
+        }
+        Ok(found)
+    }
+
+    /// Its pid.
+    #[must_use]
+    pub const fn pid(&self) -> u32 {
+        self.identity.pid
+    }
+
+    /// Pid and start time.
+    #[must_use]
+    pub const fn identity(&self) -> VmmIdentity {
+        self.identity
+    }
+
+    /// Its command name (up to 15 bytes).
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its pidfd.
+    #[must_use]
+    pub const fn fd(&self) -> &ProcessFd {
+        &self.process
+    }
+
+    /// True if it has a KVM VM, or its program is a known emulator.
+    ///
+    /// # Errors
+    /// [`Refusal`], mostly of too little privilege.
+    pub fn is_emulator(&self) -> Result<bool, Refusal> {
+        let pid = self.pid();
+        let process = in_proc(pid).map_err(|e| Refusal::parsing(pid, "look at /proc", e))?;
+        let exe = process
+            .exe()
+            .map_err(|e| Refusal::parsing(pid, "read the program's name", e))?;
+        let program = exe.file_name().unwrap_or_default().to_string_lossy();
+        if EMULATORS.iter().any(|known| program.starts_with(known)) {
+            return Ok(true);
+        }
+        let fds = process
+            .fd()
+            .map_err(|e| Refusal::parsing(pid, "list the descriptors", e))?;
+        // Descriptors closed while we look are of no interest.
+        Ok(fds.flatten().any(|fd| match fd.target {
+            FDTarget::AnonInode(kind) => kind == "kvm-vm",
+            FDTarget::Path(path) => path.as_os_str() == "anon_inode:kvm-vm",
+            _ => false,
+        }))
+    }
+}
+
+/// The process in `/proc`.
+pub(crate) fn in_proc(pid: u32) -> Result<Process, procfs::ProcError> {
+    Process::new(pid.cast_signed())
+}
+
+/// Command name of any process, or a dash if it has ended.
+pub(crate) fn name_of(pid: u32) -> String {
+    std::fs::read_to_string(format!("/proc/{pid}/comm"))
+        .map_or_else(|_| "-".to_owned(), |comm| comm.trim_end().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pid_used_again_is_not_the_process_that_had_it() {
+        let own = VmmProcess::open(std::process::id()).unwrap();
+        assert!(VmmProcess::reopen(own.identity()).is_ok());
+        let earlier = VmmIdentity {
+            start_time: own.identity().start_time - 1,
+            ..own.identity()
+        };
+        assert!(matches!(
+            VmmProcess::reopen(earlier),
+            Err(Refusal::PidUsedAgain { .. })
+        ));
+    }
+
+    #[test]
+    fn a_pid_nobody_has_is_refused() {
+        for pid in [0, u32::MAX, 0x7fff_fff0] {
+            assert!(matches!(
+                VmmProcess::open(pid),
+                Err(Refusal::NoSuchProcess { .. })
+            ));
+        }
+    }
+
+    #[test]
+    fn a_test_program_is_no_emulator() {
+        let own = VmmProcess::open(std::process::id()).unwrap();
+        assert!(!own.is_emulator().unwrap());
+    }
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Whether the kernel may swap a process's shared memory out behind our back.
+//!
+//! Two things would go wrong: a page in swap is absent from its file's memory
+//! but not from its file, so it is read back on any access without a word to
+//! us; and the tracker's page-out, which only unmaps where there is nowhere to
+//! write, would really evict.
+//!
+//! Safe are: no swap at all, and cgroup v2 with `memory.swap.max` 0 at the
+//! process's group or above it. Under cgroup v1 nothing is: neither
+//! `memory.swappiness` 0 nor a `memory.memsw.limit_in_bytes` equal to
+//! `memory.limit_in_bytes` keeps `MADV_PAGEOUT` or global reclaim from swapping
+//! (both tried on Linux 6.18; the limits are looked at only by the reclaim that
+//! the group's own limit starts).
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// How pages could go to swap, and what to do.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum SwapReach {
+    /// Its cgroup does not forbid it.
+    #[error(
+        "swap is on and its cgroup {group} does not forbid it: echo 0 > {group}/memory.swap.max, \
+         or start the VMM by `systemd-run --scope -p MemorySwapMax=0 …`, or switch swap off \
+         (swapoff -a)"
+    )]
+    Allowed {
+        /// The group's directory.
+        group: String,
+    },
+    /// Its cgroup cannot forbid it.
+    #[error(
+        "swap is on and its memory cgroup is of version 1, where no setting forbids it (neither \
+         memory.swappiness nor memory.memsw.limit_in_bytes does): switch swap off (swapoff -a), \
+         or use cgroup version 2 with memory.swap.max = 0"
+    )]
+    Version1,
+    /// It is in no group that has a say.
+    #[error("swap is on and no memory cgroup forbids it: switch swap off (swapoff -a)")]
+    NoGroup,
+}
+
+/// How pages of process `pid` could go to swap; `None` if they cannot.
+///
+/// # Errors
+/// What reading `/proc` says.
+pub fn in_reach(pid: u32) -> io::Result<Option<SwapReach>> {
+    if !is_on(&std::fs::read_to_string("/proc/swaps")?) {
+        return Ok(None);
+    }
+    let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
+    Ok(reach(
+        &groups,
+        version_2_mount(&mounts).as_deref(),
+        |file| std::fs::read_to_string(file),
+    ))
+}
+
+/// True if `/proc/swaps` names a swap area below its heading.
+fn is_on(swaps: &str) -> bool {
+    swaps.lines().nth(1).is_some()
+}
+
+/// Where cgroup version 2 is mounted, by `/proc/self/mountinfo`.
+fn version_2_mount(mounts: &str) -> Option<PathBuf> {
+    mounts.lines().find_map(|line| {
+        let (mount, kind) = line.split_once(" - ")?;
+        if !kind.starts_with("cgroup2 ") {
+            return None;
+        }
+        mount.split(' ').nth(4).map(PathBuf::from)
+    })
+}
+
+/// `groups` is `/proc/PID/cgroup`: lines `number:controllers:path`, version 2 being `0::path`.
+fn reach(
+    groups: &str,
+    version_2: Option<&Path>,
+    read: impl Fn(&Path) -> io::Result<String>,
+) -> Option<SwapReach> {
+    let fields = |line: &'_ str| -> Option<(String, String)> {
+        let mut parts = line.splitn(3, ':').skip(1);
+        Some((parts.next()?.to_owned(), parts.next()?.to_owned()))
+    };
+    let groups: Vec<_> = groups.lines().filter_map(fields).collect();
+    if groups
+        .iter()
+        .any(|(controllers, _)| controllers.split(',').any(|c| c == "memory"))
+    {
+        return Some(SwapReach::Version1);
+    }
+    let unified = groups
+        .iter()
+        .find(|(controllers, _)| controllers.is_empty());
+    let (Some(mount), Some((_, path))) = (version_2, unified) else {
+        return Some(SwapReach::NoGroup);
+    };
+    let group = mount.join(path.trim_start_matches('/'));
+    let forbidden = group
+        .ancestors()
+        .take_while(|dir| dir.starts_with(mount))
+        .any(|dir| read(&dir.join("memory.swap.max")).is_ok_and(|max| max.trim() == "0"));
+    (!forbidden).then(|| SwapReach::Allowed {
+        group: group.display().to_string(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files<'a>(zero: &'a [&'a str]) -> impl Fn(&Path) -> io::Result<String> + 'a {
+        move |file| {
+            if zero.iter().any(|z| Path::new(z) == file) {
+                Ok("0\n".to_owned())
+            } else {
+                Ok("max\n".to_owned())
+            }
+        }
+    }
+
+    const MOUNT: &str = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n";
+
+    #[test]
+    fn a_group_with_swap_max_zero_or_below_one_is_out_of_reach() {
+        let mount = version_2_mount(MOUNT).unwrap();
+        let of = |zero: &[&str]| reach("0::/vms/a.scope\n", Some(&mount), files(zero));
+        assert_eq!(of(&["/sys/fs/cgroup/vms/a.scope/memory.swap.max"]), None);
+        assert_eq!(of(&["/sys/fs/cgroup/vms/memory.swap.max"]), None);
+        assert_eq!(
+            of(&["/sys/fs/cgroup/others/memory.swap.max"]),
+            Some(SwapReach::Allowed {
+                group: "/sys/fs/cgroup/vms/a.scope".to_owned()
+            })
+        );
+    }
+
+    #[test]
+    fn a_group_of_version_1_is_never_out_of_reach() {
+        let groups = "4:cpu,memory:/a\n0::/\n";
+        let mount = version_2_mount(MOUNT).unwrap();
+        assert_eq!(
+            reach(
+                groups,
+                Some(&mount),
+                files(&["/sys/fs/cgroup/memory.swap.max"])
+            ),
+            Some(SwapReach::Version1)
+        );
+    }
+
+    #[test]
+    fn a_host_without_groups_is_in_reach_when_swap_is_on() {
+        assert_eq!(reach("", None, files(&[])), Some(SwapReach::NoGroup));
+        assert!(!is_on("Filename Type Size Used Priority\n"));
+        assert!(is_on("Filename Type\n/swapfile file 1 0 -2\n"));
+    }
+}

@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Making a userfaultfd inside a running VMM, taking it again later, and letting go.
+//!
+//! A userfaultfd watches the address space of the process that makes it. So the
+//! VMM makes it: one of its threads is borrowed for one system call (see
+//! [`pagetide_sys::ptrace`]), and the descriptor is fetched with `pidfd_getfd`.
+//! A VMM without root's rights gets EPERM from that call; then it is handed
+//! `/dev/userfaultfd`, which asks for no rights of its own, over a socket pair
+//! made for the purpose. `UFFD_USER_MODE_ONLY` is never used: KVM faults in
+//! kernel mode.
+//!
+//! The descriptor stays open in the VMM. If this process dies, threads that
+//! fault go on waiting instead of reading zeros, and a successor takes the same
+//! userfaultfd again by its number ([`resume`]).
+//!
+//! ```text
+//!   take_over ──► served ──► (we die) ──► resume ──► served ──► let_go
+//!       │ any failure: the descriptor is closed in the VMM again, which undoes all the rest
+//! ```
+
+use crate::layout::RamLayout;
+use crate::process::{VmmIdentity, VmmProcess};
+use pagetide_sys::process::ProcessError;
+use pagetide_sys::ptrace::{PtraceError, StoppedThread, run_inside};
+use pagetide_sys::uffd::{Features, UffdError, Userfaultfd, Watch, is_userfaultfd};
+use rustix::io::Errno;
+use std::os::fd::{AsFd, OwnedFd};
+
+/// Why a VMM could not be taken over, taken again or let go.
+#[derive(Debug, thiserror::Error)]
+pub enum TakeOverError {
+    /// Nothing could be run inside it.
+    #[error(transparent)]
+    Inside(#[from] PtraceError),
+    /// The userfaultfd could not be used.
+    #[error(transparent)]
+    Uffd(#[from] UffdError),
+    /// Its descriptor could not be fetched.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// The VMM may not make one, and neither may we make one for it.
+    #[error(
+        "the VMM may not create a userfaultfd ({refused}), and handing it /dev/userfaultfd failed: \
+         {source}; Linux 6.1 or later is needed for a VMM that does not run as root"
+    )]
+    NotPermittedInside {
+        /// What its own attempt said.
+        refused: Errno,
+        /// Why the other way failed.
+        source: Box<TakeOverError>,
+    },
+    /// The kernel cannot do what eviction needs.
+    #[error(
+        "this kernel's userfaultfd has features {found:#x} of the needed {needed:#x} (shared \
+         memory with write protection): Linux 5.19 or later is needed"
+    )]
+    TooOld {
+        /// Features found.
+        found: u64,
+        /// Features needed.
+        needed: u64,
+    },
+    /// What was left in the VMM is there no more.
+    #[error(
+        "descriptor {number} of process {pid} is not the userfaultfd that was left there; its \
+         evicted pages cannot be served any more"
+    )]
+    NotOurs {
+        /// The pid.
+        pid: u32,
+        /// The descriptor's number in it.
+        number: i32,
+    },
+}
+
+/// A VMM that has been taken over.
+#[derive(Debug)]
+pub struct TakenOver {
+    /// Our descriptor of its userfaultfd; all of its RAM is registered.
+    pub userfaultfd: Userfaultfd,
+    /// Number of the same in the VMM, which is to be remembered for [`resume`] and [`let_go`].
+    pub number: i32,
+    /// Its features, fixed for life.
+    pub features: Features,
+    /// How long one thread of the VMM was away, in microseconds.
+    pub pause_us: u64,
+    /// Which process it is, to be remembered too.
+    pub identity: VmmIdentity,
+}
+
+/// Takes over the RAM of `vmm` as `layout` has it: from the return on, faults wait to be read.
+///
+/// # Errors
+/// [`TakeOverError`]; everything is as it was then.
+pub fn take_over(vmm: &VmmProcess, layout: &RamLayout) -> Result<TakenOver, TakeOverError> {
+    let ran = run_inside(vmm.fd(), create_inside)?;
+    let number = ran.value;
+    match set_up(vmm, layout, number) {
+        Ok((userfaultfd, features)) => Ok(TakenOver {
+            userfaultfd,
+            number,
+            features,
+            pause_us: ran.pause_us,
+            identity: vmm.identity(),
+        }),
+        Err(error) => {
+            // Our descriptor is closed already; with the VMM's own the registrations go.
+            if let Err(e) = close_inside(vmm, number) {
+                tracing::error!(
+                    pid = vmm.pid(),
+                    number,
+                    error = %e,
+                    "the userfaultfd of a failed take-over stays open in the VMM"
+                );
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Takes a userfaultfd again that an earlier process left in the VMM as descriptor `number`.
+/// The caller then wakes all of the RAM: faults that the dead had read are lost otherwise.
+///
+/// # Errors
+/// [`TakeOverError::NotOurs`] if it is no longer there.
+pub fn resume(
+    vmm: &VmmProcess,
+    layout: &RamLayout,
+    number: i32,
+) -> Result<Userfaultfd, TakeOverError> {
+    let not_ours = || TakeOverError::NotOurs {
+        pid: vmm.pid(),
+        number,
+    };
+    let descriptor = vmm.fd().take_descriptor(number).map_err(|e| match e {
+        ProcessError::Kernel { .. } => not_ours(),
+        other => other.into(),
+    })?;
+    if !is_userfaultfd(descriptor.as_fd()) {
+        return Err(not_ours());
+    }
+    let userfaultfd = Userfaultfd::from(descriptor);
+    // Changes nothing where it is registered already, and fails where another one is.
+    match register(&userfaultfd, layout) {
+        Ok(()) => Ok(userfaultfd),
+        Err(UffdError::Busy { .. }) => Err(not_ours()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Lets the VMM go: its RAM is watched no more, and whoever waits goes on. All pages must have
+/// been brought back before; absent ones read zeros from now on.
+///
+/// # Errors
+/// [`TakeOverError`]; the RAM may then be watched still.
+pub fn let_go(
+    vmm: &VmmProcess,
+    layout: &RamLayout,
+    userfaultfd: &Userfaultfd,
+    number: i32,
+) -> Result<(), TakeOverError> {
+    for mapping in layout.mappings() {
+        userfaultfd.unregister(mapping.hva, mapping.len_bytes)?;
+    }
+    close_inside(vmm, number)
+}
+
+fn close_inside(vmm: &VmmProcess, number: i32) -> Result<(), TakeOverError> {
+    run_inside(vmm.fd(), |thread| thread.close(number))?;
+    Ok(())
+}
+
+fn set_up(
+    vmm: &VmmProcess,
+    layout: &RamLayout,
+    number: i32,
+) -> Result<(Userfaultfd, Features), TakeOverError> {
+    let descriptor: OwnedFd = vmm.fd().take_descriptor(number)?;
+    let userfaultfd = Userfaultfd::from(descriptor);
+    let features = userfaultfd.api(Features::WANTED)?;
+    if !features.contains(Features::EVICTION) {
+        return Err(TakeOverError::TooOld {
+            found: features.bits(),
+            needed: Features::EVICTION.bits(),
+        });
+    }
+    register(&userfaultfd, layout)?;
+    Ok((userfaultfd, features))
+}
+
+fn register(userfaultfd: &Userfaultfd, layout: &RamLayout) -> Result<(), UffdError> {
+    for mapping in layout.mappings() {
+        userfaultfd.register(
+            mapping.hva,
+            mapping.len_bytes,
+            Watch::MissingAndWriteProtected,
+        )?;
+    }
+    Ok(())
+}
+
+/// Runs with a thread of the VMM stopped: makes the userfaultfd there, returns its number.
+fn create_inside(thread: &mut StoppedThread<'_>) -> Result<i32, TakeOverError> {
+    match thread.make_userfaultfd() {
+        Ok(number) => Ok(number),
+        Err(PtraceError::Call {
+            source: refused @ (Errno::PERM | Errno::ACCESS | Errno::NOSYS),
+            ..
+        }) => create_by_device(thread).map_err(|e| TakeOverError::NotPermittedInside {
+            refused,
+            source: Box::new(e),
+        }),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn create_by_device(thread: &mut StoppedThread<'_>) -> Result<i32, TakeOverError> {
+    let device = Userfaultfd::open_device()?;
+    let inside = thread.give_descriptor(device.as_fd())?;
+    let made = thread.make_userfaultfd_by(inside);
+    thread.close(inside)?;
+    Ok(made?)
+}
