@@ -171,12 +171,9 @@ mod tests {
                 }
                 1 => {
                     bitmap.grant(range, Access::Read);
-                    for p in range
-                        .iter()
-                        .filter(|p| bitmap.attribute(*p) == Attribute::ReadOnly)
-                    {
-                        if naive[p.index()] == Attribute::Unmapped {
-                            naive[p.index()] = Attribute::ReadOnly;
+                    for attribute in &mut naive[range.start.index()..range.end.index()] {
+                        if *attribute == Attribute::Unmapped {
+                            *attribute = Attribute::ReadOnly;
                         }
                     }
                 }
@@ -184,19 +181,16 @@ mod tests {
                     for (section, part) in range.by_section() {
                         bitmap.unmap(section, &PageSet::of_range(section, part));
                     }
-                    range
-                        .iter()
-                        .for_each(|p| naive[p.index()] = Attribute::Unmapped);
+                    naive[range.start.index()..range.end.index()].fill(Attribute::Unmapped);
                 }
                 _ => {
                     for (section, part) in range.by_section() {
                         bitmap.forbid_writes(section, &PageSet::of_range(section, part));
                     }
-                    for p in range
-                        .iter()
-                        .filter(|p| naive[p.index()] == Attribute::ReadWrite)
-                    {
-                        naive[p.index()] = Attribute::ReadOnly;
+                    for attribute in &mut naive[range.start.index()..range.end.index()] {
+                        if *attribute == Attribute::ReadWrite {
+                            *attribute = Attribute::ReadOnly;
+                        }
                     }
                 }
             }

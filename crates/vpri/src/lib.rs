@@ -10,7 +10,11 @@ pub mod bitmap;
 pub mod domain;
 pub mod lease;
 #[cfg(not(loom))]
+pub mod mmu;
+#[cfg(not(loom))]
 pub mod queue;
+#[cfg(not(loom))]
+pub mod service;
 mod sync;
 
 pub use bitmap::{Attribute, PaBitmap};
@@ -18,4 +22,8 @@ pub use bitmap::{Attribute, PaBitmap};
 pub use domain::{DmaDomain, DomainError, DomainTable, EnginePort, LookUp};
 pub use lease::{Lease, PageAttributes};
 #[cfg(not(loom))]
+pub use mmu::DmaMmu;
+#[cfg(not(loom))]
 pub use queue::{DeviceEnd, Doorbell, FaultAssist, HostEnd, QueueFull, fault_queue};
+#[cfg(not(loom))]
+pub use service::{DPU, FaultService, ServiceThread, Tenant};

@@ -1,0 +1,340 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The I/O page fault service: the host's side of the page fault queues (VPRI 6, 6.1).
+//!
+//! ```text
+//!   engines ══ page requests ══► dispatcher ── content at hand, room under the limit ──► response
+//!                                    │
+//!                                    └─ must wait ──► worker of that tenant ───────────► response
+//! ```
+//! One dispatcher takes requests of all engines. It never waits for anything:
+//! what cannot be served at once (the tenant is at its limit, another thread is
+//! filling the page) goes to a worker that belongs to the tenant alone, so that
+//! no tenant waits for another's memory. Before it serves, it moves to the CPUs
+//! of the tenant that faulted: the work of a fault is paid by who caused it
+//! (VPRI 6.1). An engine that has nothing else to do serves its own requests by
+//! [`FaultAssist`], which spares both wake-ups.
+//!
+//! Every request is answered exactly once, also when its tenant is gone.
+
+use crate::{
+    mmu::DmaMmu,
+    queue::{Doorbell, FaultAssist, HostEnd},
+};
+use pagetide_addr::{DeviceId, DomainId, PageRequest, PageResponse, ResponseCode};
+use pagetide_gmem::{AddressSpace, Fault, FaultOutcome};
+use rustix::event::{PollFd, PollFlags, poll};
+use std::{
+    collections::HashMap,
+    io,
+    sync::{
+        Arc, Mutex, PoisonError, RwLock,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+        mpsc,
+    },
+    thread::JoinHandle,
+};
+
+/// Id of the software DPU in every address space.
+pub const DPU: DeviceId = DeviceId(1);
+
+/// A VM whose devices may fault.
+pub struct Tenant {
+    space: Arc<AddressSpace>,
+    mmu: Arc<DmaMmu>,
+    cpus: Mutex<Vec<usize>>,
+    requests: AtomicU64,
+    slow: mpsc::Sender<(PageRequest, HostEnd)>,
+}
+
+impl Tenant {
+    /// Page requests served so far.
+    #[must_use]
+    pub fn requests(&self) -> u64 {
+        self.requests.load(Ordering::Relaxed)
+    }
+
+    /// Says which CPUs the tenant's vCPUs run on; empty if nobody knows.
+    pub fn set_cpus(&self, cpus: Vec<usize>) {
+        *self.cpus.lock().unwrap_or_else(PoisonError::into_inner) = cpus;
+    }
+
+    fn cpus(&self) -> Vec<usize> {
+        self.cpus
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    fn fault(&self, request: &PageRequest) -> Option<Fault> {
+        let pages = self.mmu.in_space(request.domain, request.pages)?;
+        Some(Fault {
+            device: DPU,
+            pages,
+            access: request.access,
+        })
+    }
+}
+
+/// See the module.
+pub struct FaultService {
+    hosts: Vec<HostEnd>,
+    bell: Arc<Doorbell>,
+    tenants: RwLock<HashMap<DomainId, Arc<Tenant>>>,
+    /// Requests for domains whose VM is just being attached.
+    held: Mutex<HashMap<DomainId, Vec<(PageRequest, HostEnd)>>>,
+    stopped: AtomicBool,
+}
+
+/// The dispatcher's thread; joined by [`ServiceThread::stop`].
+pub struct ServiceThread {
+    service: Arc<FaultService>,
+    thread: JoinHandle<()>,
+}
+
+impl FaultService {
+    /// A service for the queues of all engines, which ring `bell`.
+    #[must_use]
+    pub fn new(hosts: Vec<HostEnd>, bell: Arc<Doorbell>) -> Arc<Self> {
+        Arc::new(Self {
+            hosts,
+            bell,
+            tenants: RwLock::default(),
+            held: Mutex::default(),
+            stopped: AtomicBool::new(false),
+        })
+    }
+
+    /// Starts the dispatcher.
+    ///
+    /// # Errors
+    /// When no thread can be had.
+    pub fn start(self: &Arc<Self>) -> io::Result<ServiceThread> {
+        let service = Arc::clone(self);
+        let thread = std::thread::Builder::new()
+            .name("pt-iopf".into())
+            .spawn(move || service.dispatch())?;
+        Ok(ServiceThread {
+            service: Arc::clone(self),
+            thread,
+        })
+    }
+
+    /// Takes a VM in: page requests for its domains are served from now on.
+    ///
+    /// # Errors
+    /// When no thread can be had for its worker.
+    pub fn add_tenant(
+        &self,
+        space: Arc<AddressSpace>,
+        mmu: Arc<DmaMmu>,
+    ) -> io::Result<Arc<Tenant>> {
+        let (slow, waiting) = mpsc::channel();
+        let tenant = Arc::new(Tenant {
+            space,
+            mmu,
+            cpus: Mutex::default(),
+            requests: AtomicU64::new(0),
+            slow,
+        });
+        let weak = Arc::downgrade(&tenant);
+        std::thread::Builder::new()
+            .name("pt-iopf-slow".into())
+            .spawn(move || {
+                // Ends when the tenant, and with it the sender, is gone.
+                while let Ok((request, host)) = waiting.recv() {
+                    match weak.upgrade() {
+                        Some(tenant) => serve_waiting(&tenant, request, host),
+                        None => respond(&host, &request, FaultOutcome::Gone),
+                    }
+                }
+            })?;
+        {
+            let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
+            for domain in tenant.mmu.domains() {
+                tenants.insert(domain.id(), Arc::clone(&tenant));
+            }
+        }
+        for (request, host) in self.take_held(&tenant.mmu) {
+            tenant.requests.fetch_add(1, Ordering::Relaxed);
+            self.hand_over(&tenant, &host, &request);
+        }
+        Ok(tenant)
+    }
+
+    /// Page requests for these domains wait from now on, until [`Self::add_tenant`] or
+    /// [`Self::release`]: their VM is being attached.
+    pub fn hold(&self, mmu: &DmaMmu) {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        for domain in mmu.domains() {
+            held.entry(domain.id()).or_default();
+        }
+    }
+
+    /// Undoes [`Self::hold`]: the attach failed, and the domains are read-write again.
+    pub fn release(&self, mmu: &DmaMmu) {
+        for (request, host) in self.take_held(mmu) {
+            respond(&host, &request, FaultOutcome::Present);
+        }
+    }
+
+    fn take_held(&self, mmu: &DmaMmu) -> Vec<(PageRequest, HostEnd)> {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        mmu.domains()
+            .filter_map(|domain| held.remove(&domain.id()))
+            .flatten()
+            .collect()
+    }
+
+    /// Lets a VM go. Its domains are read-write by now, so no further request will come.
+    pub fn remove_tenant(&self, tenant: &Arc<Tenant>) {
+        let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
+        tenants.retain(|_, known| !Arc::ptr_eq(known, tenant));
+    }
+
+    fn tenant(&self, domain: DomainId) -> Option<Arc<Tenant>> {
+        self.tenants
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&domain)
+            .cloned()
+    }
+
+    fn dispatch(&self) {
+        let mut place = Vec::new();
+        while !self.stopped.load(Ordering::Acquire) {
+            let mut served = false;
+            for host in &self.hosts {
+                while let Some(request) = host.next() {
+                    served = true;
+                    self.serve(host, &request, &mut place);
+                }
+            }
+            if !served {
+                self.sleep();
+            }
+        }
+    }
+
+    fn sleep(&self) {
+        self.bell.arm();
+        let nothing =
+            !self.hosts.iter().any(HostEnd::has_request) && !self.stopped.load(Ordering::Acquire);
+        if nothing {
+            let mut polled = [PollFd::new(&self.bell, PollFlags::IN)];
+            // EINTR: the queues are looked at again anyway.
+            if let Err(error) = poll(&mut polled, None)
+                && error != rustix::io::Errno::INTR
+            {
+                tracing::error!(%error, "the I/O page fault service cannot sleep");
+            }
+        }
+        if let Err(error) = self.bell.disarm() {
+            tracing::error!(%error, "the I/O page fault service's doorbell is broken");
+        }
+    }
+
+    fn serve(&self, host: &HostEnd, request: &PageRequest, place: &mut Vec<usize>) {
+        let Some(tenant) = self.tenant(request.domain) else {
+            self.respond_for_nobody(host, request);
+            return;
+        };
+        move_to(place, tenant.cpus());
+        let Some(fault) = tenant.fault(request) else {
+            respond(host, request, FaultOutcome::OutOfRange);
+            return;
+        };
+        tenant.requests.fetch_add(1, Ordering::Relaxed);
+        match tenant.space.fault_without_waiting(&fault) {
+            Some(outcome) => respond(host, request, outcome),
+            None => self.hand_over(&tenant, host, request),
+        }
+    }
+
+    fn hand_over(&self, tenant: &Tenant, host: &HostEnd, request: &PageRequest) {
+        if tenant.slow.send((*request, host.clone())).is_err() {
+            respond(host, request, FaultOutcome::Gone);
+        }
+    }
+
+    /// The domain belongs to no VM: one is being attached, or everything is read-write there.
+    fn respond_for_nobody(&self, host: &HostEnd, request: &PageRequest) {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(waiting) = held.get_mut(&request.domain) {
+            waiting.push((*request, host.clone()));
+            return;
+        }
+        drop(held);
+        respond(host, request, FaultOutcome::Present);
+    }
+}
+
+impl FaultAssist for FaultService {
+    fn assist(&self, engine: usize) -> bool {
+        let Some(host) = self.hosts.get(engine) else {
+            return true;
+        };
+        while let Some(request) = host.next() {
+            let tenant = self.tenant(request.domain);
+            let fault = tenant.as_ref().and_then(|tenant| tenant.fault(&request));
+            match (tenant, fault) {
+                (None, _) => self.respond_for_nobody(host, &request),
+                (Some(_), None) => respond(host, &request, FaultOutcome::OutOfRange),
+                (Some(tenant), Some(fault)) => {
+                    tenant.requests.fetch_add(1, Ordering::Relaxed);
+                    match tenant.space.fault_without_waiting(&fault) {
+                        Some(outcome) => respond(host, &request, outcome),
+                        None => self.hand_over(&tenant, host, &request),
+                    }
+                }
+            }
+        }
+        true
+    }
+}
+
+impl ServiceThread {
+    /// Ends the dispatcher. Requests that are still in the queues stay unanswered: stop the engines
+    /// first.
+    pub fn stop(self) {
+        self.service.stopped.store(true, Ordering::Release);
+        self.service.bell.ring_anyway();
+        if self.thread.join().is_err() {
+            tracing::error!("the I/O page fault service ended by a panic");
+        }
+    }
+}
+
+/// On the tenant's own worker: waits for whatever the fault needs.
+fn serve_waiting(tenant: &Tenant, request: PageRequest, host: HostEnd) {
+    match tenant.fault(&request) {
+        None => respond(&host, &request, FaultOutcome::OutOfRange),
+        Some(fault) => {
+            let reply = Box::new(move |outcome| respond(&host, &request, outcome));
+            tenant.space.fault(&fault, Some(reply));
+        }
+    }
+}
+
+fn respond(host: &HostEnd, request: &PageRequest, outcome: FaultOutcome) {
+    let code = match outcome {
+        FaultOutcome::Present => ResponseCode::Success,
+        FaultOutcome::OutOfRange => ResponseCode::InvalidRequest,
+        FaultOutcome::Lost | FaultOutcome::Gone => ResponseCode::ResponseFailure,
+    };
+    host.respond(PageResponse {
+        id: request.id,
+        queue: request.queue,
+        code,
+    });
+}
+
+/// Moves this thread to `cpus`, if it is not there already. That it cannot be moved costs speed only.
+fn move_to(place: &mut Vec<usize>, cpus: Vec<usize>) {
+    if cpus.is_empty() || *place == cpus {
+        return;
+    }
+    if let Err(error) = pagetide_sys::cpu::set_affinity(&cpus) {
+        tracing::debug!(%error, ?cpus, "the I/O page fault service stays where it is");
+    }
+    *place = cpus;
+}
