@@ -3,7 +3,27 @@
 //! the composition of the other crates into a running daemon.
 //!
 //! [`control`] is the seam: everything a person or a program can ask for is a
-//! method of one trait, its answers are the report types there.
+//! method of one trait, its answers are the report types there. On one side of
+//! it stand [`api`], [`metrics`] and the clients in [`command`]; on the other
+//! [`host`], which puts VMs, tiers and devices together.
+//!
+//! *Invariant:* nothing but `host`, `bench` and `estimate` knows another crate
+//! of the workspace.
 
+pub mod api;
+pub mod bench;
+pub mod cli;
+pub mod client;
+pub mod command;
 pub mod control;
+pub mod estimate;
 pub mod figure;
+pub mod host;
+pub mod metrics;
+pub mod name;
+pub mod outcome;
+pub mod run;
+pub mod settings;
+pub mod size;
+pub mod state_dir;
+pub mod text;

@@ -1,0 +1,325 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The HTTP API: routes over [`Control`], and their OpenAPI document.
+//!
+//! A route is declared once, at its function: `utoipa_axum` takes path and
+//! method for the router and for the document from the same attribute, so
+//! neither can have one that the other has not.
+//!
+//! [`Control`] blocks, so each call runs on a thread of the runtime's blocking
+//! pool. A panic there ends in an answer of kind `failed`, not in a lost
+//! connection.
+
+mod message;
+mod socket;
+
+pub use message::{
+    AttachBody, BODY_BYTES_MAX, DeviceList, DeviceSocket, Health, LimitBody, ReclaimBody, VmList,
+};
+pub use socket::{ApiSocket, SocketError};
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::Json;
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use utoipa::OpenApi;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use crate::control::{
+    AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, ReclaimReport,
+    VmReport,
+};
+use crate::metrics;
+use crate::name::{check_name, default_name};
+use message::{Body, Failure, Query, VmName};
+
+/// What a route's function gets to work with.
+#[derive(Clone)]
+struct ApiState {
+    control: Arc<dyn Control>,
+    started: Instant,
+}
+
+impl ApiState {
+    /// Runs `work` where it may block.
+    async fn run<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&dyn Control) -> Result<T, ControlError> + Send + 'static,
+    ) -> Result<T, Failure> {
+        let control = Arc::clone(&self.control);
+        match tokio::task::spawn_blocking(move || work(control.as_ref())).await {
+            Ok(outcome) => outcome.map_err(Failure::from),
+            Err(gone) => Err(ControlError::failed(format!(
+                "the daemon has a bug: the request died ({gone}); see its log and report it"
+            ))
+            .into()),
+        }
+    }
+}
+
+type Answer<T> = Result<Json<T>, Failure>;
+
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "Pagetide",
+        description = "Control of a Pagetide daemon, over HTTP on its Unix socket.",
+        license(name = "Apache-2.0", identifier = "Apache-2.0")
+    ),
+    components(schemas(ControlError))
+)]
+struct Document;
+
+/// Router of the API over `control`.
+pub fn router(control: Arc<dyn Control>) -> Router {
+    let state = ApiState {
+        control,
+        started: Instant::now(),
+    };
+    routes_and_document()
+        .0
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .with_state(state)
+}
+
+/// The OpenAPI document as text.
+#[must_use]
+pub fn openapi() -> String {
+    let mut text = match routes_and_document().1.to_pretty_json() {
+        Ok(text) => text,
+        Err(error) => unreachable!("a document made from types is JSON: {error}"),
+    };
+    text.push('\n');
+    text
+}
+
+fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
+    let (router, document) = OpenApiRouter::with_openapi(Document::openapi())
+        .routes(routes!(list_vms, attach))
+        .routes(routes!(show_vm, set_limit, detach))
+        .routes(routes!(reclaim))
+        .routes(routes!(list_devices, add_device, remove_device))
+        .routes(routes!(health))
+        .routes(routes!(metrics_page))
+        .routes(routes!(document_page))
+        .split_for_parts();
+    let router = router
+        .fallback(no_route)
+        .method_not_allowed_fallback(no_method);
+    (router, document)
+}
+
+async fn no_route(uri: axum::http::Uri) -> Failure {
+    ControlError::not_found(format!(
+        "there is no route {}; see /openapi.json",
+        uri.path()
+    ))
+    .into()
+}
+
+async fn no_method(method: axum::http::Method, uri: axum::http::Uri) -> Failure {
+    Failure::new(
+        StatusCode::METHOD_NOT_ALLOWED,
+        ControlError::wrong_use(format!(
+            "{} does not take {method}; see /openapi.json",
+            uri.path()
+        )),
+    )
+}
+
+/// Every VM.
+#[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = VmList)))]
+async fn list_vms(State(state): State<ApiState>) -> Answer<VmList> {
+    let vms = state.run(|control| Ok(control.vms())).await?;
+    Ok(Json(VmList { vms }))
+}
+
+/// Take over the RAM of a running VMM.
+#[utoipa::path(post, path = "/v1/vms", request_body = AttachBody, responses(
+    (status = 201, body = VmReport),
+    (status = 400, body = ControlError, description = "Makes no sense"),
+    (status = 409, body = ControlError, description = "Refused, with the reason"),
+    (status = 500, body = ControlError, description = "Failed"),
+))]
+async fn attach(
+    State(state): State<ApiState>,
+    Body(body): Body<AttachBody>,
+) -> Result<(StatusCode, Json<VmReport>), Failure> {
+    let report = state
+        .run(move |control| {
+            let name = body.name.unwrap_or_else(|| default_name(body.pid));
+            check_name(&name)?;
+            control.attach(AttachRequest {
+                pid: body.pid,
+                name,
+                limit_bytes: body.limit_bytes,
+            })
+        })
+        .await?;
+    Ok((StatusCode::CREATED, Json(report)))
+}
+
+/// One VM.
+#[utoipa::path(get, path = "/v1/vms/{name}", params(("name" = String, Path)), responses(
+    (status = 200, body = VmReport),
+    (status = 404, body = ControlError),
+))]
+async fn show_vm(State(state): State<ApiState>, VmName(name): VmName) -> Answer<VmReport> {
+    let report = state.run(move |control| control.vm(&name)).await?;
+    Ok(Json(report))
+}
+
+/// Set or lift the limit of a VM.
+#[utoipa::path(
+    patch, path = "/v1/vms/{name}", params(("name" = String, Path)), request_body = LimitBody,
+    responses(
+        (status = 200, body = VmReport),
+        (status = 400, body = ControlError, description = "No limit a VM can live with"),
+        (status = 404, body = ControlError),
+    )
+)]
+async fn set_limit(
+    State(state): State<ApiState>,
+    VmName(name): VmName,
+    Body(body): Body<LimitBody>,
+) -> Answer<VmReport> {
+    let report = state
+        .run(move |control| control.set_limit(&name, body.limit_bytes))
+        .await?;
+    Ok(Json(report))
+}
+
+/// Bring every page back, then let go of the VM.
+#[utoipa::path(delete, path = "/v1/vms/{name}", params(("name" = String, Path)), responses(
+    (status = 200, body = DetachReport),
+    (status = 404, body = ControlError),
+    (status = 409, body = ControlError),
+    (status = 500, body = ControlError, description = "Still attached"),
+))]
+async fn detach(State(state): State<ApiState>, VmName(name): VmName) -> Answer<DetachReport> {
+    let report = state.run(move |control| control.detach(&name)).await?;
+    Ok(Json(report))
+}
+
+/// Evict pages of a VM now, coldest first.
+#[utoipa::path(
+    post, path = "/v1/vms/{name}/reclaim", params(("name" = String, Path)),
+    request_body = ReclaimBody,
+    responses(
+        (status = 200, body = ReclaimReport),
+        (status = 404, body = ControlError),
+        (status = 409, body = ControlError, description = "Eviction is barred, with the reason"),
+    )
+)]
+async fn reclaim(
+    State(state): State<ApiState>,
+    VmName(name): VmName,
+    Body(body): Body<ReclaimBody>,
+) -> Answer<ReclaimReport> {
+    let report = state
+        .run(move |control| control.reclaim(&name, body.bytes))
+        .await?;
+    Ok(Json(report))
+}
+
+/// Every device.
+#[utoipa::path(get, path = "/v1/devices", responses((status = 200, body = DeviceList)))]
+async fn list_devices(State(state): State<ApiState>) -> Answer<DeviceList> {
+    let devices = state.run(|control| Ok(control.devices())).await?;
+    Ok(Json(DeviceList { devices }))
+}
+
+/// Serve an image as a vhost-user-blk device.
+#[utoipa::path(post, path = "/v1/devices", request_body = BlkRequest, responses(
+    (status = 201, body = DeviceReport),
+    (status = 400, body = ControlError, description = "Makes no sense"),
+    (status = 409, body = ControlError, description = "Socket or image is taken"),
+    (status = 500, body = ControlError, description = "Failed"),
+))]
+async fn add_device(
+    State(state): State<ApiState>,
+    Body(request): Body<BlkRequest>,
+) -> Result<(StatusCode, Json<DeviceReport>), Failure> {
+    let report = state
+        .run(move |control| {
+            check_absolute("socket", &request.socket)?;
+            check_absolute("image", &request.image)?;
+            control.add_blk(request)
+        })
+        .await?;
+    Ok((StatusCode::CREATED, Json(report)))
+}
+
+/// Drain and remove a device.
+#[utoipa::path(delete, path = "/v1/devices", params(DeviceSocket), responses(
+    (status = 200, body = DeviceSocket, description = "Removed"),
+    (status = 400, body = ControlError),
+    (status = 404, body = ControlError),
+))]
+async fn remove_device(
+    State(state): State<ApiState>,
+    Query(device): Query<DeviceSocket>,
+) -> Answer<DeviceSocket> {
+    let socket = PathBuf::from(&device.socket);
+    state
+        .run(move |control| control.remove_device(&socket))
+        .await?;
+    Ok(Json(device))
+}
+
+/// A path of the client means nothing in the daemon's working directory.
+fn check_absolute(what: &str, path: &Path) -> Result<(), ControlError> {
+    if path.is_absolute() {
+        Ok(())
+    } else {
+        Err(ControlError::wrong_use(format!(
+            "the {what} '{}' is not an absolute path: write it from /",
+            path.display()
+        )))
+    }
+}
+
+/// The daemon lives.
+#[utoipa::path(get, path = "/v1/health", responses((status = 200, body = Health)))]
+async fn health(State(state): State<ApiState>) -> Answer<Health> {
+    let uptime_seconds = state.started.elapsed().as_secs();
+    let health = state
+        .run(move |control| {
+            Ok(Health {
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                pid: std::process::id(),
+                uptime_seconds,
+                vms: control.vms().len(),
+                devices: control.devices().len(),
+            })
+        })
+        .await?;
+    Ok(Json(health))
+}
+
+/// Figures for Prometheus, as `OpenMetrics` text.
+#[utoipa::path(get, path = "/metrics", responses(
+    (status = 200, body = String, content_type = "application/openmetrics-text"),
+))]
+async fn metrics_page(State(state): State<ApiState>) -> Result<Response, Failure> {
+    let page = state
+        .run(|control| {
+            metrics::page(control.vms(), control.devices())
+                .map_err(|error| ControlError::failed(format!("no metrics page: {error}")))
+        })
+        .await?;
+    Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], page).into_response())
+}
+
+/// This document.
+#[utoipa::path(get, path = "/openapi.json", responses(
+    (status = 200, body = Object, content_type = "application/json"),
+))]
+async fn document_page() -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], openapi()).into_response()
+}

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Benches: each measures us and a peer in alternation within one run, since
+//! absolute figures drift between machines and minutes while ratios hold.
+//!
+//! A bench is a folder here with `run() -> Result<BenchReport, BenchError>` and
+//! one line in [`run`].
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use crate::cli::BenchName;
+use crate::text::{Text, fields};
+
+/// What a bench found.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct BenchReport {
+    /// Name of the bench.
+    pub name: String,
+    /// Where it ran.
+    pub host: BenchHost,
+    /// Our figures, units at the end of their names.
+    pub figures: Map<String, Value>,
+    /// The peers' figures; a peer that is not to be had is a sentence that says why.
+    pub peers: Map<String, Value>,
+    /// Ours over the peer's.
+    pub ratios: Map<String, Value>,
+}
+
+/// The machine a bench ran on.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct BenchHost {
+    /// Kernel release.
+    pub kernel: String,
+    /// CPU model.
+    pub cpu: String,
+    /// CPUs online.
+    pub cpus: usize,
+    /// RAM of the host.
+    pub memory_bytes: u64,
+    /// Runs inside a VM itself.
+    pub virtualized: bool,
+}
+
+/// Why a bench gave nothing.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum BenchError {
+    /// The machine lacks something.
+    #[error("bench {name} cannot run here: {reason}")]
+    Unable {
+        /// The bench.
+        name: &'static str,
+        /// What is missing and how to get it.
+        reason: String,
+    },
+    /// It broke on the way.
+    #[error("bench {name} failed: {reason}")]
+    Failed {
+        /// The bench.
+        name: &'static str,
+        /// What broke.
+        reason: String,
+    },
+}
+
+/// Runs the bench `name`.
+pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
+    let name = match name {
+        BenchName::Fault => "fault",
+        BenchName::Blk => "blk",
+    };
+    Err(BenchError::Unable {
+        name,
+        reason: "this build does not hold it".into(),
+    })
+}
+
+impl BenchReport {
+    /// An empty report of this machine.
+    #[must_use]
+    pub fn new(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            host: BenchHost::here(),
+            figures: Map::new(),
+            peers: Map::new(),
+            ratios: Map::new(),
+        }
+    }
+}
+
+impl BenchHost {
+    /// This machine.
+    #[must_use]
+    pub fn here() -> Self {
+        let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let info = rustix::system::sysinfo();
+        let field = |name: &str| {
+            cpuinfo
+                .lines()
+                .find_map(|line| line.strip_prefix(name)?.split_once(": ").map(|(_, v)| v))
+        };
+        Self {
+            kernel: rustix::system::uname().release().to_string_lossy().into(),
+            cpu: field("model name").unwrap_or("unknown").to_owned(),
+            cpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            memory_bytes: info.totalram * u64::from(info.mem_unit),
+            virtualized: field("flags").is_some_and(|f| f.split(' ').any(|f| f == "hypervisor")),
+        }
+    }
+}
+
+impl Text for BenchReport {
+    fn text(&self) -> String {
+        let mut text = format!(
+            "bench {} on {} ({} CPUs), Linux {}\n",
+            self.name, self.host.cpu, self.host.cpus, self.host.kernel
+        );
+        for (title, part) in [
+            ("ours", &self.figures),
+            ("peers", &self.peers),
+            ("ratios, ours over the peer's", &self.ratios),
+        ] {
+            text += &format!("\n{title}\n");
+            for line in fields(part).lines() {
+                text += &format!("  {line}\n");
+            }
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn report_as_text_holds_each_figure_with_its_unit() {
+        let mut report = BenchReport::new("fault");
+        report.figures.insert("cpu_p90_us".into(), 12.5.into());
+        report
+            .ratios
+            .insert("cpu_over_zram_p90".into(), 0.75.into());
+        let text = report.text();
+        assert!(text.contains("cpu p90  12.5 us"), "{text}");
+        assert!(text.contains("cpu over zram p90  0.750"), "{text}");
+    }
+}

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The command line: what may be written, not what it does.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::control::DEFAULT_BLK_QUEUES;
+use crate::settings::GivenSettings;
+use crate::size::ByteSize;
+
+/// Memory for running virtual machines whose devices live in user space.
+///
+/// Exit status: 0 done, 1 failed, 2 wrong use or refused.
+#[derive(Parser, Debug)]
+#[command(name = "pagetide", version, max_term_width = 100)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// Commands.
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Run the daemon in the foreground; SIGTERM and SIGINT detach every VM and end it
+    Run(RunArgs),
+    /// Take over the RAM of a running VMM
+    Attach(AttachArgs),
+    /// Look at VMs and steer them
+    #[command(subcommand)]
+    Vm(VmCommand),
+    /// Devices of the software DPU
+    #[command(subcommand)]
+    Dpu(DpuCommand),
+    /// Say what taking over a VM would save, without taking it over
+    Estimate(EstimateArgs),
+    /// Measure, beside a peer in the same run
+    Bench(BenchArgs),
+    /// Print the OpenAPI document of the HTTP API
+    Openapi,
+}
+
+/// Where the daemon is, and how to print its answer.
+#[derive(Args, Clone, PartialEq, Eq, Debug)]
+pub struct ClientArgs {
+    /// Socket of the daemon's API
+    #[arg(
+        long,
+        value_name = "PATH",
+        env = "PAGETIDE_API",
+        default_value = "/dev/shm/pagetide/api.sock"
+    )]
+    pub api: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `run`.
+#[derive(Args, Debug)]
+pub struct RunArgs {
+    /// TOML file of settings, its keys named like the flags
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Print the settings in force as such a file, and end
+    #[arg(long)]
+    pub print_settings: bool,
+    /// Settings given as flags.
+    #[command(flatten)]
+    pub given: GivenSettings,
+}
+
+/// Arguments of `attach`.
+#[derive(Args, Debug)]
+pub struct AttachArgs {
+    /// Process id of the VMM
+    #[arg(long)]
+    pub pid: u32,
+    /// Name for the VM; without it the VMM's -name, else vm-PID
+    #[arg(long)]
+    pub name: Option<String>,
+    /// Limit on resident RAM, such as 256M
+    #[arg(long, value_name = "SIZE")]
+    pub limit: Option<ByteSize>,
+    /// Of every client.
+    #[command(flatten)]
+    pub client: ClientArgs,
+}
+
+/// Commands about VMs.
+#[derive(Subcommand, Debug)]
+pub enum VmCommand {
+    /// List every VM
+    List {
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// Show one VM with all its figures
+    Show {
+        /// Name of the VM
+        name: String,
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// Set or lift the limit on a VM's resident RAM
+    Limit {
+        /// Name of the VM
+        name: String,
+        /// Size such as 256M, or 'none'
+        #[arg(value_name = "SIZE|none")]
+        limit: Limit,
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// Evict pages of a VM now, coldest first
+    Reclaim {
+        /// Name of the VM
+        name: String,
+        /// How much; without it all that can go
+        #[arg(long, value_name = "SIZE")]
+        bytes: Option<ByteSize>,
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// Bring every page back, then let go of the VM
+    Detach {
+        /// Name of the VM
+        name: String,
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+}
+
+/// A limit as it is written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Limit {
+    /// No limit.
+    None,
+    /// This much.
+    Size(ByteSize),
+}
+
+impl std::str::FromStr for Limit {
+    type Err = crate::size::SizeError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text == "none" {
+            Ok(Self::None)
+        } else {
+            text.parse().map(Self::Size)
+        }
+    }
+}
+
+/// Commands about devices.
+#[derive(Subcommand, Debug)]
+pub enum DpuCommand {
+    /// Serve an image as a vhost-user-blk device
+    Blk(BlkArgs),
+    /// List every device
+    List {
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// Drain and remove a device
+    Remove {
+        /// Socket of the device
+        #[arg(long, value_name = "PATH")]
+        socket: PathBuf,
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+}
+
+/// Arguments of `dpu blk`.
+#[derive(Args, Debug)]
+pub struct BlkArgs {
+    /// Unix socket to listen on
+    #[arg(long, value_name = "PATH")]
+    pub socket: PathBuf,
+    /// Image file or block device
+    #[arg(long, value_name = "FILE")]
+    pub image: PathBuf,
+    /// Request queues offered to the guest
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_BLK_QUEUES)]
+    pub queues: u16,
+    /// Refuse writes
+    #[arg(long)]
+    pub read_only: bool,
+    /// Do not look pages up before DMA; only for VMs that are not attached
+    #[arg(long)]
+    pub no_lookup: bool,
+    /// Serial number shown to the guest, at most 20 bytes
+    #[arg(long)]
+    pub serial: Option<String>,
+    /// Of every client.
+    #[command(flatten)]
+    pub client: ClientArgs,
+}
+
+/// Arguments of `estimate`.
+#[derive(Args, Clone, PartialEq, Debug)]
+pub struct EstimateArgs {
+    /// Process id of the VMM
+    #[arg(long)]
+    pub pid: u32,
+    /// How long to look, in minutes; fractions are allowed
+    #[arg(long, value_name = "M", value_parser = minutes)]
+    pub minutes: f64,
+    /// Seconds between two looks
+    #[arg(long, value_name = "S", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=600))]
+    pub interval: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Longest estimate: a day.
+const MINUTES_MAX: f64 = 24.0 * 60.0;
+
+fn minutes(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number > 0.0 && number <= MINUTES_MAX => Ok(number),
+        _ => Err(format!(
+            "write a number of minutes above 0, at most {MINUTES_MAX}"
+        )),
+    }
+}
+
+/// Arguments of `bench`.
+#[derive(Args, Debug)]
+pub struct BenchArgs {
+    /// What to measure
+    pub name: BenchName,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Benches by name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum BenchName {
+    /// Time to get an evicted page back, by CPU and by device, beside kernel zram
+    Fault,
+    /// 4 KiB I/O of vhost-user-blk, beside qemu-storage-daemon
+    Blk,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_line_definition_is_sound() {
+        use clap::CommandFactory as _;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn wrong_use_ends_with_status_2() {
+        for line in [
+            vec!["pagetide"],
+            vec!["pagetide", "attach"],
+            vec!["pagetide", "attach", "--pid", "x"],
+            vec!["pagetide", "attach", "--pid", "1", "--limit", "50%"],
+            vec!["pagetide", "vm", "limit", "a", "much"],
+            vec!["pagetide", "estimate", "--pid", "1", "--minutes", "0"],
+            vec!["pagetide", "bench", "nothing"],
+            vec!["pagetide", "run", "--engines", "0"],
+        ] {
+            let error = Cli::try_parse_from(&line).unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn limit_none_is_no_limit() {
+        assert_eq!("none".parse(), Ok(Limit::None));
+        assert_eq!("1M".parse(), Ok(Limit::Size(ByteSize(1 << 20))));
+    }
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Client of the HTTP API over its Unix socket.
+//!
+//! One connection a request: a command makes one or two. There is no time
+//! limit, since a detach takes as long as it takes to bring every page back.
+
+use std::path::{Path, PathBuf};
+
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::Bytes;
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::net::UnixStream;
+
+use crate::control::ControlError;
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody listens.
+    #[error(
+        "no daemon answers on {path}: {source}; start one with `pagetide run`, or name its socket with --api"
+    )]
+    NoDaemon {
+        /// The socket.
+        path: PathBuf,
+        /// The reason.
+        source: std::io::Error,
+    },
+    /// The connection broke, as when the daemon died.
+    #[error("the daemon on {path} did not answer: {source}; see its log")]
+    Broken {
+        /// The socket.
+        path: PathBuf,
+        /// The reason.
+        source: hyper::Error,
+    },
+    /// The answer makes no sense.
+    #[error(
+        "the answer of {path} (status {status}) makes no sense: {reason}; is it a pagetide of this version?"
+    )]
+    Strange {
+        /// The socket.
+        path: PathBuf,
+        /// Its status.
+        status: u16,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The daemon says no.
+    #[error(transparent)]
+    Refused(#[from] ControlError),
+}
+
+/// A daemon, by its socket.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Client {
+    socket: PathBuf,
+}
+
+impl Client {
+    /// Of the daemon that listens on `socket`.
+    #[must_use]
+    pub fn new(socket: &Path) -> Self {
+        Self {
+            socket: socket.to_owned(),
+        }
+    }
+
+    /// Asks for a JSON answer without sending a body.
+    pub async fn ask<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+    ) -> Result<T, ClientError> {
+        let (status, body) = self.exchange(method, path, Bytes::new()).await?;
+        self.read(status, &body)
+    }
+
+    /// Sends a JSON body and reads a JSON answer.
+    pub async fn send<B: Serialize, T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: &B,
+    ) -> Result<T, ClientError> {
+        let body = serde_json::to_vec(body)
+            .map_err(|error| ControlError::wrong_use(format!("cannot be sent as JSON: {error}")))?;
+        let (status, body) = self.exchange(method, path, body.into()).await?;
+        self.read(status, &body)
+    }
+
+    fn read<T: DeserializeOwned>(&self, status: StatusCode, body: &[u8]) -> Result<T, ClientError> {
+        let strange = |error: serde_json::Error| ClientError::Strange {
+            path: self.socket.clone(),
+            status: status.as_u16(),
+            reason: error.to_string(),
+        };
+        if status.is_success() {
+            serde_json::from_slice(body).map_err(strange)
+        } else {
+            let error: ControlError = serde_json::from_slice(body).map_err(strange)?;
+            Err(error.into())
+        }
+    }
+
+    async fn exchange(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> Result<(StatusCode, Bytes), ClientError> {
+        let broken = |source| ClientError::Broken {
+            path: self.socket.clone(),
+            source,
+        };
+        let stream =
+            UnixStream::connect(&self.socket)
+                .await
+                .map_err(|source| ClientError::NoDaemon {
+                    path: self.socket.clone(),
+                    source,
+                })?;
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(broken)?;
+        // What ends the connection early also ends the request, which reports it.
+        let connection = tokio::spawn(connection);
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(hyper::header::HOST, "pagetide")
+            .header(hyper::header::CONTENT_TYPE, "application/json")
+            .body(Full::new(body))
+            .map_err(|error| ControlError::wrong_use(format!("'{path}' is no path: {error}")))?;
+        let response = sender.send_request(request).await.map_err(broken)?;
+        let status = response.status();
+        let body = response.into_body().collect().await.map_err(broken)?;
+        connection.abort();
+        Ok((status, body.to_bytes()))
+    }
+}
+
+/// Path of the VM `name` in the API.
+#[must_use]
+pub fn vm_path(name: &str) -> String {
+    format!("/v1/vms/{}", utf8_percent_encode(name, NON_ALPHANUMERIC))
+}
+
+/// Path of the device on `socket` in the API.
+#[must_use]
+pub fn device_path(socket: &str) -> String {
+    format!(
+        "/v1/devices?socket={}",
+        utf8_percent_encode(socket, NON_ALPHANUMERIC)
+    )
+}

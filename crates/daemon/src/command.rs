@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What each command does: the clients here, the long ones in their own modules.
+
+use std::path::Path;
+
+use hyper::Method;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::api::{self, AttachBody, DeviceList, DeviceSocket, LimitBody, ReclaimBody, VmList};
+use crate::bench;
+use crate::cli::{
+    AttachArgs, BenchArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, Limit, VmCommand,
+};
+use crate::client::{Client, ClientError, device_path, vm_path};
+use crate::control::{BlkRequest, DetachReport, DeviceReport, ReclaimReport, VmReport};
+use crate::estimate;
+use crate::name::check_name;
+use crate::outcome::{CommandError, print, print_report};
+use crate::run;
+use crate::text::Text;
+
+/// Does what the command line says.
+pub fn execute(cli: Cli) -> Result<(), CommandError> {
+    match cli.command {
+        Command::Run(args) => run::run(args),
+        Command::Attach(args) => attach(args),
+        Command::Vm(command) => vm(command),
+        Command::Dpu(command) => dpu(command),
+        Command::Estimate(args) => estimate::run(&args),
+        Command::Bench(args) => run_bench(&args),
+        Command::Openapi => print(&api::openapi()),
+    }
+}
+
+/// A request on its way: who sends it, where to, how the answer is printed.
+struct Call<'a> {
+    client: &'a ClientArgs,
+    method: Method,
+    path: String,
+}
+
+impl Call<'_> {
+    /// Sends `body` if there is one, prints the answer.
+    fn make<B: Serialize, T: DeserializeOwned + Serialize + Text>(
+        self,
+        body: Option<&B>,
+    ) -> Result<(), CommandError> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|error| CommandError::failed(format!("cannot start the client: {error}")))?;
+        let client = Client::new(&self.client.api);
+        let answer: Result<T, ClientError> = runtime.block_on(async {
+            match body {
+                Some(body) => client.send(self.method, &self.path, body).await,
+                None => client.ask(self.method, &self.path).await,
+            }
+        });
+        let report = answer.map_err(|error| match error {
+            ClientError::Refused(error) => error.into(),
+            other => CommandError::failed(other),
+        })?;
+        print_report(&report, self.client.json.into())
+    }
+
+    fn ask<T: DeserializeOwned + Serialize + Text>(self) -> Result<(), CommandError> {
+        self.make::<(), T>(None)
+    }
+}
+
+fn attach(args: AttachArgs) -> Result<(), CommandError> {
+    let call = Call {
+        client: &args.client,
+        method: Method::POST,
+        path: "/v1/vms".into(),
+    };
+    call.make::<_, VmReport>(Some(&AttachBody {
+        pid: args.pid,
+        name: args.name,
+        limit_bytes: args.limit.map(|size| size.0),
+    }))
+}
+
+fn vm(command: VmCommand) -> Result<(), CommandError> {
+    match command {
+        VmCommand::List { client } => Call {
+            client: &client,
+            method: Method::GET,
+            path: "/v1/vms".into(),
+        }
+        .ask::<VmList>(),
+        VmCommand::Show { name, client } => call_vm(&name, Method::GET, &client)?.ask::<VmReport>(),
+        VmCommand::Detach { name, client } => {
+            call_vm(&name, Method::DELETE, &client)?.ask::<DetachReport>()
+        }
+        VmCommand::Limit {
+            name,
+            limit,
+            client,
+        } => {
+            let limit_bytes = match limit {
+                Limit::None => None,
+                Limit::Size(size) => Some(size.0),
+            };
+            call_vm(&name, Method::PATCH, &client)?
+                .make::<_, VmReport>(Some(&LimitBody { limit_bytes }))
+        }
+        VmCommand::Reclaim {
+            name,
+            bytes,
+            client,
+        } => {
+            let mut call = call_vm(&name, Method::POST, &client)?;
+            call.path += "/reclaim";
+            let bytes = bytes.map(|size| size.0);
+            call.make::<_, ReclaimReport>(Some(&ReclaimBody { bytes }))
+        }
+    }
+}
+
+fn call_vm<'a>(
+    name: &str,
+    method: Method,
+    client: &'a ClientArgs,
+) -> Result<Call<'a>, CommandError> {
+    check_name(name)?;
+    Ok(Call {
+        client,
+        method,
+        path: vm_path(name),
+    })
+}
+
+fn dpu(command: DpuCommand) -> Result<(), CommandError> {
+    match command {
+        DpuCommand::Blk(args) => add_blk(args),
+        DpuCommand::List { client } => Call {
+            client: &client,
+            method: Method::GET,
+            path: "/v1/devices".into(),
+        }
+        .ask::<DeviceList>(),
+        DpuCommand::Remove { socket, client } => {
+            let socket = absolute(&socket)?;
+            let Some(socket) = socket.to_str() else {
+                return Err(CommandError::refused("the path of the socket is not UTF-8"));
+            };
+            Call {
+                client: &client,
+                method: Method::DELETE,
+                path: device_path(socket),
+            }
+            .ask::<DeviceSocket>()
+        }
+    }
+}
+
+fn add_blk(args: BlkArgs) -> Result<(), CommandError> {
+    let request = BlkRequest {
+        socket: absolute(&args.socket)?,
+        image: absolute(&args.image)?,
+        queues: args.queues,
+        read_only: args.read_only,
+        lookup: !args.no_lookup,
+        serial: args.serial,
+    };
+    let call = Call {
+        client: &args.client,
+        method: Method::POST,
+        path: "/v1/devices".into(),
+    };
+    call.make::<_, DeviceReport>(Some(&request))
+}
+
+/// A path as the daemon can use it, whose working directory is another.
+fn absolute(path: &Path) -> Result<std::path::PathBuf, CommandError> {
+    std::path::absolute(path)
+        .map_err(|error| CommandError::refused(format!("'{}' is no path: {error}", path.display())))
+}
+
+fn run_bench(args: &BenchArgs) -> Result<(), CommandError> {
+    let report = bench::run(args.name).map_err(CommandError::failed)?;
+    print_report(&report, args.json.into())
+}

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The metrics page: the figures of all reports as `OpenMetrics` text, and
+//! their documentation.
+//!
+//! Nothing is counted here. A page is made anew for each scrape from the
+//! reports, and what it holds follows from the tables of [`Figure`]s.
+
+use std::fmt;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Registry;
+
+use crate::control::{DeviceReport, VmReport, VmState};
+use crate::figure::{BUCKET_BOUNDS_US, Figure, FigureKind, LatencyUs, Reading, Report};
+
+/// Content type of the page.
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Metric of VMs that are served but not evicted, beside the figures of the reports.
+const EVICTING: (&str, &str) = (
+    "pagetide_vm_evicting",
+    "1 if cold pages of the VM are evicted, 0 while something forbids it",
+);
+
+/// The page.
+pub fn page(vms: Vec<VmReport>, devices: Vec<DeviceReport>) -> Result<String, fmt::Error> {
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(Reports { vms, devices }));
+    let mut page = String::new();
+    prometheus_client::encoding::text::encode(&mut page, &registry)?;
+    Ok(page)
+}
+
+#[derive(Debug)]
+struct Reports {
+    vms: Vec<VmReport>,
+    devices: Vec<DeviceReport>,
+}
+
+impl Collector for Reports {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
+        encode_all(&mut encoder, &self.vms)?;
+        encode_all(&mut encoder, &self.devices)?;
+        if self.vms.is_empty() {
+            return Ok(());
+        }
+        let (name, help) = EVICTING;
+        let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        for vm in &self.vms {
+            let evicting = i64::from(vm.state == VmState::Attached);
+            metric
+                .encode_family(&[vm.label()])?
+                .encode_gauge(&evicting)?;
+        }
+        Ok(())
+    }
+}
+
+fn encode_all<R: Report>(encoder: &mut DescriptorEncoder, reports: &[R]) -> fmt::Result {
+    for figure in R::FIGURES {
+        let mut readings = reports
+            .iter()
+            .filter_map(|report| (figure.read)(report).map(|reading| (report.label(), reading)))
+            .peekable();
+        if readings.peek().is_none() {
+            continue;
+        }
+        let name = metric_name(figure);
+        let mut metric = encoder.encode_descriptor(
+            &name,
+            figure.help.trim_ascii(),
+            None,
+            metric_type(figure),
+        )?;
+        for (label, reading) in readings {
+            encode_one(&mut metric, label, (figure.kind, reading))?;
+        }
+    }
+    Ok(())
+}
+
+fn encode_one(
+    metric: &mut MetricEncoder,
+    label: (&str, &str),
+    (kind, reading): (FigureKind, Reading),
+) -> fmt::Result {
+    let labels = [label];
+    if let Reading::Sets(sets) = reading {
+        for set in sets {
+            let labels = [label, ("set", set.set.as_str())];
+            metric.encode_family(&labels)?.encode_gauge(&set.sections)?;
+        }
+        return Ok(());
+    }
+    let mut one = metric.encode_family(&labels)?;
+    let no_exemplar =
+        None::<&prometheus_client::metrics::exemplar::Exemplar<[(&str, &str); 0], f64>>;
+    match (kind, reading) {
+        (FigureKind::Counter, Reading::Whole(number)) => one.encode_counter(&number, no_exemplar),
+        (FigureKind::Counter, Reading::Real(number)) => one.encode_counter(&number, no_exemplar),
+        (_, Reading::Whole(number)) => one.encode_gauge(&number),
+        (_, Reading::Real(number)) => one.encode_gauge(&number),
+        (_, Reading::Latency(latency)) => encode_latency(&mut one, latency),
+        (_, Reading::Sets(_)) => Ok(()),
+    }
+}
+
+fn encode_latency(metric: &mut MetricEncoder, latency: &LatencyUs) -> fmt::Result {
+    #[expect(clippy::cast_precision_loss, reason = "bounds are at most a million")]
+    let bounds = BUCKET_BOUNDS_US.map(|bound| bound as f64);
+    let buckets: Vec<(f64, u64)> = bounds
+        .into_iter()
+        .chain([f64::INFINITY])
+        .zip(latency.buckets.counts)
+        .collect();
+    let count = latency.buckets.counts.iter().sum();
+    metric.encode_histogram::<[(&str, &str); 0]>(latency.buckets.sum_us, count, &buckets, None)
+}
+
+fn metric_name<R: Report>(figure: &Figure<R>) -> String {
+    format!("{}_{}", R::METRIC_PREFIX, figure.name)
+}
+
+fn metric_type<R>(figure: &Figure<R>) -> MetricType {
+    match figure.kind {
+        FigureKind::Gauge | FigureKind::PerSet => MetricType::Gauge,
+        FigureKind::Counter => MetricType::Counter,
+        FigureKind::Histogram => MetricType::Histogram,
+    }
+}
+
+/// The page `docs/metrics.md`.
+#[must_use]
+pub fn documentation() -> String {
+    let mut page = String::from(
+        "# Metrics\n\n\
+         Made from `crates/daemon/src/control.rs`; do not edit.\n\n\
+         `GET /metrics` on the API socket answers with OpenMetrics text. Names carry their unit;\n\
+         counters end in `_total`. The same figures stand in `pagetide vm show --json` and\n\
+         `pagetide dpu list --json`, there latencies as percentiles.\n\n\
+         | metric | kind | labels | meaning |\n|---|---|---|---|\n",
+    );
+    document::<VmReport>(&mut page);
+    let (name, help) = EVICTING;
+    page += &format!("| `{name}` | gauge | `vm` | {help}. |\n");
+    document::<DeviceReport>(&mut page);
+    page += "\nBuckets of latencies, in microseconds: ";
+    page += &BUCKET_BOUNDS_US.map(|bound| bound.to_string()).join(", ");
+    page += ".\n";
+    page
+}
+
+fn document<R: Report + Default>(page: &mut String) {
+    let report = R::default();
+    let label = report.label().0;
+    for figure in R::FIGURES {
+        let name = metric_name(figure);
+        let (name, kind, labels) = match figure.kind {
+            FigureKind::Gauge => (name, "gauge", format!("`{label}`")),
+            FigureKind::Counter => (name + "_total", "counter", format!("`{label}`")),
+            FigureKind::Histogram => (name, "histogram", format!("`{label}`, `le`")),
+            FigureKind::PerSet => (name, "gauge", format!("`{label}`, `set`")),
+        };
+        let help = figure.help.trim_ascii();
+        *page += &format!("| `{name}` | {kind} | {labels} | {help} |\n");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::SetReport;
+
+    fn vm(name: &str) -> VmReport {
+        let mut histogram = hdrhistogram::Histogram::<u64>::new(3).unwrap();
+        histogram.record(7_000).unwrap();
+        VmReport {
+            name: name.into(),
+            resident_bytes: 4096,
+            vcpu_faults: 17,
+            vcpu_fault_us: LatencyUs::from_ns(&histogram),
+            reader_cpu_seconds: 0.5,
+            sections: vec![SetReport {
+                set: "cold".into(),
+                sections: 3,
+            }],
+            ..VmReport::default()
+        }
+    }
+
+    #[test]
+    fn page_tells_each_kind_of_figure_in_its_form() {
+        let page = page(vec![vm("a"), vm("b")], vec![]).unwrap();
+        for line in [
+            "pagetide_vm_resident_bytes{vm=\"a\"} 4096",
+            "pagetide_vm_vcpu_faults_total{vm=\"b\"} 17",
+            "pagetide_vm_reader_cpu_seconds_total{vm=\"a\"} 0.5",
+            "pagetide_vm_vcpu_fault_us_bucket{le=\"5.0\",vm=\"a\"} 0",
+            "pagetide_vm_vcpu_fault_us_bucket{le=\"10.0\",vm=\"a\"} 1",
+            "pagetide_vm_vcpu_fault_us_bucket{le=\"+Inf\",vm=\"a\"} 1",
+            "pagetide_vm_sections{vm=\"a\",set=\"cold\"} 3",
+            "pagetide_vm_evicting{vm=\"a\"} 1",
+            "# EOF",
+        ] {
+            assert!(page.lines().any(|l| l == line), "no {line} in\n{page}");
+        }
+        assert!(
+            !page.contains("limit_bytes"),
+            "a VM without a limit has none"
+        );
+    }
+
+    #[test]
+    fn page_without_vms_holds_nothing() {
+        assert_eq!(page(vec![], vec![]).unwrap(), "# EOF\n");
+    }
+
+    #[test]
+    fn label_that_needs_quoting_is_quoted() {
+        let page = page(vec![vm("a\"b\n")], vec![]).unwrap();
+        assert!(page.contains(r#"vm="a\"b\n""#), "{page}");
+    }
+}

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+//! How a command ends: 0 done, 1 failed, 2 wrong use or refused.
+
+use std::process::ExitCode;
+
+use serde::Serialize;
+
+use crate::control::{ControlError, ErrorKind};
+use crate::text::{Text, json};
+
+/// A command that did not do what it was asked for, told as one sentence.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum CommandError {
+    /// Wrong use, or refused: status 2.
+    #[error("{0}")]
+    Refused(String),
+    /// Tried and failed: status 1.
+    #[error("{0}")]
+    Failed(String),
+    /// Whoever read our output has gone: nothing to say, status 1.
+    #[error("nobody reads the output any more")]
+    OutputClosed,
+}
+
+impl CommandError {
+    /// From any error that means wrong use or refusal.
+    pub fn refused(error: impl std::fmt::Display) -> Self {
+        Self::Refused(error.to_string())
+    }
+
+    /// From any error that means failure.
+    pub fn failed(error: impl std::fmt::Display) -> Self {
+        Self::Failed(error.to_string())
+    }
+
+    /// Status of the process.
+    #[must_use]
+    pub fn exit_code(&self) -> ExitCode {
+        match self {
+            Self::Refused(_) => ExitCode::from(2),
+            Self::Failed(_) | Self::OutputClosed => ExitCode::FAILURE,
+        }
+    }
+}
+
+impl From<ControlError> for CommandError {
+    fn from(error: ControlError) -> Self {
+        match error.kind {
+            ErrorKind::WrongUse | ErrorKind::NotFound | ErrorKind::Refused => {
+                Self::Refused(error.message)
+            }
+            ErrorKind::Failed => Self::Failed(error.message),
+        }
+    }
+}
+
+/// How a report is printed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Form {
+    /// Aligned lines for people.
+    Text,
+    /// One JSON object.
+    Json,
+}
+
+/// As the flag `--json` says.
+impl From<bool> for Form {
+    fn from(json: bool) -> Self {
+        if json { Self::Json } else { Self::Text }
+    }
+}
+
+/// Prints a report the way it was asked for.
+pub fn print_report<T: Text + Serialize>(report: &T, form: Form) -> Result<(), CommandError> {
+    match form {
+        Form::Json => print(&json(report).map_err(CommandError::failed)?),
+        Form::Text => print(&report.text()),
+    }
+}
+
+/// Prints to stdout, the only way this program does.
+pub fn print(text: &str) -> Result<(), CommandError> {
+    use std::io::Write as _;
+    let mut stdout = std::io::stdout().lock();
+    stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| stdout.flush())
+        .map_err(|error| match error.kind() {
+            std::io::ErrorKind::BrokenPipe => CommandError::OutputClosed,
+            _ => CommandError::Failed(format!("cannot write the output: {error}")),
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_failures_of_the_daemon_end_with_status_1() {
+        for (error, refused) in [
+            (ControlError::wrong_use("x"), true),
+            (ControlError::not_found("x"), true),
+            (ControlError::refused("x"), true),
+            (ControlError::failed("x"), false),
+        ] {
+            let ended = CommandError::from(error);
+            assert_eq!(ended == CommandError::Refused("x".into()), refused);
+        }
+    }
+}

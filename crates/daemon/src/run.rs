@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `pagetide run`: from settings to a serving daemon and back to nothing.
+//!
+//! Order matters. Lock the state directory, then listen, then take up what a
+//! predecessor left: so two daemons never touch one pool, and clients that come
+//! early wait in the socket's backlog instead of failing. On SIGTERM or SIGINT
+//! the API goes on answering while every VM is detached, so that progress can
+//! be watched; it stops last.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
+use tracing_subscriber::EnvFilter;
+
+use crate::api::{self, ApiSocket};
+use crate::cli::RunArgs;
+use crate::control::{Control, ControlError};
+use crate::host::start_control;
+use crate::outcome::{CommandError, print};
+use crate::settings::{GivenSettings, LogFormat, RunSettings};
+use crate::state_dir::StateDir;
+
+/// How long requests under way at the end may take: all work is done by then,
+/// only a client that does not read its answer is waited for.
+const LAST_ANSWERS_WAIT: Duration = Duration::from_secs(3);
+
+/// Runs the daemon until it is told to end.
+pub fn run(args: RunArgs) -> Result<(), CommandError> {
+    let file = match &args.config {
+        Some(path) => GivenSettings::from_file(path).map_err(CommandError::refused)?,
+        None => GivenSettings::default(),
+    };
+    let settings = RunSettings::merge(args.given, file);
+    if args.print_settings {
+        return print(&settings.to_toml());
+    }
+    start_log(&settings)?;
+    let state_dir = StateDir::open(&settings.state_dir).map_err(CommandError::refused)?;
+    let socket = ApiSocket::bind(&settings.api_path()).map_err(CommandError::refused)?;
+    let control = start_control(&settings)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| CommandError::failed(format!("cannot start the API: {error}")))?;
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        pid = std::process::id(),
+        state_dir = %state_dir.path().display(),
+        api = %socket.path().display(),
+        "ready"
+    );
+    let outcome = runtime.block_on(serve(&socket, control));
+    // A call that still blocks belongs to a client that is no longer answered.
+    runtime.shutdown_background();
+    outcome?;
+    tracing::info!("ended");
+    Ok(())
+}
+
+/// Starts the log on stderr.
+fn start_log(settings: &RunSettings) -> Result<(), CommandError> {
+    let filter = EnvFilter::try_new(&settings.log_filter).map_err(|error| {
+        CommandError::refused(format!(
+            "log-filter '{}' is wrong: {error}; write a level such as info, or target=level",
+            settings.log_filter
+        ))
+    })?;
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false);
+    match settings.log {
+        LogFormat::Text => log.try_init(),
+        LogFormat::Json => log.json().flatten_event(true).try_init(),
+    }
+    .map_err(|error| CommandError::failed(format!("cannot start the log: {error}")))
+}
+
+/// Serves the API on `socket` until SIGTERM or SIGINT, then shuts `control` down.
+pub async fn serve(socket: &ApiSocket, control: Arc<dyn Control>) -> Result<(), CommandError> {
+    let failed = |error| CommandError::failed(format!("cannot start the API: {error}"));
+    let mut signals = EndSignals::new().map_err(failed)?;
+    let listener = socket.listener().map_err(failed)?;
+    let (stop, stopped) = oneshot::channel::<()>();
+    let server = axum::serve(listener, api::router(Arc::clone(&control)));
+    let server = tokio::spawn(async move {
+        server
+            .with_graceful_shutdown(async move {
+                // Stopping is asked for by the message as much as by its sender being gone.
+                drop(stopped.await);
+            })
+            .await
+    });
+    let name = signals.next().await;
+    tracing::info!(signal = name, "shutting down: detaching every VM");
+    let outcome = shut_down(control, &mut signals).await;
+    drop(stop);
+    match tokio::time::timeout(LAST_ANSWERS_WAIT, server).await {
+        Ok(Ok(Ok(()))) => {}
+        Ok(ended) => tracing::warn!(?ended, "the API ended badly"),
+        Err(_) => tracing::warn!("a client did not read its answer; left it"),
+    }
+    outcome.map_err(CommandError::from)
+}
+
+/// Detaches everything; a further signal only says what goes on.
+async fn shut_down(
+    control: Arc<dyn Control>,
+    signals: &mut EndSignals,
+) -> Result<(), ControlError> {
+    let mut work = tokio::task::spawn_blocking(move || control.shut_down());
+    loop {
+        tokio::select! {
+            ended = &mut work => {
+                return ended.unwrap_or_else(|gone| {
+                    Err(ControlError::failed(format!("the shutdown died: {gone}")))
+                });
+            }
+            name = signals.next() => tracing::warn!(
+                signal = name,
+                "still detaching; SIGKILL would pause the VMs until the next `pagetide run`"
+            ),
+        }
+    }
+}
+
+struct EndSignals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl EndSignals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}

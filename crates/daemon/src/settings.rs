@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Settings of `pagetide run`: each defined once.
+//!
+//! One line in [`settings!`] gives a setting its name, type, default and help.
+//! From it come the flag (`--state-dir`), the key of the TOML file of the same
+//! name (`state-dir`), the default, `--help`, `--print-settings` and
+//! `docs/settings.md`. A flag wins over the file, the file over the default;
+//! a key that is no setting is an error, not a silence.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+
+/// Documentation of one setting.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SettingDoc {
+    /// Field name, with underscores.
+    field: &'static str,
+    /// Default as it would be written.
+    pub default: &'static str,
+    /// One sentence.
+    pub help: &'static str,
+}
+
+impl SettingDoc {
+    /// Name as it is written in flags and files.
+    #[must_use]
+    pub fn name(&self) -> String {
+        self.field.replace('_', "-")
+    }
+}
+
+/// Why there are no settings to run by.
+#[derive(Debug, thiserror::Error)]
+pub enum SettingsError {
+    /// The file cannot be read.
+    #[error("cannot read the settings file {path}: {source}; check --config")]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: std::io::Error,
+    },
+    /// The file is not TOML, has an unknown key, or a value of the wrong type.
+    #[error("the settings file {path} is wrong: {reason}")]
+    Wrong {
+        /// The file.
+        path: PathBuf,
+        /// What the parser says, with line and key.
+        reason: String,
+    },
+}
+
+/// Form of the log on stderr.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogFormat {
+    /// Lines for people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+macro_rules! settings {
+    ($(
+        #[doc = $help:literal]
+        $field:ident : $type:ty = $default:literal
+    ),* $(,)?) => {
+        /// Settings of a daemon, complete.
+        #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+        #[serde(rename_all = "kebab-case")]
+        pub struct RunSettings {
+            $( #[doc = $help] pub $field: $type, )*
+        }
+
+        /// Settings as one source gives them: flags or a file.
+        #[derive(Clone, PartialEq, Eq, Default, Debug, Args, Deserialize)]
+        #[serde(rename_all = "kebab-case", deny_unknown_fields)]
+        pub struct GivenSettings {
+            $(
+                #[doc = $help]
+                #[arg(long, help = concat!($help, " [default: ", $default, "]"))]
+                pub $field: Option<$type>,
+            )*
+        }
+
+        /// Every setting in the order of declaration.
+        pub const SETTINGS: &[SettingDoc] = &[$(
+            SettingDoc { field: stringify!($field), default: $default, help: $help.trim_ascii() },
+        )*];
+
+        impl RunSettings {
+            /// `flags` over `file` over the defaults.
+            #[must_use]
+            pub fn merge(flags: GivenSettings, file: GivenSettings) -> Self {
+                Self { $(
+                    $field: flags.$field.or(file.$field).unwrap_or_else(|| by_default($default)),
+                )* }
+            }
+        }
+    };
+}
+
+settings! {
+    /// Directory of pools, locks and the API socket; must be on tmpfs, is made with mode 0700
+    state_dir: PathBuf = "/dev/shm/pagetide",
+    /// Socket of the API; a relative path lies in the state directory
+    api: PathBuf = "api.sock",
+    /// Threads of the software DPU that serve device queues
+    engines: Count = "1",
+    /// Microseconds an idle engine polls its queues before it sleeps
+    engine_poll_us: u32 = "50",
+    /// Microseconds a VM's fault reader polls before it sleeps; its CPU time is reported
+    reader_poll_us: u32 = "50",
+    /// Form of the log on stderr: text or json
+    log: LogFormat = "text",
+    /// What is logged, in the syntax of tracing's EnvFilter
+    log_filter: String = "info",
+}
+
+/// A number of threads: 1 to 256.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(try_from = "u32", into = "u32")]
+pub struct Count(u32);
+
+/// More threads than any host of today has CPUs to run.
+const COUNT_MAX: u32 = 256;
+
+impl Count {
+    /// The number.
+    #[must_use]
+    pub const fn get(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl TryFrom<u32> for Count {
+    type Error = String;
+
+    fn try_from(number: u32) -> Result<Self, String> {
+        if (1..=COUNT_MAX).contains(&number) {
+            Ok(Self(number))
+        } else {
+            Err(format!("{number} is not between 1 and {COUNT_MAX}"))
+        }
+    }
+}
+
+impl From<Count> for u32 {
+    fn from(count: Count) -> Self {
+        count.0
+    }
+}
+
+impl std::str::FromStr for Count {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number: u32 = text
+            .parse()
+            .map_err(|_| format!("'{text}' is not a number between 1 and {COUNT_MAX}"))?;
+        Self::try_from(number)
+    }
+}
+
+impl std::str::FromStr for LogFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        <Self as ValueEnum>::from_str(text, false)
+    }
+}
+
+/// Reads a default; a test reads them all, so a wrong one never ships.
+fn by_default<T: std::str::FromStr>(written: &str) -> T {
+    let Ok(value) = written.parse() else {
+        unreachable!("the default '{written}' of a setting does not parse");
+    };
+    value
+}
+
+impl RunSettings {
+    /// Path of the API socket.
+    #[must_use]
+    pub fn api_path(&self) -> PathBuf {
+        self.state_dir.join(&self.api)
+    }
+
+    /// As a settings file with the help as comments.
+    #[must_use]
+    pub fn to_toml(&self) -> String {
+        let Ok(toml::Value::Table(table)) = toml::Value::try_from(self) else {
+            unreachable!("settings are plain values");
+        };
+        let mut text = String::new();
+        for setting in SETTINGS {
+            let name = setting.name();
+            text += &format!("# {}.\n{name} = {}\n\n", setting.help, table[&name]);
+        }
+        text.truncate(text.trim_end().len());
+        text.push('\n');
+        text
+    }
+}
+
+impl GivenSettings {
+    /// From a TOML file.
+    pub fn from_file(path: &Path) -> Result<Self, SettingsError> {
+        let text = std::fs::read_to_string(path).map_err(|source| SettingsError::Unreadable {
+            path: path.to_owned(),
+            source,
+        })?;
+        toml::from_str(&text).map_err(|error| SettingsError::Wrong {
+            path: path.to_owned(),
+            reason: error.to_string(),
+        })
+    }
+}
+
+/// The page `docs/settings.md`.
+#[must_use]
+pub fn settings_page() -> String {
+    let mut page = String::from(
+        "# Settings of `pagetide run`\n\n\
+         Made from `crates/daemon/src/settings.rs`; do not edit.\n\n\
+         Each is a flag (`--NAME VALUE`) and a key of the TOML file given by `--config`. A flag\n\
+         wins over the file, the file over the default. A key that is no setting is an error.\n\
+         `pagetide run --print-settings` prints the settings in force as such a file.\n\n\
+         | name | default | meaning |\n|---|---|---|\n",
+    );
+    for setting in SETTINGS {
+        page += &format!(
+            "| `{}` | `{}` | {} |\n",
+            setting.name(),
+            setting.default,
+            setting.help
+        );
+    }
+    page
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(text: &str) -> Result<GivenSettings, SettingsError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pagetide.toml");
+        std::fs::write(&path, text).unwrap();
+        GivenSettings::from_file(&path)
+    }
+
+    #[test]
+    fn flag_wins_over_file_and_file_over_default() {
+        let flags = GivenSettings {
+            engines: Some(Count(3)),
+            ..GivenSettings::default()
+        };
+        let given = file("engines = 2\nlog = \"json\"\n").unwrap();
+        let settings = RunSettings::merge(flags, given);
+        assert_eq!(settings.engines, Count(3));
+        assert_eq!(settings.log, LogFormat::Json);
+        assert_eq!(settings.state_dir, Path::new("/dev/shm/pagetide"));
+    }
+
+    #[test]
+    fn key_that_is_no_setting_is_an_error_that_names_it() {
+        let error = file("engine-pol-us = 2\n").unwrap_err().to_string();
+        assert!(error.contains("engine-pol-us"), "{error}");
+        assert!(error.contains("pagetide.toml"), "{error}");
+    }
+
+    #[test]
+    fn value_of_wrong_type_or_out_of_range_is_an_error_with_its_line() {
+        for text in ["engines = \"two\"", "engines = 0", "engine-poll-us = -1"] {
+            let error = file(text).unwrap_err().to_string();
+            assert!(error.contains("line 1"), "{error}");
+        }
+    }
+
+    #[test]
+    fn file_that_is_not_there_is_an_error_that_names_it() {
+        let error = GivenSettings::from_file(Path::new("/nowhere/x.toml")).unwrap_err();
+        assert!(error.to_string().contains("/nowhere/x.toml"));
+    }
+
+    #[test]
+    fn printed_settings_read_back_as_the_same() {
+        let settings = RunSettings::merge(GivenSettings::default(), GivenSettings::default());
+        let read = file(&settings.to_toml()).unwrap();
+        assert_eq!(
+            RunSettings::merge(GivenSettings::default(), read),
+            settings,
+            "{}",
+            settings.to_toml()
+        );
+    }
+
+    #[test]
+    fn relative_api_path_lies_in_the_state_directory() {
+        let mut settings = RunSettings::merge(GivenSettings::default(), GivenSettings::default());
+        assert_eq!(settings.api_path(), Path::new("/dev/shm/pagetide/api.sock"));
+        settings.api = PathBuf::from("/run/x.sock");
+        assert_eq!(settings.api_path(), Path::new("/run/x.sock"));
+    }
+}

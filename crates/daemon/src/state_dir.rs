@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The state directory: pools, locks, the API socket.
+//!
+//! It holds guest memory, so it belongs to one user and nobody else may look
+//! in. It must be on tmpfs: pools are mapped and written at every fault, and
+//! what they hold must end with the host, as the VMs do.
+//!
+//! One daemon at a time works in it, held by a lock on `lock`. A predecessor
+//! that was killed a moment ago may still be dying, so the lock is waited for,
+//! for [`LOCK_WAIT`].
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+/// How long a dying predecessor is waited for: its exit tears down mappings and
+/// rings of every VM, a few seconds on a large host.
+const LOCK_WAIT: Duration = Duration::from_secs(15);
+/// Between two looks at the lock.
+const LOCK_RETRY: Duration = Duration::from_millis(50);
+/// `f_type` of tmpfs (statfs(2)).
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
+/// Why there is no state directory to work in.
+#[derive(Debug, thiserror::Error)]
+pub enum StateDirError {
+    /// Cannot be made, opened or locked.
+    #[error(
+        "cannot use the state directory {path}: {source}; give --state-dir one on tmpfs that you own"
+    )]
+    Failed {
+        /// The directory.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+    /// Not a directory, or somebody else's.
+    #[error("{path} is not a directory of user {uid}: remove it, or give --state-dir another path")]
+    NotOurs {
+        /// The directory.
+        path: PathBuf,
+        /// Who we are.
+        uid: u32,
+    },
+    /// On a disk.
+    #[error("the state directory {0} is not on tmpfs: give --state-dir one below /dev/shm or /run")]
+    NotTmpfs(PathBuf),
+    /// Another daemon lives.
+    #[error("another pagetide works in {0}: stop it, or give --state-dir another path")]
+    Taken(PathBuf),
+}
+
+/// The directory, locked for this process.
+#[derive(Debug)]
+pub struct StateDir {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl StateDir {
+    /// Makes the directory where it is missing, checks it and locks it.
+    pub fn open(path: &Path) -> Result<Self, StateDirError> {
+        Self::open_within(path, LOCK_WAIT)
+    }
+
+    fn open_within(path: &Path, wait: Duration) -> Result<Self, StateDirError> {
+        let failed = |source: io::Error| StateDirError::Failed {
+            path: path.to_owned(),
+            source,
+        };
+        match DirBuilder::new().mode(0o700).create(path) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(failed(error));
+            }
+            _ => {}
+        }
+        let there = std::fs::symlink_metadata(path).map_err(failed)?;
+        let uid = rustix::process::geteuid().as_raw();
+        if !there.is_dir() || there.uid() != uid {
+            return Err(StateDirError::NotOurs {
+                path: path.to_owned(),
+                uid,
+            });
+        }
+        if rustix::fs::statfs(path)
+            .map_err(|e| failed(e.into()))?
+            .f_type
+            != TMPFS_MAGIC
+        {
+            return Err(StateDirError::NotTmpfs(path.to_owned()));
+        }
+        let private = std::fs::Permissions::from_mode(0o700);
+        std::fs::set_permissions(path, private).map_err(failed)?;
+        let lock = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path.join("lock"))
+            .map_err(failed)?;
+        let until = Instant::now() + wait;
+        loop {
+            match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => break,
+                Err(Errno::WOULDBLOCK) if Instant::now() < until => {
+                    std::thread::sleep(LOCK_RETRY);
+                }
+                Err(Errno::WOULDBLOCK) => return Err(StateDirError::Taken(path.to_owned())),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(failed(error.into())),
+            }
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            _lock: lock,
+        })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn on_tmpfs() -> Option<tempfile::TempDir> {
+        let dir = tempfile::tempdir_in("/dev/shm");
+        if dir.is_err() {
+            eprintln!("SKIPPED: /dev/shm cannot be written here");
+        }
+        dir.ok()
+    }
+
+    #[test]
+    fn missing_directory_is_made_for_its_owner_only() {
+        let Some(dir) = on_tmpfs() else { return };
+        let path = dir.path().join("state");
+        let state = StateDir::open(&path).unwrap();
+        assert_eq!(state.path(), path);
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+    }
+
+    #[test]
+    fn directory_open_to_others_is_closed_to_them() {
+        let Some(dir) = on_tmpfs() else { return };
+        std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+        let _state = StateDir::open(dir.path()).unwrap();
+        let mode = std::fs::metadata(dir.path()).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+    }
+
+    #[test]
+    fn directory_of_a_living_daemon_is_refused() {
+        let Some(dir) = on_tmpfs() else { return };
+        let _first = StateDir::open(dir.path()).unwrap();
+        let second = StateDir::open_within(dir.path(), Duration::ZERO);
+        assert!(matches!(second, Err(StateDirError::Taken(_))));
+    }
+
+    #[test]
+    fn directory_off_tmpfs_and_symbolic_link_are_refused() {
+        let off = StateDir::open(Path::new("/proc/self/task"));
+        assert!(matches!(off, Err(StateDirError::NotTmpfs(_))), "{off:?}");
+        let Some(dir) = on_tmpfs() else { return };
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(dir.path(), &link).unwrap();
+        assert!(matches!(
+            StateDir::open(&link),
+            Err(StateDirError::NotOurs { .. })
+        ));
+    }
+}

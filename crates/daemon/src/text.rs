@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Reports as text for people.
+//!
+//! Figures are printed by the unit at the end of their names, so a new figure
+//! needs nothing here.
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::api::{DeviceList, DeviceSocket, VmList};
+use crate::control::{DetachReport, DeviceReport, ReclaimReport, VmReport};
+use crate::size::readable;
+
+/// A report that can be printed for people.
+pub trait Text {
+    /// Lines, each ended.
+    fn text(&self) -> String;
+}
+
+impl Text for VmList {
+    fn text(&self) -> String {
+        let mut rows = vec![
+            [
+                "NAME", "PID", "STATE", "RAM", "RESIDENT", "LIMIT", "STORED", "FAULTS", "IOPFS",
+            ]
+            .map(String::from),
+        ];
+        rows.extend(self.vms.iter().map(|vm| {
+            [
+                vm.name.clone(),
+                vm.pid.to_string(),
+                word(&vm.state),
+                readable(vm.ram_bytes),
+                readable(vm.resident_bytes),
+                vm.limit_bytes.map_or_else(|| "none".into(), readable),
+                readable(vm.stored_bytes),
+                vm.vcpu_faults.to_string(),
+                vm.iopfs.to_string(),
+            ]
+        }));
+        let mut text = table(&rows);
+        for vm in &self.vms {
+            for bar in &vm.eviction_bars {
+                text += &format!("{}: not evicted: {bar}\n", vm.name);
+            }
+        }
+        text
+    }
+}
+
+impl Text for DeviceList {
+    fn text(&self) -> String {
+        let mut rows = vec![
+            [
+                "SOCKET", "KIND", "STATE", "VM", "IMAGE", "REQUESTS", "IOPFS",
+            ]
+            .map(String::from),
+        ];
+        rows.extend(self.devices.iter().map(|device| {
+            [
+                device.socket.clone(),
+                device.kind.clone(),
+                word(&device.state),
+                device.vm.clone().unwrap_or_else(|| "-".into()),
+                device.image.clone().unwrap_or_else(|| "-".into()),
+                device.requests.to_string(),
+                device.iopfs.to_string(),
+            ]
+        }));
+        let mut text = table(&rows);
+        for device in &self.devices {
+            if let Some(error) = &device.error {
+                text += &format!("{}: {error}\n", device.socket);
+            }
+        }
+        text
+    }
+}
+
+impl Text for VmReport {
+    fn text(&self) -> String {
+        fields(self)
+    }
+}
+
+impl Text for DeviceReport {
+    fn text(&self) -> String {
+        fields(self)
+    }
+}
+
+impl Text for ReclaimReport {
+    fn text(&self) -> String {
+        fields(self)
+    }
+}
+
+impl Text for DetachReport {
+    fn text(&self) -> String {
+        format!(
+            "{}: detached from process {} in {:.1} s, {} pages brought back, {} resident\n",
+            self.name,
+            self.pid,
+            self.seconds,
+            self.filled_pages,
+            readable(self.resident_bytes)
+        )
+    }
+}
+
+impl Text for DeviceSocket {
+    fn text(&self) -> String {
+        format!("{}: removed\n", self.socket)
+    }
+}
+
+/// A report as one JSON object, indented, its line ended.
+pub fn json<T: Serialize>(report: &T) -> Result<String, serde_json::Error> {
+    serde_json::to_string_pretty(report).map(|text| text + "\n")
+}
+
+/// The word a plain enum is written as in JSON.
+fn word<T: Serialize>(value: &T) -> String {
+    match serde_json::to_value(value) {
+        Ok(Value::String(word)) => word,
+        other => unreachable!("a state is one word, not {other:?}"),
+    }
+}
+
+/// Every field of a flat report on a line of its own, named and aligned.
+pub fn fields<T: Serialize>(report: &T) -> String {
+    let Ok(Value::Object(object)) = serde_json::to_value(report) else {
+        unreachable!("a report is an object");
+    };
+    let rows: Vec<[String; 2]> = object
+        .iter()
+        .flat_map(|(name, value)| {
+            let (label, unit) = unit_of(name);
+            lines(value, unit)
+                .into_iter()
+                .enumerate()
+                .map(move |(i, line)| {
+                    let label = if i == 0 {
+                        label.replace('_', " ")
+                    } else {
+                        String::new()
+                    };
+                    [label, line]
+                })
+        })
+        .collect();
+    table(&rows)
+}
+
+/// The unit a field's name ends with, and the name without it.
+fn unit_of(name: &str) -> (&str, &str) {
+    for unit in ["_bytes", "_us", "_seconds", "_share"] {
+        if let Some(label) = name.strip_suffix(unit) {
+            return (label, unit);
+        }
+    }
+    (name, "")
+}
+
+/// A value in lines; none for what is absent.
+fn lines(value: &Value, unit: &str) -> Vec<String> {
+    match value {
+        Value::Null => vec![],
+        Value::Bool(yes) => vec![if *yes { "yes" } else { "no" }.into()],
+        Value::String(text) => vec![text.clone()],
+        Value::Number(number) => vec![number_text(number, unit)],
+        Value::Array(values) => values.iter().flat_map(|value| lines(value, unit)).collect(),
+        Value::Object(object) => {
+            let parts: Vec<String> = object
+                .iter()
+                .map(|(name, part)| {
+                    let unit = if unit.is_empty() {
+                        unit_of(name).1
+                    } else {
+                        unit
+                    };
+                    let name = unit_of(name).0.replace('_', " ");
+                    format!("{name} {}", lines(part, unit).join(" "))
+                })
+                .collect();
+            vec![parts.join(", ")]
+        }
+    }
+}
+
+fn number_text(number: &serde_json::Number, unit: &str) -> String {
+    let real = number.as_f64().unwrap_or(f64::NAN);
+    match (number.as_u64(), unit) {
+        (Some(bytes), "_bytes") => readable(bytes),
+        (_, "_us") => format!("{real:.1} us"),
+        (_, "_seconds") => format!("{real:.2} s"),
+        (_, "_share") => format!("{:.1} %", real * 100.0),
+        (Some(whole), _) => whole.to_string(),
+        (None, _) => format!("{real:.3}"),
+    }
+}
+
+/// Columns wide enough for their widest cell, two spaces apart.
+#[must_use]
+pub fn table<const N: usize>(rows: &[[String; N]]) -> String {
+    let widths: [usize; N] = std::array::from_fn(|column| {
+        rows.iter()
+            .map(|row| row[column].chars().count())
+            .max()
+            .unwrap_or(0)
+    });
+    let mut text = String::new();
+    for row in rows {
+        let line: Vec<String> = row
+            .iter()
+            .zip(widths)
+            .map(|(cell, width)| format!("{cell:width$}"))
+            .collect();
+        text += line.join("  ").trim_end();
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::{SetReport, VmState};
+    use crate::figure::LatencyUs;
+
+    fn vm() -> VmReport {
+        VmReport {
+            name: "web".into(),
+            pid: 4711,
+            state: VmState::ServingOnly,
+            ram_bytes: 1 << 30,
+            resident_bytes: 300 << 20,
+            limit_bytes: Some(256 << 20),
+            stored_bytes: 1500,
+            vcpu_faults: 12,
+            vcpu_fault_us: LatencyUs {
+                p50: 8.25,
+                p90: 11.0,
+                p99: 40.0,
+                ..LatencyUs::default()
+            },
+            eviction_bars: vec!["the VMM has an O_DIRECT file open".into()],
+            sections: vec![SetReport {
+                set: "cold".into(),
+                sections: 3,
+            }],
+            ..VmReport::default()
+        }
+    }
+
+    #[test]
+    fn list_of_vms_is_aligned_and_says_what_bars_eviction() {
+        let text = VmList { vms: vec![vm()] }.text();
+        assert_eq!(
+            text,
+            "NAME  PID   STATE         RAM      RESIDENT   LIMIT      STORED   FAULTS  IOPFS\n\
+             web   4711  serving-only  1.0 GiB  300.0 MiB  256.0 MiB  1.5 KiB  12      0\n\
+             web: not evicted: the VMM has an O_DIRECT file open\n"
+        );
+    }
+
+    #[test]
+    fn fields_of_a_vm_are_printed_with_their_units_and_absent_ones_left_out() {
+        let text = vm().text();
+        for line in [
+            "state                serving-only",
+            "resident             300.0 MiB",
+            "vcpu fault           p50 8.2 us, p90 11.0 us, p99 40.0 us",
+            "sections             set cold, sections 3",
+            "eviction bars        the VMM has an O_DIRECT file open",
+        ] {
+            let squeezed = |l: &str| l.split_whitespace().collect::<Vec<_>>().join(" ");
+            assert!(
+                text.lines().any(|l| squeezed(l) == squeezed(line)),
+                "no {line} in\n{text}"
+            );
+        }
+        let without = VmReport {
+            limit_bytes: None,
+            ..vm()
+        }
+        .text();
+        assert!(!without.lines().any(|l| l.starts_with("limit ")));
+    }
+
+    #[test]
+    fn detach_is_told_in_one_line() {
+        let report = DetachReport {
+            name: "web".into(),
+            pid: 4711,
+            filled_pages: 5,
+            resident_bytes: 8192,
+            seconds: 1.25,
+            ..DetachReport::default()
+        };
+        assert_eq!(
+            report.text(),
+            "web: detached from process 4711 in 1.2 s, 5 pages brought back, 8.0 KiB resident\n"
+        );
+    }
+
+    #[test]
+    fn json_is_one_object_with_units_in_its_names() {
+        let text = json(&vm()).unwrap();
+        let value: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(value["vcpu_fault_us"]["p50"], 8.25);
+        assert_eq!(value["limit_bytes"], 256 << 20);
+    }
+}

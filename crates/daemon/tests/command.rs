@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The program itself: what it prints and how it ends.
+
+mod fake;
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use fake::{BROKEN_PID, NO_VMM_PID, Server};
+use serde_json::Value;
+
+fn pagetide(api: &Path, arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pagetide"))
+        .args(arguments)
+        .env("PAGETIDE_API", api)
+        .current_dir("/tmp")
+        .output()
+        .unwrap()
+}
+
+fn told(output: &Output) -> (Option<i32>, String, String) {
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+    (
+        output.status.code(),
+        text(&output.stdout),
+        text(&output.stderr),
+    )
+}
+
+#[test]
+fn clients_print_what_the_daemon_answers() {
+    let server = Server::start();
+    let run = |arguments: &[&str]| told(&pagetide(&server.socket, arguments));
+    let (status, out, err) = run(&[
+        "attach", "--pid", "4711", "--name", "web", "--limit", "256M", "--json",
+    ]);
+    assert_eq!((status, err.as_str()), (Some(0), ""));
+    let vm: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(
+        (&vm["name"], &vm["limit_bytes"]),
+        (&"web".into(), &(256_u64 << 20).into())
+    );
+
+    let (status, out, _) = run(&["vm", "list"]);
+    assert_eq!(status, Some(0));
+    assert_eq!(
+        out,
+        "NAME  PID   STATE     RAM      RESIDENT   LIMIT      STORED  FAULTS  IOPFS\n\
+         web   4711  attached  1.0 GiB  300.0 MiB  256.0 MiB  0 B     0       0\n"
+    );
+    let (_, out, _) = run(&["vm", "limit", "web", "none", "--json"]);
+    assert_eq!(
+        serde_json::from_str::<Value>(&out).unwrap()["limit_bytes"],
+        Value::Null
+    );
+    let (status, out, _) = run(&["vm", "show", "web"]);
+    assert_eq!(
+        (
+            status,
+            out.contains("\nsections          set cold, sections 3\n")
+        ),
+        (Some(0), true),
+        "{out}"
+    );
+    let (status, out, _) = run(&["vm", "reclaim", "web", "--bytes", "1M", "--json"]);
+    assert_eq!(status, Some(0));
+    assert_eq!(
+        serde_json::from_str::<Value>(&out).unwrap()["asked_bytes"],
+        1 << 20
+    );
+    let (status, out, _) = run(&["vm", "detach", "web"]);
+    assert_eq!(
+        (status, out.starts_with("web: detached from process 4711")),
+        (Some(0), true),
+        "{out}"
+    );
+}
+
+#[test]
+fn paths_of_devices_are_made_absolute_by_the_client() {
+    let server = Server::start();
+    let run = |arguments: &[&str]| told(&pagetide(&server.socket, arguments));
+    let (status, out, err) = run(&[
+        "dpu",
+        "blk",
+        "--socket",
+        "a b.sock",
+        "--image",
+        "i.raw",
+        "--queues",
+        "2",
+        "--read-only",
+        "--no-lookup",
+        "--serial",
+        "s1",
+        "--json",
+    ]);
+    assert_eq!((status, err.as_str()), (Some(0), ""));
+    let device: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(device["socket"], "/tmp/a b.sock");
+    assert_eq!(device["image"], "/tmp/i.raw");
+    assert_eq!(device["queues"], 2);
+    assert_eq!(
+        (&device["read_only"], &device["lookup"]),
+        (&true.into(), &false.into())
+    );
+    let (status, out, _) = run(&["dpu", "remove", "--socket", "a b.sock"]);
+    assert_eq!(
+        (status, out.as_str()),
+        (Some(0), "/tmp/a b.sock: removed\n")
+    );
+    let (_, out, _) = run(&["dpu", "list", "--json"]);
+    assert_eq!(
+        serde_json::from_str::<Value>(&out).unwrap()["devices"],
+        serde_json::json!([])
+    );
+}
+
+#[test]
+fn refusal_ends_with_2_and_failure_with_1_each_with_one_sentence() {
+    let server = Server::start();
+    let (no_vmm, broken) = (NO_VMM_PID.to_string(), BROKEN_PID.to_string());
+    for (arguments, status, sentence) in [
+        (
+            vec!["attach", "--pid", &no_vmm],
+            2,
+            "pagetide: process 1 is no VMM\n",
+        ),
+        (
+            vec!["attach", "--pid", &broken],
+            1,
+            "pagetide: ptrace broke\n",
+        ),
+        (
+            vec!["vm", "show", "x"],
+            2,
+            "pagetide: there is no VM 'x': see `pagetide vm list`\n",
+        ),
+        (
+            vec!["dpu", "remove", "--socket", "/x"],
+            2,
+            "pagetide: no device listens on /x\n",
+        ),
+    ] {
+        let (code, out, err) = told(&pagetide(&server.socket, &arguments));
+        assert_eq!(
+            (code, out.as_str(), err.as_str()),
+            (Some(status), "", sentence)
+        );
+    }
+    let (code, _, err) = told(&pagetide(&server.socket, &["vm", "show", "a/b"]));
+    assert_eq!(
+        (code, err.contains("cannot name a VM")),
+        (Some(2), true),
+        "{err}"
+    );
+}
+
+#[test]
+fn client_without_a_daemon_says_how_to_get_one() {
+    let (code, _, err) = told(&pagetide(Path::new("/nowhere/api.sock"), &["vm", "list"]));
+    assert_eq!(code, Some(1));
+    assert!(
+        err.contains("/nowhere/api.sock") && err.contains("pagetide run"),
+        "{err}"
+    );
+}
+
+#[test]
+fn run_prints_settings_with_flags_over_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("p.toml");
+    std::fs::write(&config, "engines = 2\nlog = \"json\"\n").unwrap();
+    let config = config.to_str().unwrap();
+    let arguments = [
+        "run",
+        "--config",
+        config,
+        "--engines",
+        "3",
+        "--print-settings",
+    ];
+    let (code, out, err) = told(&pagetide(Path::new("/x"), &arguments));
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    let printed: toml::Table = out.parse().unwrap();
+    assert_eq!(printed["engines"].as_integer(), Some(3));
+    assert_eq!(printed["log"].as_str(), Some("json"));
+}
+
+#[test]
+fn run_with_wrong_settings_ends_with_2() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("p.toml");
+    std::fs::write(&config, "engine = 2\n").unwrap();
+    let config = config.to_str().unwrap();
+    let (code, _, err) = told(&pagetide(Path::new("/x"), &["run", "--config", config]));
+    assert_eq!(
+        (code, err.contains("unknown field `engine`")),
+        (Some(2), true),
+        "{err}"
+    );
+    let (code, _, err) = told(&pagetide(
+        Path::new("/x"),
+        &["run", "--state-dir", "/proc/1/fd"],
+    ));
+    assert_eq!(
+        (code, err.contains("state directory")),
+        (Some(2), true),
+        "{err}"
+    );
+    let (code, _, err) = told(&pagetide(Path::new("/x"), &["run", "--log-filter", "=,="]));
+    assert_eq!((code, err.contains("log-filter")), (Some(2), true), "{err}");
+}
+
+#[test]
+fn openapi_is_printed_as_json() {
+    let (code, out, _) = told(&pagetide(Path::new("/x"), &["openapi"]));
+    assert_eq!(code, Some(0));
+    assert!(serde_json::from_str::<Value>(&out).unwrap()["paths"].is_object());
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A system that does nothing but remember, and a server of the API over it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use pagetide::api::{ApiSocket, router};
+use pagetide::control::{
+    AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, ReclaimReport,
+    SetReport, VmReport,
+};
+
+/// Pid of which the fake says that it is no VMM.
+pub const NO_VMM_PID: u32 = 1;
+/// Pid at which the fake breaks.
+pub const BROKEN_PID: u32 = 2;
+/// Pid at which the fake panics.
+pub const PANIC_PID: u32 = 3;
+
+#[derive(Default)]
+pub struct FakeControl {
+    vms: Mutex<BTreeMap<String, VmReport>>,
+    devices: Mutex<BTreeMap<PathBuf, DeviceReport>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap()
+}
+
+fn no_vm(name: &str) -> ControlError {
+    ControlError::not_found(format!("there is no VM '{name}': see `pagetide vm list`"))
+}
+
+impl Control for FakeControl {
+    fn attach(&self, request: AttachRequest) -> Result<VmReport, ControlError> {
+        match request.pid {
+            NO_VMM_PID => return Err(ControlError::refused("process 1 is no VMM")),
+            BROKEN_PID => return Err(ControlError::failed("ptrace broke")),
+            PANIC_PID => panic!("as the test wants"),
+            _ => {}
+        }
+        let vm = VmReport {
+            name: request.name.clone(),
+            pid: request.pid,
+            vmm: "qemu-system-x86_64".into(),
+            ram_bytes: 1 << 30,
+            resident_bytes: 300 << 20,
+            limit_bytes: request.limit_bytes,
+            sections: vec![SetReport {
+                set: "cold".into(),
+                sections: 3,
+            }],
+            ..VmReport::default()
+        };
+        lock(&self.vms).insert(request.name, vm.clone());
+        Ok(vm)
+    }
+
+    fn vms(&self) -> Vec<VmReport> {
+        lock(&self.vms).values().cloned().collect()
+    }
+
+    fn vm(&self, name: &str) -> Result<VmReport, ControlError> {
+        lock(&self.vms)
+            .get(name)
+            .cloned()
+            .ok_or_else(|| no_vm(name))
+    }
+
+    fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmReport, ControlError> {
+        let mut vms = lock(&self.vms);
+        let vm = vms.get_mut(name).ok_or_else(|| no_vm(name))?;
+        if limit_bytes.is_some_and(|limit| limit < 1 << 20) {
+            return Err(ControlError::wrong_use("no VM can work within that limit"));
+        }
+        vm.limit_bytes = limit_bytes;
+        Ok(vm.clone())
+    }
+
+    fn reclaim(&self, name: &str, bytes: Option<u64>) -> Result<ReclaimReport, ControlError> {
+        let vm = self.vm(name)?;
+        Ok(ReclaimReport {
+            name: vm.name,
+            asked_bytes: bytes,
+            reclaimed_bytes: bytes.unwrap_or(0),
+            ..ReclaimReport::default()
+        })
+    }
+
+    fn detach(&self, name: &str) -> Result<DetachReport, ControlError> {
+        let vm = lock(&self.vms).remove(name).ok_or_else(|| no_vm(name))?;
+        Ok(DetachReport {
+            name: vm.name.clone(),
+            pid: vm.pid,
+            vm,
+            ..DetachReport::default()
+        })
+    }
+
+    fn add_blk(&self, request: BlkRequest) -> Result<DeviceReport, ControlError> {
+        let device = DeviceReport {
+            socket: request.socket.display().to_string(),
+            kind: "blk".into(),
+            image: Some(request.image.display().to_string()),
+            queues: request.queues,
+            read_only: request.read_only,
+            lookup: request.lookup,
+            serial: request.serial,
+            ..DeviceReport::default()
+        };
+        lock(&self.devices).insert(request.socket, device.clone());
+        Ok(device)
+    }
+
+    fn devices(&self) -> Vec<DeviceReport> {
+        lock(&self.devices).values().cloned().collect()
+    }
+
+    fn remove_device(&self, socket: &Path) -> Result<(), ControlError> {
+        match lock(&self.devices).remove(socket) {
+            Some(_) => Ok(()),
+            None => Err(ControlError::not_found(format!(
+                "no device listens on {}",
+                socket.display()
+            ))),
+        }
+    }
+
+    fn shut_down(&self) -> Result<(), ControlError> {
+        lock(&self.vms).clear();
+        Ok(())
+    }
+}
+
+/// The API over a [`FakeControl`], until dropped.
+pub struct Server {
+    pub socket: PathBuf,
+    _runtime: tokio::runtime::Runtime,
+    _dir: tempfile::TempDir,
+}
+
+impl Server {
+    pub fn start() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("api.sock");
+        let bound = ApiSocket::bind(&socket).unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let router = router(Arc::new(FakeControl::default()));
+        runtime.spawn(async move {
+            let listener = bound.listener().unwrap();
+            axum::serve(listener, router).await.unwrap();
+        });
+        Self {
+            socket,
+            _runtime: runtime,
+            _dir: dir,
+        }
+    }
+}
