@@ -23,6 +23,7 @@ use crate::product::{Product, ProductError, is_listening};
 use crate::qemu::{Disk, GuestSpec};
 use crate::report::{LEAST_FAULTS, Report, Wanted, mib};
 use crate::sampler::Sampler;
+use crate::stage::RunFolder;
 
 const NAME: &str = "demo";
 const RAM_BYTES: u64 = 512 << 20;
@@ -135,18 +136,6 @@ pub fn run(options: &Options) -> Result<Report, DemoError> {
     Ok(demo.report.clone())
 }
 
-/// A folder on tmpfs, gone with the demo: names of sockets must be short.
-#[derive(Debug)]
-struct RunFolder(PathBuf);
-
-impl Drop for RunFolder {
-    fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir_all(&self.0) {
-            eprintln!("demo: {} stays: {error}", self.0.display());
-        }
-    }
-}
-
 struct Demo {
     report: Report,
     voice: Voice,
@@ -164,11 +153,8 @@ impl Demo {
         folder: &Path,
         mut voice: Voice,
     ) -> Result<Self, DemoError> {
-        let run_folder = RunFolder(PathBuf::from(format!(
-            "/dev/shm/pagetide-demo-{}",
-            std::process::id()
-        )));
-        fs::create_dir_all(&run_folder.0).map_err(|source| file_error(&run_folder.0, source))?;
+        let run_folder =
+            RunFolder::new().map_err(|source| file_error(Path::new("/dev/shm"), source))?;
         let log = folder.join("pagetide.log");
         fs::write(&log, "").map_err(|source| file_error(&log, source))?;
         let bare = |source| DemoError::Product {
@@ -177,16 +163,17 @@ impl Demo {
         };
         voice.say("starting `pagetide run`");
         let binary = Product::binary().map_err(bare)?;
-        let product = Product::start(&binary, &run_folder.0.join("state"), &log).map_err(bare)?;
+        let product =
+            Product::start(&binary, &run_folder.path().join("state"), &log).map_err(bare)?;
         let disk = match options.device {
             Device::Absent => None,
-            Device::Disk => Some((run_folder.0.join("disk.sock"), new_disk(folder)?)),
+            Device::Disk => Some((run_folder.path().join("disk.sock"), new_disk(folder)?)),
         };
         if let Some((socket, image)) = &disk {
             product.serve_disk(socket, image).map_err(bare)?;
         }
         let spec = spec(disk.as_ref().map(|(socket, _)| socket));
-        let guest = Guest::start(&spec, image, &run_folder.0.join("guest"))?;
+        let guest = Guest::start(&spec, image, &run_folder.path().join("guest"))?;
         let report = Report {
             accel: guest.accel().name().to_owned(),
             qemu_version: guest.version().to_string(),
@@ -400,7 +387,7 @@ impl Demo {
 
     fn keep_logs(&self, folder: &Path) -> Result<(), DemoError> {
         for name in ["console.log", "qemu.log"] {
-            let from = self.run_folder.0.join("guest").join(name);
+            let from = self.run_folder.path().join("guest").join(name);
             fs::copy(&from, folder.join(name)).map_err(|source| file_error(&from, source))?;
         }
         Ok(())

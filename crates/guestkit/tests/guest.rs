@@ -2,13 +2,13 @@
 //! The test guests themselves, without Pagetide: they must be sound before they may accuse.
 
 use std::path::Path;
-use std::process::{Child, Command};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pagetide_guest::params::Params;
 use pagetide_guest::wire::Progress;
 use pagetide_guestkit::guest::Guest;
 use pagetide_guestkit::image::{self, Image};
+use pagetide_guestkit::peer::StorageDaemon;
 use pagetide_guestkit::qemu::{Disk, GuestSpec, Version};
 
 const PATIENCE: Duration = Duration::from_secs(180);
@@ -91,57 +91,20 @@ fn guest_without_disk_verifies_memory_and_powers_off() {
     assert_eq!(last.disk_bytes, 0);
 }
 
-struct StorageDaemon(Child);
-
-impl Drop for StorageDaemon {
-    fn drop(&mut self) {
-        self.0.kill().expect("kill our own child");
-        self.0.wait().expect("wait for our own child");
-    }
-}
-
-fn storage_daemon(folder: &Path) -> Option<StorageDaemon> {
-    let (image, socket) = (new_image(folder), folder.join("disk.sock"));
-    let child = Command::new("qemu-storage-daemon")
-        .arg("--blockdev")
-        .arg(format!(
-            "file,node-name=d,filename={},discard=unmap",
-            image.display()
-        ))
-        .arg("--export")
-        .arg(format!(
-            "vhost-user-blk,id=e,node-name=d,writable=on,num-queues=2,\
-             addr.type=unix,addr.path={}",
-            socket.display()
-        ))
-        .spawn();
-    let daemon = match child {
-        Ok(child) => StorageDaemon(child),
-        Err(error) => {
-            eprintln!("SKIPPED: qemu-storage-daemon: {error}");
-            return None;
-        }
-    };
-    let deadline = Instant::now() + PATIENCE;
-    while !socket.exists() {
-        assert!(
-            Instant::now() < deadline,
-            "qemu-storage-daemon opens no socket"
-        );
-        std::thread::yield_now();
-    }
-    Some(daemon)
-}
-
 #[test]
 fn guest_with_vhost_user_disk_of_qemu_verifies_all_and_powers_off() {
     let Some(image) = image() else { return };
     let folder = tempfile::tempdir().expect("a folder");
-    let Some(_daemon) = storage_daemon(folder.path()) else {
-        return;
+    let socket = folder.path().join("disk.sock");
+    let _daemon = match StorageDaemon::start(&new_image(folder.path()), &socket, 2) {
+        Ok(daemon) => daemon,
+        Err(error) => {
+            eprintln!("SKIPPED: qemu-storage-daemon: {error}");
+            return;
+        }
     };
-    let disk = Disk::VhostUser(folder.path().join("disk.sock"));
-    let mut guest = Guest::start(&spec(disk), &image, folder.path()).expect("a guest");
+    let mut guest =
+        Guest::start(&spec(Disk::VhostUser(socket)), &image, folder.path()).expect("a guest");
     let last = work_and_finish(&mut guest);
     assert_eq!(last.disk_bytes, DISK_BYTES);
 }

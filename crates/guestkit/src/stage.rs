@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a test of the product with a real guest stands on.
+//!
+//! A stage is a folder on tmpfs, a running daemon with its state there, and the
+//! guest's image. Where a machine cannot give one, [`Stage::set`] says why, and
+//! the test skips itself with that.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use crate::guest::{Guest, GuestError};
+use crate::image::{self, Image};
+use crate::product::{Product, ProductError};
+use crate::qemu::{GuestSpec, Version};
+
+/// A folder on tmpfs with a short name, as sockets' names must be short; gone on drop.
+#[derive(Debug)]
+pub struct RunFolder(PathBuf);
+
+impl RunFolder {
+    /// Makes a folder that no other process and no other call has.
+    ///
+    /// # Errors
+    /// There is no tmpfs at `/dev/shm` to write to.
+    pub fn new() -> io::Result<Self> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Relaxed);
+        let process = std::process::id();
+        let path = PathBuf::from(format!("/dev/shm/pagetide-guestkit-{process}-{number}"));
+        fs::create_dir_all(&path)?;
+        Ok(Self(path))
+    }
+
+    /// Its path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for RunFolder {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.0) {
+            eprintln!("guestkit: {} stays: {error}", self.0.display());
+        }
+    }
+}
+
+/// Why a test of the product cannot run here.
+#[derive(Debug)]
+pub struct Skip(pub String);
+
+/// A daemon, an image, a folder. Guests go first, the folder last.
+#[derive(Debug)]
+pub struct Stage {
+    /// The daemon.
+    pub product: Product,
+    image: Image,
+    disks: Vec<DiskFile>,
+    folder: RunFolder,
+    guests: u32,
+}
+
+/// A disk image, gone on drop.
+#[derive(Debug)]
+struct DiskFile(PathBuf);
+
+impl Drop for DiskFile {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_file(&self.0) {
+            eprintln!("guestkit: {} stays: {error}", self.0.display());
+        }
+    }
+}
+
+impl Stage {
+    /// Starts a daemon, or says why tests of the product cannot run here.
+    ///
+    /// # Errors
+    /// [`Skip`] for want of root, QEMU, image or binary.
+    ///
+    /// # Panics
+    /// All is there and the daemon does not start: that is a failure and no reason to skip.
+    pub fn set() -> Result<Self, Skip> {
+        let skip = |reason: String| Skip(reason);
+        if !rustix::process::geteuid().is_root() {
+            return Err(skip("take-over needs root".to_owned()));
+        }
+        Version::installed().map_err(|error| skip(error.to_string()))?;
+        let binary = Product::binary().map_err(|error| {
+            skip(format!(
+                "{error}: build it with `cargo build --release -p pagetide`"
+            ))
+        })?;
+        let image = image::prepare().map_err(|error| skip(format!("no guest image: {error}")))?;
+        let folder = RunFolder::new().map_err(|error| skip(format!("/dev/shm: {error}")))?;
+        let (state, log) = (
+            folder.path().join("state"),
+            folder.path().join("pagetide.log"),
+        );
+        match Product::start(&binary, &state, &log) {
+            Ok(product) => Ok(Self {
+                product,
+                image,
+                disks: Vec::new(),
+                folder,
+                guests: 0,
+            }),
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// A socket for a disk, and its empty image on a file system that knows direct I/O.
+    ///
+    /// # Errors
+    /// The image cannot be made.
+    pub fn new_disk(&mut self, bytes: u64) -> io::Result<(PathBuf, PathBuf)> {
+        let images = image::repository().join("target/guest/disks");
+        fs::create_dir_all(&images)?;
+        let name = self.folder().file_name().unwrap_or_default();
+        let image = images.join(name).with_extension("raw");
+        fs::File::create(&image)?.set_len(bytes)?;
+        self.disks.push(DiskFile(image.clone()));
+        Ok((self.folder().join("disk.sock"), image))
+    }
+
+    /// Boots a guest with files of its own.
+    ///
+    /// # Errors
+    /// As [`Guest::start`].
+    pub fn boot(&mut self, spec: &GuestSpec) -> Result<Guest, GuestError> {
+        self.guests += 1;
+        Guest::start(
+            spec,
+            &self.image,
+            &self.folder.path().join(format!("guest{}", self.guests)),
+        )
+    }
+
+    /// Waits until `holds`, looking again and again.
+    ///
+    /// # Errors
+    /// The look itself failed, or `timeout` passed: then with the daemon's last words.
+    pub fn until(
+        &self,
+        what: &str,
+        timeout: Duration,
+        mut holds: impl FnMut() -> Result<bool, ProductError>,
+    ) -> Result<(), ProductError> {
+        let deadline = Instant::now() + timeout;
+        while !holds()? {
+            if Instant::now() > deadline {
+                let reason = format!("{what} is not so after {} s", timeout.as_secs());
+                return Err(ProductError::Silent {
+                    reason,
+                    log: self.product.log_tail(),
+                });
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
+    }
+}
