@@ -66,8 +66,20 @@ enum Cell {
     Limit = 8,
     Restarts = 9,
     IdentityBytes = 10,
+    UserfaultfdNumber = 11,
+    Phase = 12,
+    PauseUs = 13,
 }
 const FIRST_COUNTER: usize = 32;
+
+/// How far the attach that made the pool has come. Numbers are on disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Phase {
+    /// Words are not set yet and nothing was evicted: a successor lets the VM go.
+    Attaching,
+    /// Words are true.
+    Attached,
+}
 
 /// Counts that go on where a dead daemon left them. Numbers are on disk: add at the end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -360,6 +372,45 @@ impl Pool {
     pub fn set_limit_bytes(&self, limit: Option<u64>) {
         self.cell(Cell::Limit)
             .store(limit.unwrap_or(NO_LIMIT), Ordering::Relaxed);
+    }
+
+    /// Number of the userfaultfd in the VMM, once it is there.
+    #[must_use]
+    pub fn userfaultfd_number(&self) -> Option<i32> {
+        let stored = self.cell(Cell::UserfaultfdNumber).load(Ordering::Acquire);
+        i32::try_from(stored)
+            .ok()?
+            .checked_sub(1)
+            .filter(|number| *number >= 0)
+    }
+
+    /// Remembers the number of the userfaultfd in the VMM, and how long the VMM stood still for it.
+    pub fn set_userfaultfd(&self, number: i32, pause_us: u64) {
+        self.cell(Cell::PauseUs).store(pause_us, Ordering::Relaxed);
+        let stored = u64::from(number.unsigned_abs()) + 1;
+        self.cell(Cell::UserfaultfdNumber)
+            .store(stored, Ordering::Release);
+    }
+
+    /// How long a thread of the VMM stood still at the attach, in microseconds.
+    #[must_use]
+    pub fn pause_us(&self) -> u64 {
+        self.cell(Cell::PauseUs).load(Ordering::Relaxed)
+    }
+
+    /// How far the attach has come.
+    #[must_use]
+    pub fn phase(&self) -> Phase {
+        if self.cell(Cell::Phase).load(Ordering::Acquire) == 0 {
+            Phase::Attaching
+        } else {
+            Phase::Attached
+        }
+    }
+
+    /// From now on the words are true.
+    pub fn set_attached(&self) {
+        self.cell(Cell::Phase).store(1, Ordering::Release);
     }
 
     /// How often a successor took this pool over.

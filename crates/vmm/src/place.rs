@@ -11,7 +11,7 @@
 //!
 //! | answer of the kernel | what it means here |
 //! |---|---|
-//! | `EEXIST` | [`Installed::AlreadyThere`]; waiters are woken all the same |
+//! | `EEXIST` | [`Installed::AlreadyThere`]; nobody is woken, for it may be an intruder's page |
 //! | `EAGAIN` | the address space is changing (`mmap` in the VMM): tried again, a bounded number of times |
 //! | `ESRCH`  | the VMM has ended: `Gone` |
 
@@ -73,11 +73,8 @@ impl VmPlace {
         for _ in 0..MOST_TRIES {
             match call().map_err(|e| kernel(operation, piece.pages)(source_of(e)))? {
                 FillOutcome::Filled { bytes } => return Ok(bytes >> PAGE_SHIFT),
-                FillOutcome::AlreadyThere => {
-                    // Filled by somebody who may not have known of those who wait.
-                    self.wake_piece(piece)?;
-                    return Ok(0);
-                }
+                // Whoever waits goes on waiting: it may be an intruder's page.
+                FillOutcome::AlreadyThere => return Ok(0),
                 FillOutcome::Gone => return Err(PlaceError::Gone),
                 FillOutcome::Retry => std::thread::yield_now(),
             }

@@ -71,7 +71,7 @@ pub enum LookUp {
 pub struct DmaDomain {
     id: DomainId,
     key: FileKey,
-    mapping: SharedMapping,
+    mapping: Arc<SharedMapping>,
     attributes: PageAttributes,
     owner: Mutex<Ownership>,
 }
@@ -103,7 +103,7 @@ impl DmaDomain {
 
     /// This process' one mapping of the file.
     #[must_use]
-    pub fn mapping(&self) -> &SharedMapping {
+    pub fn mapping(&self) -> &Arc<SharedMapping> {
         &self.mapping
     }
 
@@ -212,7 +212,7 @@ impl DomainTable {
         let domain = Arc::new(DmaDomain {
             id,
             key,
-            mapping,
+            mapping: Arc::new(mapping),
             attributes,
             owner: Mutex::default(),
         });

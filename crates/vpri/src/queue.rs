@@ -196,6 +196,12 @@ impl HostEnd {
         !self.0.requests.is_empty()
     }
 
+    /// The bell that the engine rings when it has put a request in.
+    #[must_use]
+    pub fn bell(&self) -> &Arc<Doorbell> {
+        &self.0.host_bell
+    }
+
     /// Answers a request. Each request is answered exactly once.
     ///
     /// # Panics

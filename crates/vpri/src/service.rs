@@ -37,12 +37,20 @@ use std::{
 /// Id of the software DPU in every address space.
 pub const DPU: DeviceId = DeviceId(1);
 
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Gate {
+    Open,
+    Closed,
+}
+
 /// A VM whose devices may fault.
 pub struct Tenant {
     space: Arc<AddressSpace>,
     mmu: Arc<DmaMmu>,
     cpus: Mutex<Vec<usize>>,
     requests: AtomicU64,
+    /// Held shared while a request is served; closed for good when the tenant leaves.
+    gate: RwLock<Gate>,
     slow: mpsc::Sender<(PageRequest, HostEnd)>,
 }
 
@@ -134,6 +142,7 @@ impl FaultService {
             mmu,
             cpus: Mutex::default(),
             requests: AtomicU64::new(0),
+            gate: RwLock::new(Gate::Open),
             slow,
         });
         let weak = Arc::downgrade(&tenant);
@@ -185,8 +194,11 @@ impl FaultService {
             .collect()
     }
 
-    /// Lets a VM go. Its domains are read-write by now, so no further request will come.
+    /// Takes a VM out. No request of it is being served when this returns; further ones are
+    /// [held](Self::hold) until [`Self::release`].
     pub fn remove_tenant(&self, tenant: &Arc<Tenant>) {
+        self.hold(&tenant.mmu);
+        *tenant.gate.write().unwrap_or_else(PoisonError::into_inner) = Gate::Closed;
         let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
         tenants.retain(|_, known| !Arc::ptr_eq(known, tenant));
     }
@@ -206,7 +218,11 @@ impl FaultService {
             for host in &self.hosts {
                 while let Some(request) = host.next() {
                     served = true;
-                    self.serve(host, &request, &mut place);
+                    let tenant = self.tenant(request.domain);
+                    if let Some(tenant) = &tenant {
+                        move_to(&mut place, tenant.cpus());
+                    }
+                    self.serve(host, &request, tenant);
                 }
             }
             if !served {
@@ -233,12 +249,17 @@ impl FaultService {
         }
     }
 
-    fn serve(&self, host: &HostEnd, request: &PageRequest, place: &mut Vec<usize>) {
-        let Some(tenant) = self.tenant(request.domain) else {
+    /// Serves a request without waiting; what must wait goes to the tenant's worker.
+    fn serve(&self, host: &HostEnd, request: &PageRequest, tenant: Option<Arc<Tenant>>) {
+        let Some(tenant) = tenant else {
             self.respond_for_nobody(host, request);
             return;
         };
-        move_to(place, tenant.cpus());
+        let gate = tenant.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate == Gate::Closed {
+            self.respond_for_nobody(host, request);
+            return;
+        }
         let Some(fault) = tenant.fault(request) else {
             respond(host, request, FaultOutcome::OutOfRange);
             return;
@@ -252,7 +273,7 @@ impl FaultService {
 
     fn hand_over(&self, tenant: &Tenant, host: &HostEnd, request: &PageRequest) {
         if tenant.slow.send((*request, host.clone())).is_err() {
-            respond(host, request, FaultOutcome::Gone);
+            respond(host, request, FaultOutcome::Present);
         }
     }
 
@@ -274,19 +295,7 @@ impl FaultAssist for FaultService {
             return true;
         };
         while let Some(request) = host.next() {
-            let tenant = self.tenant(request.domain);
-            let fault = tenant.as_ref().and_then(|tenant| tenant.fault(&request));
-            match (tenant, fault) {
-                (None, _) => self.respond_for_nobody(host, &request),
-                (Some(_), None) => respond(host, &request, FaultOutcome::OutOfRange),
-                (Some(tenant), Some(fault)) => {
-                    tenant.requests.fetch_add(1, Ordering::Relaxed);
-                    match tenant.space.fault_without_waiting(&fault) {
-                        Some(outcome) => respond(host, &request, outcome),
-                        None => self.hand_over(&tenant, host, &request),
-                    }
-                }
-            }
+            self.serve(host, &request, self.tenant(request.domain));
         }
         true
     }
@@ -306,6 +315,11 @@ impl ServiceThread {
 
 /// On the tenant's own worker: waits for whatever the fault needs.
 fn serve_waiting(tenant: &Tenant, request: PageRequest, host: HostEnd) {
+    let gate = tenant.gate.read().unwrap_or_else(PoisonError::into_inner);
+    if *gate == Gate::Closed {
+        respond(&host, &request, FaultOutcome::Present);
+        return;
+    }
     match tenant.fault(&request) {
         None => respond(&host, &request, FaultOutcome::OutOfRange),
         Some(fault) => {
