@@ -24,6 +24,8 @@ use std::os::unix::fs::FileTypeExt;
 
 /// `O_DIRECT` as `/proc/PID/fdinfo` shows it (octal).
 const DIRECT_FLAG: u32 = 0o40_000;
+/// The first process.
+const INIT: u32 = 1;
 
 /// Why nothing of a VM may be evicted at the moment.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -99,8 +101,7 @@ pub struct OtherProcess {
 /// [`Refusal::SharedRam`], [`Refusal::SwapInReach`], and what looking says.
 pub fn refuse_if_shared(vmm: &VmmProcess, layout: &RamLayout) -> Result<(), Refusal> {
     let (pid, name) = (vmm.pid(), vmm.name().to_owned());
-    let others = who_else_maps(vmm, layout)
-        .map_err(|e| Refusal::looking(pid, "look for others who map the RAM", e))?;
+    let others = who_else_maps(vmm, layout)?;
     if let Some(other) = others.into_iter().next() {
         return Err(Refusal::SharedRam {
             pid,
@@ -141,8 +142,7 @@ pub fn check(vmm: &VmmProcess, layout: &RamLayout) -> Result<Vec<EvictionBar>, R
             .map(|kib| EvictionBar::Locked { kib }),
     );
     descriptors(pid, &mut bars).map_err(|e| Refusal::looking(pid, "list the descriptors", e))?;
-    let others = who_else_maps(vmm, layout)
-        .map_err(|e| Refusal::looking(pid, "look for others who map the RAM", e))?;
+    let others = who_else_maps(vmm, layout)?;
     bars.extend(
         others
             .into_iter()
@@ -215,11 +215,12 @@ fn is_direct(fdinfo: &str) -> bool {
         .unwrap_or(true)
 }
 
-/// Processes other than the VMM and this one that map a RAM file.
+/// Processes other than the VMM and this one that map a RAM file. Init is not asked: it maps
+/// nothing of anybody's, and in a container it may be out of our sight.
 ///
 /// # Errors
-/// What reading `/proc` says; a process that may not be looked into might be one of them.
-pub fn who_else_maps(vmm: &VmmProcess, layout: &RamLayout) -> io::Result<Vec<OtherProcess>> {
+/// [`Refusal::CannotLookInto`] for a process that might be one of them.
+pub fn who_else_maps(vmm: &VmmProcess, layout: &RamLayout) -> Result<Vec<OtherProcess>, Refusal> {
     let needles: Vec<String> = layout
         .files()
         .iter()
@@ -230,18 +231,21 @@ pub fn who_else_maps(vmm: &VmmProcess, layout: &RamLayout) -> io::Result<Vec<Oth
         })
         .collect();
     let mut found = Vec::new();
-    for entry in fs::read_dir("/proc")? {
-        let entry = entry?;
-        let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else {
-            continue;
-        };
-        if pid == vmm.pid() || pid == std::process::id() {
+    for pid in all_pids().map_err(|e| Refusal::looking(vmm.pid(), "list the neighbours", e))? {
+        if [INIT, vmm.pid(), std::process::id()].contains(&pid) {
             continue;
         }
-        let maps = match fs::read_to_string(entry.path().join("maps")) {
+        let maps = match fs::read_to_string(format!("/proc/{pid}/maps")) {
             Ok(maps) => maps,
             Err(e) if is_gone(&e) => continue,
-            Err(e) => return Err(e),
+            Err(e) => {
+                tracing::debug!(pid, error = %e, "mappings cannot be read");
+                return Err(Refusal::CannotLookInto {
+                    pid: vmm.pid(),
+                    other_pid: pid,
+                    other_name: name_of(pid),
+                });
+            }
         };
         if needles.iter().any(|needle| maps.contains(needle.as_str())) {
             match same_address_space(vmm.pid(), pid) {
@@ -255,6 +259,17 @@ pub fn who_else_maps(vmm: &VmmProcess, layout: &RamLayout) -> io::Result<Vec<Oth
         }
     }
     Ok(found)
+}
+
+fn all_pids() -> io::Result<Vec<u32>> {
+    let mut pids = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        // Other names than numbers are not processes.
+        if let Ok(pid) = entry?.file_name().to_string_lossy().parse() {
+            pids.push(pid);
+        }
+    }
+    Ok(pids)
 }
 
 fn is_gone(error: &io::Error) -> bool {

@@ -111,6 +111,19 @@ pub enum Refusal {
         /// What that is.
         other_name: String,
     },
+    /// Another process cannot be looked into.
+    #[error(
+        "whether process {other_pid} ({other_name}) maps the RAM of VMM {pid} cannot be told: we \
+         lack a capability that it has; run as root with all capabilities"
+    )]
+    CannotLookInto {
+        /// The pid.
+        pid: u32,
+        /// Who may map it.
+        other_pid: u32,
+        /// What that is.
+        other_name: String,
+    },
     /// The kernel may swap the RAM out.
     #[error("the RAM of VMM {pid} ({name}) can go to kernel swap: {reach}")]
     SwapInReach {

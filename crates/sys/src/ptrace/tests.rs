@@ -257,7 +257,7 @@ fn a_userfaultfd_made_inside_a_process_can_be_taken_and_closed_there() {
     let child = Child::new(forever);
     child.await_call(libc::SYS_pause);
     let process = child.process();
-    let ran = run_inside(&process, StoppedThread::make_userfaultfd).unwrap();
+    let ran = run_inside(&process, |thread| thread.make_userfaultfd()).unwrap();
     let taken = process.take_descriptor(ran.value).unwrap();
     assert!(is_userfaultfd(taken.as_fd()));
     run_inside(&process, |thread| thread.close(ran.value)).unwrap();

@@ -1,0 +1,593 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Takes over stock QEMU, evicts and brings back its RAM by hand, lets it go; and all refusals.
+//!
+//! What gmem and swap do with care is done here in the simplest way that is
+//! right for one reader and one evictor: a lock around everything.
+
+mod qemu;
+
+use pagetide_addr::{Access, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_gmem::{Installed, Mmu, Place, PlaceError, Restrict, Restricted};
+use pagetide_sys::mapping::SharedMapping;
+use pagetide_sys::uffd::UffdError;
+use pagetide_vmm::Refusal;
+use pagetide_vmm::hazards::{self, EvictionBar};
+use pagetide_vmm::layout::RamLayout;
+use pagetide_vmm::place::{VcpuMmu, VmPlace};
+use pagetide_vmm::process::VmmProcess;
+use pagetide_vmm::reader::{
+    FaultKind, FaultReader, FaultSink, ReaderConfig, ReaderError, VcpuFault,
+};
+use pagetide_vmm::takeover::{TakeOverError, TakenOver, let_go, resume, take_over};
+use pagetide_vmm::tracker::{AccessTracker, UnmapAndLook};
+use qemu::{Qemu, RAM_MIB, can_run};
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+
+const MIB: u64 = 1 << 20;
+/// Guest memory that firmware does not touch, filled with a pattern.
+const PATTERN: std::ops::Range<u64> = 32 * MIB..48 * MIB;
+
+/// Keeps evicted pages in a map and serves faults from it.
+struct Store {
+    place: VmPlace,
+    mmu: VcpuMmu,
+    stored: Mutex<HashMap<PageNo, Box<[u8; 4096]>>>,
+    missing: AtomicU64,
+    protected: AtomicU64,
+    gone: Mutex<bool>,
+    went: Condvar,
+    failed: AtomicBool,
+}
+
+impl FaultSink for Store {
+    fn fault(&self, fault: VcpuFault) {
+        let mut stored = self.stored.lock().unwrap();
+        match fault.kind {
+            FaultKind::WriteProtected => {
+                self.protected.fetch_add(1, Ordering::Relaxed);
+                self.mmu.grant(fault.page.single(), Access::Write).unwrap();
+            }
+            FaultKind::Missing => {
+                self.missing.fetch_add(1, Ordering::Relaxed);
+                let outcome = match stored.get(&fault.page) {
+                    Some(content) => self.place.install(fault.page, content),
+                    None => self.place.install_zero(fault.page),
+                };
+                match outcome {
+                    Ok(Installed::Installed) => {
+                        stored.remove(&fault.page);
+                    }
+                    Ok(Installed::AlreadyThere) | Err(PlaceError::Gone) => {}
+                    Err(e) => panic!("{e}"),
+                }
+            }
+        }
+    }
+
+    fn vmm_gone(&self) {
+        *self.gone.lock().unwrap() = true;
+        self.went.notify_all();
+    }
+
+    fn reader_failed(&self, error: &ReaderError) {
+        eprintln!("reader: {error}");
+        self.failed.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Store {
+    fn new(userfaultfd: &Arc<pagetide_sys::uffd::Userfaultfd>, layout: &Arc<RamLayout>) -> Self {
+        Self {
+            place: VmPlace::new(Arc::clone(userfaultfd), Arc::clone(layout)),
+            mmu: VcpuMmu::new(Arc::clone(userfaultfd), Arc::clone(layout)),
+            stored: Mutex::default(),
+            missing: AtomicU64::new(0),
+            protected: AtomicU64::new(0),
+            gone: Mutex::new(false),
+            went: Condvar::new(),
+            failed: AtomicBool::new(false),
+        }
+    }
+
+    fn evict_all(&self, page_count: u64) -> u64 {
+        let mut evicted = 0;
+        for section in (0..SectionNo::count_for(page_count)).map(SectionNo) {
+            let mut stored = self.stored.lock().unwrap();
+            let runs = self.place.present_runs(section.pages(page_count)).unwrap();
+            for run in &runs {
+                let set = PageSet::of_range(section, *run);
+                let restricted = self.mmu.restrict(section, &set, Restrict::ReadOnly);
+                assert_eq!(restricted.unwrap(), Restricted::Done);
+                for page in run.iter() {
+                    let mut content = Box::new([0; 4096]);
+                    self.place.read(page.single(), content.as_mut()).unwrap();
+                    stored.insert(page, content);
+                }
+                self.place.discard(*run).unwrap();
+                // Writers that met the protection look again and find the page missing.
+                self.place.wake(*run).unwrap();
+                evicted += run.len();
+            }
+        }
+        evicted
+    }
+
+    fn bring_all_back(&self) {
+        let mut stored = self.stored.lock().unwrap();
+        for (page, content) in stored.drain() {
+            let installed = self.place.install(page, &content).unwrap();
+            assert_eq!(installed, Installed::Installed);
+        }
+    }
+}
+
+struct Attached {
+    qemu: Qemu,
+    vmm: VmmProcess,
+    layout: Arc<RamLayout>,
+    userfaultfd: Arc<pagetide_sys::uffd::Userfaultfd>,
+    number: i32,
+    store: Arc<Store>,
+    reader: FaultReader,
+}
+
+fn write_pattern(layout: &RamLayout) {
+    let bytes: Vec<u8> = (PATTERN.start / 4..PATTERN.end / 4)
+        .flat_map(|word| u32::try_from(word).unwrap().to_le_bytes())
+        .collect();
+    let file = layout.files()[0].file();
+    file.write_at(PATTERN.start, &bytes).unwrap();
+}
+
+fn attach(qemu: Qemu) -> Attached {
+    let vmm = VmmProcess::open(qemu.pid()).unwrap();
+    let layout = Arc::new(RamLayout::of_process(&vmm).unwrap());
+    assert_eq!(layout.len_bytes(), RAM_MIB * MIB);
+    hazards::refuse_if_shared(&vmm, &layout).unwrap();
+    assert_eq!(hazards::check(&vmm, &layout).unwrap(), []);
+    write_pattern(&layout);
+    let TakenOver {
+        userfaultfd,
+        number,
+        pause_us,
+        ..
+    } = take_over(&vmm, &layout).unwrap();
+    eprintln!("attach pause: {pause_us} us");
+    let userfaultfd = Arc::new(userfaultfd);
+    let store = Arc::new(Store::new(&userfaultfd, &layout));
+    let reader = start_reader(&vmm, &userfaultfd, &layout, &store);
+    Attached {
+        qemu,
+        vmm,
+        layout,
+        userfaultfd,
+        number,
+        store,
+        reader,
+    }
+}
+
+fn start_reader(
+    vmm: &VmmProcess,
+    userfaultfd: &Arc<pagetide_sys::uffd::Userfaultfd>,
+    layout: &Arc<RamLayout>,
+    store: &Arc<Store>,
+) -> FaultReader {
+    FaultReader::start(
+        vmm,
+        Arc::clone(userfaultfd),
+        Arc::clone(layout),
+        Arc::<Store>::clone(store),
+        ReaderConfig::default(),
+    )
+    .unwrap()
+}
+
+/// Attach, verify, evict, verify, run on, let go, verify.
+fn whole_way(more: &[&str]) {
+    if !can_run() {
+        return;
+    }
+    let qemu = Qemu::with_shared_ram(more);
+    let descriptors = qemu.open_descriptors();
+    let mut vm = attach(qemu);
+    vm.qemu.ask(r#"{"execute":"stop"}"#);
+    let all = (MIB, (RAM_MIB - 1) * MIB);
+    let before = vm.qemu.guest_memory(all.0, all.1);
+    let word = usize::try_from(PATTERN.start - MIB).unwrap();
+    assert_eq!(
+        before[word..word + 4],
+        u32::try_from(PATTERN.start / 4).unwrap().to_le_bytes()
+    );
+    let evicted = vm.store.evict_all(vm.layout.page_count());
+    assert!(evicted >= (PATTERN.end - PATTERN.start) >> 12);
+    assert_eq!(vm.layout.allocated_bytes().unwrap(), 0);
+
+    let after = vm.qemu.guest_memory(all.0, all.1);
+    assert!(
+        before == after,
+        "guest memory came back another than it was"
+    );
+    assert!(vm.store.missing.load(Ordering::Relaxed) >= evicted - 256);
+
+    // The firmware runs from the start again, on pages that are away.
+    vm.store.evict_all(vm.layout.page_count());
+    let missing = vm.store.missing.load(Ordering::Relaxed);
+    vm.qemu.ask(r#"{"execute":"system_reset"}"#);
+    vm.qemu.ask(r#"{"execute":"cont"}"#);
+    while vm.store.missing.load(Ordering::Relaxed) < missing + 20 {
+        std::thread::yield_now();
+    }
+    assert!(vm.qemu.is_running());
+
+    vm.store.bring_all_back();
+    let counters = vm.reader.counters();
+    assert_eq!(counters.strays.load(Ordering::Relaxed), 0);
+    assert!(!vm.store.failed.load(Ordering::Relaxed));
+    let_go(&vm.vmm, &vm.layout, &vm.userfaultfd, vm.number).unwrap();
+    vm.reader.stop();
+    assert!(vm.qemu.is_running());
+    let pattern = vm
+        .qemu
+        .guest_memory(PATTERN.start, PATTERN.end - PATTERN.start);
+    let end = word + pattern.len();
+    assert!(pattern == before[word..end], "content after letting go");
+    // pmemsave has closed its file; the userfaultfd is closed too.
+    assert_eq!(vm.qemu.open_descriptors(), descriptors);
+}
+
+#[test]
+fn a_qemu_of_root_is_evicted_served_and_let_go_with_every_byte_in_place() {
+    whole_way(&[]);
+}
+
+#[test]
+fn a_qemu_without_privileges_is_taken_over_by_the_device() {
+    whole_way(&["-runas", "nobody"]);
+}
+
+#[test]
+fn a_qemu_under_its_seccomp_sandbox_is_taken_over() {
+    whole_way(&[
+        "-sandbox",
+        "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+    ]);
+}
+
+#[test]
+fn a_sandboxed_qemu_without_privileges_is_taken_over() {
+    whole_way(&[
+        "-runas",
+        "nobody",
+        "-sandbox",
+        "on,obsolete=deny,elevateprivileges=allow,spawn=deny,resourcecontrol=deny",
+    ]);
+}
+
+#[test]
+fn a_qemu_whose_ram_is_two_files_is_laid_out_end_to_end() {
+    if !can_run() {
+        return;
+    }
+    let mut qemu = Qemu::start(&[
+        "-machine",
+        "q35,accel=tcg",
+        "-object",
+        "memory-backend-memfd,id=a,size=64M,share=on",
+        "-object",
+        "memory-backend-memfd,id=b,size=64M,share=on",
+        "-numa",
+        "node,memdev=a",
+        "-numa",
+        "node,memdev=b",
+    ]);
+    let vmm = VmmProcess::open(qemu.pid()).unwrap();
+    let layout = Arc::new(RamLayout::of_process(&vmm).unwrap());
+    assert_eq!(layout.files().len(), 2);
+    assert_eq!(layout.page_count(), RAM_MIB * 256);
+    let taken = take_over(&vmm, &layout).unwrap();
+    let userfaultfd = Arc::new(taken.userfaultfd);
+    let store = Arc::new(Store::new(&userfaultfd, &layout));
+    let reader = start_reader(&vmm, &userfaultfd, &layout, &store);
+    let across = PageRange::new(PageNo(64 * 256 - 2), PageNo(64 * 256 + 2));
+    let content: Vec<u8> = (0..4_u8).flat_map(|i| [i + 1; 4096]).collect();
+    assert_eq!(store.place.install_run(across, &content).unwrap(), 4);
+    let mut back = vec![0; content.len()];
+    store.place.read(across, &mut back).unwrap();
+    assert_eq!(back, content);
+    assert_eq!(store.place.present_runs(across).unwrap(), [across]);
+    assert_eq!(store.place.install_run(across, &content).unwrap(), 0);
+    assert!(qemu.is_running());
+    reader.stop();
+    let_go(&vmm, &layout, &userfaultfd, taken.number).unwrap();
+}
+
+#[test]
+fn a_successor_takes_the_userfaultfd_again_and_serves_those_who_wait() {
+    if !can_run() {
+        return;
+    }
+    let mut vm = attach(Qemu::with_shared_ram(&[]));
+    vm.qemu.ask(r#"{"execute":"stop"}"#);
+    vm.store.evict_all(vm.layout.page_count());
+    // The first process dies: its reader and its descriptors go.
+    let stored = std::mem::take(&mut *vm.store.stored.lock().unwrap());
+    vm.reader.stop();
+    drop(vm.store);
+    drop(vm.userfaultfd);
+    let mut qemu = vm.qemu;
+    let asking = std::thread::spawn(move || {
+        let memory = qemu.guest_memory(PATTERN.start, MIB);
+        (qemu, memory)
+    });
+    let again = VmmProcess::reopen(vm.vmm.identity()).unwrap();
+    let layout = Arc::new(RamLayout::of_process(&again).unwrap());
+    let userfaultfd = Arc::new(resume(&again, &layout, vm.number).unwrap());
+    let store = Arc::new(Store::new(&userfaultfd, &layout));
+    *store.stored.lock().unwrap() = stored;
+    let everything = PageRange::new(PageNo(0), PageNo(layout.page_count()));
+    store.place.wake(everything).unwrap();
+    let reader = start_reader(&again, &userfaultfd, &layout, &store);
+    let (mut qemu, memory) = asking.join().unwrap();
+    let expected: Vec<u8> = (PATTERN.start / 4..(PATTERN.start + MIB) / 4)
+        .flat_map(|word| u32::try_from(word).unwrap().to_le_bytes())
+        .collect();
+    assert!(memory == expected);
+    assert!(matches!(
+        resume(&again, &layout, 0),
+        Err(TakeOverError::NotOurs { .. })
+    ));
+    store.bring_all_back();
+    reader.stop();
+    let_go(&again, &layout, &userfaultfd, vm.number).unwrap();
+    qemu.ask(r#"{"execute":"cont"}"#);
+    assert!(qemu.is_running());
+}
+
+#[test]
+fn a_qemu_killed_while_attached_is_reported_once_and_its_place_is_gone() {
+    if !can_run() {
+        return;
+    }
+    let mut vm = attach(Qemu::with_shared_ram(&[]));
+    vm.qemu.kill();
+    let mut gone = vm.store.gone.lock().unwrap();
+    while !*gone {
+        gone = vm.store.went.wait(gone).unwrap();
+    }
+    drop(gone);
+    vm.store.place.discard(PageNo(0).single()).unwrap();
+    assert!(matches!(
+        vm.store.place.install_zero(PageNo(0)),
+        Err(PlaceError::Gone)
+    ));
+    assert!(matches!(
+        VmmProcess::reopen(vm.vmm.identity()),
+        Err(Refusal::NoSuchProcess { .. })
+    ));
+}
+
+#[test]
+fn pages_touched_since_the_last_look_are_seen_and_those_by_dma_told_apart() {
+    if !can_run() {
+        return;
+    }
+    let mut vm = attach(Qemu::with_shared_ram(&[]));
+    vm.qemu.ask(r#"{"execute":"stop"}"#);
+    let file = &vm.layout.files()[0];
+    let alias = SharedMapping::new(file.file().as_fd(), RAM_MIB * MIB).unwrap();
+    let alias = Arc::new(alias);
+    let aliases = vec![Arc::clone(&alias)];
+    let tracker = UnmapAndLook::new(&vm.vmm, Arc::clone(&vm.layout), aliases).unwrap();
+    vm.qemu.guest_memory(PATTERN.start, 8 * MIB);
+    let sections: Vec<_> = (16..20).map(SectionNo).collect();
+    let first = tracker.look_many(&sections).unwrap();
+    assert!(first.iter().all(|t| t.cpu.len() == 512 && t.dma.is_empty()));
+
+    vm.qemu.guest_memory(PATTERN.start + 2 * MIB, MIB);
+    let mut byte = [0];
+    alias.copy_from(PATTERN.start + 4 * MIB, &mut byte).unwrap();
+    let then = tracker.look_many(&sections).unwrap();
+    // Some pages linger in per-CPU batches of the kernel.
+    assert!(then[0].cpu.len() < 128, "{:?}", then[0]);
+    let read = PageSet::of_range(
+        SectionNo(17),
+        PageRange::covering(PATTERN.start + 2 * MIB, MIB).unwrap(),
+    );
+    let mut not_seen = read;
+    not_seen.subtract(&then[1].cpu);
+    assert!(not_seen.is_empty(), "{not_seen:?}");
+    assert!(then[1].cpu.len() < 256 + 128);
+    assert!(
+        then[2]
+            .dma
+            .contains(PageNo((PATTERN.start + 4 * MIB) >> 12))
+    );
+    assert!(then[1].dma.is_empty() && then[3].dma.is_empty());
+    let still = tracker.is_mapped(SectionNo(18)).unwrap();
+    assert!(still.len() < 128, "{still:?}");
+}
+
+#[test]
+fn a_vm_that_is_attached_is_busy_and_unharmed() {
+    if !can_run() {
+        return;
+    }
+    let mut vm = attach(Qemu::with_shared_ram(&[]));
+    let descriptors = vm.qemu.open_descriptors();
+    assert!(matches!(
+        take_over(&vm.vmm, &vm.layout),
+        Err(TakeOverError::Uffd(UffdError::Busy { .. }))
+    ));
+    assert_eq!(vm.qemu.open_descriptors(), descriptors);
+    vm.store.evict_all(vm.layout.page_count());
+    vm.qemu.guest_memory(PATTERN.start, MIB);
+    assert!(vm.qemu.is_running());
+}
+
+fn refusal(qemu: &Qemu) -> Refusal {
+    let vmm = VmmProcess::open(qemu.pid()).unwrap();
+    RamLayout::of_process(&vmm).unwrap_err()
+}
+
+#[test]
+fn a_process_that_is_no_vmm_is_refused() {
+    let mut child = std::process::Command::new("sleep")
+        .arg("1000")
+        .spawn()
+        .unwrap();
+    let vmm = VmmProcess::open(child.id()).unwrap();
+    let refused = RamLayout::of_process(&vmm);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(matches!(refused, Err(Refusal::NotAVmm { .. })));
+}
+
+#[test]
+fn private_ram_is_refused() {
+    if !can_run() {
+        return;
+    }
+    let anonymous = Qemu::start(&["-machine", "q35,accel=tcg"]);
+    assert!(matches!(refusal(&anonymous), Refusal::PrivateRam { .. }));
+    let not_shared = Qemu::with_ram_object(
+        &format!("memory-backend-memfd,id=ram,size={RAM_MIB}M,share=off"),
+        &[],
+    );
+    assert!(matches!(refusal(&not_shared), Refusal::PrivateRam { .. }));
+}
+
+#[test]
+fn ram_in_a_file_on_disk_is_refused() {
+    if !can_run() {
+        return;
+    }
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = dir.path().join("ram");
+    let object = format!(
+        "memory-backend-file,id=ram,size={RAM_MIB}M,share=on,mem-path={}",
+        path.display()
+    );
+    let on_disk = Qemu::with_ram_object(&object, &[]);
+    let refused = refusal(&on_disk);
+    let file = std::fs::File::open(&path).unwrap();
+    let file = pagetide_sys::memory_file::GuestFile::from(std::os::fd::OwnedFd::from(file));
+    if file.is_tmpfs().unwrap() {
+        eprintln!("SKIPPED: the target directory is on tmpfs");
+        return;
+    }
+    assert!(
+        matches!(refused, Refusal::FileNotInMemory { .. }),
+        "{refused}"
+    );
+}
+
+#[test]
+fn ram_in_huge_pages_is_refused() {
+    if !can_run() {
+        return;
+    }
+    let free = std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+    let free: u64 = free.map_or(0, |text| text.trim().parse().unwrap_or(0));
+    if free < RAM_MIB / 2 {
+        eprintln!("SKIPPED: {free} free huge pages, {} needed", RAM_MIB / 2);
+        return;
+    }
+    let object = format!("memory-backend-memfd,id=ram,size={RAM_MIB}M,share=on,hugetlb=on");
+    let huge = Qemu::with_ram_object(&object, &[]);
+    assert!(matches!(refusal(&huge), Refusal::HugetlbRam { .. }));
+}
+
+/// Path by which another process can open the RAM file of `qemu`.
+fn ram_path(qemu: &Qemu) -> String {
+    let dir = format!("/proc/{}/fd", qemu.pid());
+    std::fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .find(|path| {
+            std::fs::read_link(path).is_ok_and(|t| t.to_string_lossy().contains("memory-backend"))
+        })
+        .unwrap()
+        .display()
+        .to_string()
+}
+
+#[test]
+fn ram_that_another_process_maps_is_refused_by_name_and_bars_eviction() {
+    if !can_run() {
+        return;
+    }
+    let qemu = Qemu::with_shared_ram(&[]);
+    let vmm = VmmProcess::open(qemu.pid()).unwrap();
+    let layout = RamLayout::of_process(&vmm).unwrap();
+    hazards::refuse_if_shared(&vmm, &layout).unwrap();
+    let object = format!(
+        "memory-backend-file,id=ram,size={RAM_MIB}M,share=on,mem-path={}",
+        ram_path(&qemu)
+    );
+    let mut other = Qemu::with_ram_object(&object, &["-S"]);
+    let refused = hazards::refuse_if_shared(&vmm, &layout).unwrap_err();
+    let Refusal::SharedRam { other_pid, .. } = refused else {
+        panic!("{refused}");
+    };
+    assert_eq!(other_pid, other.pid());
+    let bars = hazards::check(&vmm, &layout).unwrap();
+    assert!(matches!(
+        bars.as_slice(),
+        [EvictionBar::MappedByAnother { .. }]
+    ));
+    other.kill();
+    hazards::refuse_if_shared(&vmm, &layout).unwrap();
+}
+
+#[test]
+fn a_child_on_the_same_address_space_is_no_stranger() {
+    if !can_run() {
+        return;
+    }
+    let qemu = Qemu::with_shared_ram(&["-async-teardown"]);
+    let vmm = VmmProcess::open(qemu.pid()).unwrap();
+    let layout = RamLayout::of_process(&vmm).unwrap();
+    hazards::refuse_if_shared(&vmm, &layout).unwrap();
+}
+
+fn bars(more: &[&str]) -> Vec<EvictionBar> {
+    let qemu = Qemu::with_shared_ram(more);
+    let vmm = VmmProcess::open(qemu.pid()).unwrap();
+    let layout = RamLayout::of_process(&vmm).unwrap();
+    hazards::check(&vmm, &layout).unwrap()
+}
+
+#[test]
+fn a_file_open_for_direct_io_bars_eviction() {
+    if !can_run() {
+        return;
+    }
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let image = dir.path().join("disk");
+    std::fs::File::create(&image).unwrap().set_len(MIB).unwrap();
+    let drive = |cache: &str| {
+        format!(
+            "if=none,id=d,format=raw,cache={cache},file={}",
+            image.display()
+        )
+    };
+    assert_eq!(bars(&["-drive", &drive("writeback")]), []);
+    let direct = bars(&["-drive", &drive("none")]);
+    let named = direct
+        .iter()
+        .any(|bar| matches!(bar, EvictionBar::DirectFile { path, .. } if path.ends_with("/disk")));
+    assert!(named, "{direct:?}");
+}
+
+#[test]
+fn locked_memory_bars_eviction() {
+    if !can_run() {
+        return;
+    }
+    let locked = bars(&["-overcommit", "mem-lock=on"]);
+    assert!(matches!(locked.as_slice(), [EvictionBar::Locked { .. }]));
+}
