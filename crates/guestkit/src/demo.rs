@@ -125,11 +125,18 @@ pub fn run(options: &Options) -> Result<Report, DemoError> {
     let image = image::prepare()?;
     let folder = repository().join("target/demo");
     fs::create_dir_all(&folder).map_err(|source| file_error(&folder, source))?;
+    // A run that fails is not to leave another run's report behind.
+    let path = folder.join("report.json");
+    match fs::remove_file(&path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            return Err(file_error(&path, source));
+        }
+        _ => {}
+    }
     let mut demo = Demo::start(options, &image, &folder, voice)?;
     let outcome = demo.play(options);
     demo.keep_logs(&folder)?;
     outcome?;
-    let path = folder.join("report.json");
     let json = serde_json::to_string_pretty(&demo.report).map_err(io::Error::from);
     json.and_then(|json| fs::write(&path, json + "\n"))
         .map_err(|source| file_error(&path, source))?;
