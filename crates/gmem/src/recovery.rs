@@ -69,6 +69,25 @@ pub fn set_initial_words(table: &PageTable, place: &dyn Place) -> Result<u64, Pl
     Ok(present_pages)
 }
 
+/// Makes a page present that [`set_initial_words`] found to be a hole.
+///
+/// # Errors
+/// [`PlaceError`].
+pub fn fill_initial_hole(
+    table: &PageTable,
+    place: &dyn Place,
+    page: PageNo,
+) -> Result<(), PlaceError> {
+    let installed = place.install_zero(page)?;
+    debug_assert_eq!(
+        installed,
+        crate::place::Installed::Installed,
+        "nobody else fills {page} yet"
+    );
+    table.set_initial(page, PageWord::new(State::Present));
+    Ok(())
+}
+
 /// Brings the words of a dead predecessor in order; `stored` is told of all content that is still
 /// needed. Nothing is changed if this fails.
 ///

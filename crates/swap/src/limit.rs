@@ -91,6 +91,16 @@ impl Limit {
         self.want_reclaim();
     }
 
+    /// Sets limit and headroom by what was decided and by what the kernel says is present, without
+    /// asking for a reclaim.
+    pub fn put_right(&self, limit_pages: Option<u64>, resident_pages: u64) {
+        let limit = limit_pages
+            .and_then(|pages| i64::try_from(pages).ok())
+            .unwrap_or(UNLIMITED);
+        self.pages.store(limit, Relaxed);
+        self.correct(resident_pages);
+    }
+
     /// Sets the headroom by what the kernel says is present.
     pub fn correct(&self, resident_pages: u64) {
         let limit = self.pages.load(Relaxed);
@@ -146,6 +156,12 @@ impl Limit {
         self.over_limit_fills.load(Relaxed)
     }
 
+    /// The same, as it counts.
+    #[must_use]
+    pub fn over_limit_count(&self) -> &AtomicU64 {
+        &self.over_limit_fills
+    }
+
     /// Asks the reclaimer to look now.
     pub fn want_reclaim(&self) {
         let mut state = self.lock();
@@ -175,6 +191,25 @@ impl Limit {
             (false, true) => Wake::Wanted,
             (false, false) => Wake::Timer,
         }
+    }
+
+    /// The reclaimer's rest: `time` goes by whatever is asked, but not a stop.
+    pub fn rest(&self, time: Duration) -> Wake {
+        let waited = self
+            .wanted
+            .wait_timeout_while(self.lock(), time, |state| !state.stopped);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if state.stopped {
+            Wake::Stopped
+        } else {
+            Wake::Timer
+        }
+    }
+
+    /// True once [`Self::stop`] was called.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.lock().stopped
     }
 
     fn wait_for_headroom(&self, pages: i64) {

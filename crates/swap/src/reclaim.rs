@@ -98,7 +98,11 @@ pub struct Reclaimer {
     tracker: Box<dyn AccessTracker>,
     sets: HotColdSets,
     scanned_at: Option<Duration>,
+    drifted_at: Option<Duration>,
 }
+
+/// Sections drift towards cold at most this often, however often pressure makes the VM be scanned.
+const DRIFT_MIN: Duration = Duration::from_secs(1);
 
 impl Reclaimer {
     /// A reclaimer that knows nothing yet of what is cold.
@@ -111,6 +115,7 @@ impl Reclaimer {
             tracker,
             sets,
             scanned_at: None,
+            drifted_at: None,
         }
     }
 
@@ -135,13 +140,18 @@ impl Reclaimer {
             .map(SectionNo)
             .collect();
         let touched = self.tracker.look(&sections)?;
+        let drift = self
+            .drifted_at
+            .is_none_or(|at| now.saturating_sub(at) >= DRIFT_MIN);
+        if drift {
+            self.drifted_at = Some(now);
+        }
         for (section, touched) in sections.iter().zip(touched) {
-            let seen = if touched.cpu.is_empty() && touched.dma.is_empty() {
-                Seen::Untouched
-            } else {
-                Seen::Touched
-            };
-            self.sets.saw(*section, seen);
+            if !touched.cpu.is_empty() || !touched.dma.is_empty() {
+                self.sets.saw(*section, Seen::Touched);
+            } else if drift {
+                self.sets.saw(*section, Seen::Untouched);
+            }
         }
         self.scanned_at = Some(now);
         Ok(())

@@ -153,6 +153,18 @@ pub fn check(vmm: &VmmProcess, layout: &RamLayout) -> Result<Vec<EvictionBar>, R
     Ok(bars)
 }
 
+/// Memory that the VMM has pinned or locked, in bytes.
+///
+/// # Errors
+/// [`Refusal`] if it cannot be found out.
+pub fn pinned_bytes(vmm: &VmmProcess) -> Result<u64, Refusal> {
+    let pid = vmm.pid();
+    let status = in_proc(pid)
+        .and_then(|p| p.status())
+        .map_err(|e| Refusal::parsing(pid, "read the status", e))?;
+    Ok((status.vmpin.unwrap_or(0) + status.vmlck.unwrap_or(0)) << 10)
+}
+
 /// Adds what the VMM's open descriptors forbid.
 fn descriptors(pid: u32, bars: &mut Vec<EvictionBar>) -> io::Result<()> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {

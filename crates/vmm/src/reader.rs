@@ -116,6 +116,8 @@ pub struct ReaderCounters {
     pub batches: AtomicU64,
     /// Moves to another CPU.
     pub moves: AtomicU64,
+    /// Id of the reader's thread, once it runs.
+    pub thread: AtomicU64,
     /// Faults at addresses that are no RAM, or of a kind that was not asked for.
     pub strays: AtomicU64,
 }
@@ -177,6 +179,18 @@ impl FaultReader {
         &self.counters
     }
 
+    /// CPU time its thread has used, in seconds; 0 if the kernel does not tell.
+    #[must_use]
+    pub fn cpu_seconds(&self) -> f64 {
+        let thread = self.counters.thread.load(Ordering::Relaxed);
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/schedstat"));
+        let first = stat
+            .ok()
+            .and_then(|s| s.split_whitespace().next().map(str::to_owned));
+        let ns: u64 = first.and_then(|ns| ns.parse().ok()).unwrap_or(0);
+        Duration::from_nanos(ns).as_secs_f64()
+    }
+
     /// Stops it and waits until its last fault is served.
     pub fn stop(self) {
         drop(self);
@@ -215,6 +229,10 @@ struct Reading {
 
 impl Reading {
     fn run(&mut self, sink: &dyn FaultSink) -> Result<End, ReaderError> {
+        let thread = rustix::thread::gettid().as_raw_nonzero().get();
+        self.counters
+            .thread
+            .store(u64::from(thread.unsigned_abs()), Ordering::Relaxed);
         let mut faults = Vec::new();
         loop {
             if let Some(end) = self.sleep()? {

@@ -18,6 +18,7 @@
 //!       │ any failure: the descriptor is closed in the VMM again, which undoes all the rest
 //! ```
 
+use crate::Refusal;
 use crate::layout::RamLayout;
 use crate::process::{VmmIdentity, VmmProcess};
 use pagetide_sys::process::ProcessError;
@@ -146,6 +147,23 @@ pub fn resume(
         Err(UffdError::Busy { .. }) => Err(not_ours()),
         Err(e) => Err(e.into()),
     }
+}
+
+/// Number of the userfaultfd in a VMM whose take-over was cut off before the number was noted, if
+/// there is one: a VMM has none of its own outside postcopy and background snapshots.
+///
+/// # Errors
+/// [`Refusal`] if its descriptors cannot be listed.
+pub fn find_inside(vmm: &VmmProcess) -> Result<Option<i32>, Refusal> {
+    let pid = vmm.pid();
+    let list = procfs::process::Process::new(i32::try_from(pid).unwrap_or(0))
+        .and_then(|process| process.fd());
+    let list = list.map_err(|e| Refusal::parsing(pid, "list the descriptors", e))?;
+    let is_userfaultfd = |target: &procfs::process::FDTarget| matches!(target, procfs::process::FDTarget::AnonInode(name) if name.contains("userfaultfd"));
+    Ok(list
+        .flatten()
+        .find(|fd| is_userfaultfd(&fd.target))
+        .map(|fd| fd.fd))
 }
 
 /// Lets the VMM go: its RAM is watched no more, and whoever waits goes on. All pages must have

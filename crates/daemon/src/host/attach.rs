@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Attaching a VM, and taking one up again that a dead daemon left.
+//!
+//! ```text
+//!   attach                                    recover
+//!   1 look: pid, layout, hazards, limit       1 open the pool, its VMM by pid and start time
+//!   2 domains: bits cleared, leases drained   2 domains: bits cleared
+//!   3 pool made ("attaching")                 3 userfaultfd taken again by its number
+//!   4 userfaultfd made in the VMM, RAM        4 words mended, content adopted
+//!     registered; number into the pool        5 protection lifted, everybody woken
+//!   5 words set; pool "attached"
+//!          └────────────── Vm::start ──────────────┘
+//! ```
+//! A failure undoes what was done, in reverse. A daemon that dies between 3 and
+//! 5 leaves a pool that says *attaching*: nothing was evicted, so its successor
+//! simply lets the VM go.
+
+use super::{
+    alias::AliasGuard,
+    identity::{Identity, mappings_of},
+    vm::{Prepared, Shared, Vm, failed, table_of},
+};
+use crate::control::{AttachRequest, ControlError};
+use pagetide_addr::{Access, PageNo, PageRange, SectionNo};
+use pagetide_gmem::{Mmu, Place, recovery};
+use pagetide_swap::{Pool, PoolError, PoolStore, limit::LIMIT_PAGES_MIN, pool::Phase};
+use pagetide_vmm::{
+    Refusal, hazards,
+    layout::RamLayout,
+    place::{VcpuMmu, VmPlace},
+    process::VmmProcess,
+    takeover,
+};
+use pagetide_vpri::{DmaMmu, DomainTable};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// How long the I/O that is under way at an attach may take to finish.
+const DRAIN_WAIT: Duration = Duration::from_secs(10);
+/// Smallest limit, in bytes.
+const LIMIT_BYTES_MIN: u64 = LIMIT_PAGES_MIN * pagetide_addr::PAGE_BYTES;
+
+/// Path of the pool of a VM.
+pub(super) fn pool_path(state_dir: &Path, name: &str) -> PathBuf {
+    state_dir.join(format!("{name}.{}", pagetide_swap::pool::POOL_SUFFIX))
+}
+
+/// Refuses a limit that cannot work.
+pub(super) fn check_limit(limit_bytes: Option<u64>, ram_bytes: u64) -> Result<(), ControlError> {
+    match limit_bytes {
+        Some(limit) if limit < LIMIT_BYTES_MIN => Err(ControlError::wrong_use(format!(
+            "a limit of {limit} bytes cannot work: an instruction, a device's rings and a section under eviction \
+             need {LIMIT_BYTES_MIN} bytes at least; give --limit {}M or more",
+            LIMIT_BYTES_MIN >> 20
+        ))),
+        Some(limit) if limit > ram_bytes => {
+            tracing::info!(
+                limit,
+                ram_bytes,
+                "the limit is above the VM's RAM and will never be reached"
+            );
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
+fn refused(refusal: &Refusal) -> ControlError {
+    ControlError::refused(refusal.to_string())
+}
+
+/// Attaches the VM that `request` names.
+pub(super) fn attach(
+    request: &AttachRequest,
+    state_dir: &Path,
+    domains: &DomainTable,
+    shared: &Shared,
+) -> Result<Vm, ControlError> {
+    let vmm = VmmProcess::open(request.pid).map_err(|r| refused(&r))?;
+    let layout = Arc::new(RamLayout::of_process(&vmm).map_err(|r| refused(&r))?);
+    hazards::refuse_if_shared(&vmm, &layout).map_err(|r| refused(&r))?;
+    check_limit(request.limit_bytes, layout.len_bytes())?;
+    for warning in layout.warnings() {
+        tracing::warn!(vm = request.name, "{warning}");
+    }
+    let identity = Identity {
+        name: request.name.clone(),
+        pid: request.pid,
+        start_time: vmm.identity().start_time,
+        vmm: vmm.name().to_owned(),
+        mappings: mappings_of(&layout),
+    };
+    let claim = Claim::take(&layout, domains, shared)?;
+    claim.drain()?;
+    let path = pool_path(state_dir, &request.name);
+    let pool = Arc::new(make_pool(&path, &layout, &identity)?);
+    pool.set_limit_bytes(request.limit_bytes);
+    let undo = UndoPool(Some(Arc::clone(&pool)));
+    let taken = takeover::take_over(&vmm, &layout).map_err(failed)?;
+    pool.set_userfaultfd(taken.number, taken.pause_us);
+    tracing::info!(
+        vm = request.name,
+        pid = request.pid,
+        pause_us = taken.pause_us,
+        "taken over"
+    );
+    let userfaultfd = Arc::new(taken.userfaultfd);
+    let started = (|| {
+        let alias = AliasGuard::watch(&claim.mmu).map_err(failed)?;
+        let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&layout));
+        let table = table_of(&pool);
+        recovery::set_initial_words(&table, &place).map_err(failed)?;
+        pool.set_attached();
+        fill_wired(&table, &place, &claim.mmu)?;
+        let prepared = Prepared {
+            identity,
+            vmm: VmmProcess::open(request.pid).map_err(|r| refused(&r))?,
+            layout: Arc::clone(&layout),
+            store: Arc::new(PoolStore::new(Arc::clone(&pool))),
+            pool: Arc::clone(&pool),
+            table,
+            mmu: Arc::clone(&claim.mmu),
+            alias,
+            userfaultfd: Arc::clone(&userfaultfd),
+        };
+        Vm::start(prepared, shared)
+    })();
+    match started {
+        Ok(vm) => {
+            undo.keep();
+            claim.keep();
+            vm.core.enforce_limit();
+            vm.core.limit.want_reclaim();
+            Ok(vm)
+        }
+        Err(error) => {
+            // Nothing was evicted yet: holes read as zeros again, as before.
+            if let Err(error) = takeover::let_go(&vmm, &layout, &userfaultfd, taken.number) {
+                tracing::error!(vm = request.name, %error, "a failed attach left its userfaultfd in the VMM");
+            }
+            Err(error)
+        }
+    }
+}
+
+fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Pool, ControlError> {
+    let json = serde_json::to_vec(identity).map_err(failed)?;
+    Pool::create(path, layout.page_count(), random_seed()?, &json).map_err(|error| match &error {
+        PoolError::File { .. } => ControlError::failed(format!(
+            "{error}; the pool of this VM needs {} bytes to begin with: make the tmpfs of the state directory larger",
+            layout.page_count() * 8
+        )),
+        _ => failed(error),
+    })
+}
+
+fn random_seed() -> Result<u32, ControlError> {
+    use std::io::Read;
+    let mut bytes = [0; 4];
+    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
+    read.map_err(|error| failed(format!("no random numbers: {error}")))?;
+    Ok(u32::from_ne_bytes(bytes))
+}
+
+/// A ring may lie on a page that nobody has touched: devices keep it, so it must be there.
+fn fill_wired(
+    table: &pagetide_gmem::PageTable,
+    place: &VmPlace,
+    mmu: &DmaMmu,
+) -> Result<(), ControlError> {
+    for section in (0..table.section_count()).map(SectionNo) {
+        for page in mmu.wired(section).pages(section) {
+            if !place.is_present(page).map_err(failed)? {
+                recovery::fill_initial_hole(table, place, page).map_err(failed)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The DMA domains of a VM, taken for it: their bits are cleared and their page requests held.
+struct Claim<'a> {
+    mmu: Arc<DmaMmu>,
+    shared: &'a Shared,
+    kept: bool,
+}
+
+impl<'a> Claim<'a> {
+    fn take(
+        layout: &RamLayout,
+        table: &DomainTable,
+        shared: &'a Shared,
+    ) -> Result<Self, ControlError> {
+        let mut domains = Vec::new();
+        for file in layout.files() {
+            use std::os::fd::AsFd;
+            let domain = table
+                .open(file.file().as_fd(), file.key(), file.pages().bytes())
+                .map_err(failed)?;
+            domains.push((domain, file.pages().len()));
+        }
+        let mut attached = Vec::new();
+        for (domain, _) in &domains {
+            if let Err(error) = domain.attach() {
+                attached
+                    .iter()
+                    .for_each(|domain: &Arc<pagetide_vpri::DmaDomain>| domain.detach());
+                return Err(ControlError::refused(error.to_string()));
+            }
+            attached.push(Arc::clone(domain));
+        }
+        let mmu = Arc::new(DmaMmu::new(domains));
+        shared.service.hold(&mmu);
+        for domain in mmu.domains() {
+            domain.attributes().unmap_all();
+        }
+        Ok(Self {
+            mmu,
+            shared,
+            kept: false,
+        })
+    }
+
+    /// Waits until no DMA is under way that began before the bits were cleared.
+    fn drain(&self) -> Result<(), ControlError> {
+        let begun = Instant::now();
+        while self
+            .mmu
+            .domains()
+            .any(|domain| domain.attributes().is_any_leased())
+        {
+            if begun.elapsed() > DRAIN_WAIT {
+                return Err(ControlError::refused(format!(
+                    "a device has had I/O in flight for {} s that does not finish; see to its image's storage, then attach again",
+                    DRAIN_WAIT.as_secs()
+                )));
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        Ok(())
+    }
+
+    fn keep(mut self) {
+        self.kept = true;
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.mmu.domains().for_each(|domain| domain.detach());
+            self.shared.service.release(&self.mmu);
+        }
+    }
+}
+
+/// Removes the pool of an attach that fails.
+struct UndoPool(Option<Arc<Pool>>);
+
+impl UndoPool {
+    fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for UndoPool {
+    fn drop(&mut self) {
+        if let Some(pool) = self.0.take()
+            && let Err(error) = pool.remove()
+        {
+            tracing::warn!(%error, "the pool of a failed attach stays behind");
+        }
+    }
+}
+
+/// What became of a pool that was found.
+pub(super) enum Found {
+    /// The VM is served again.
+    Recovered(Box<Vm>),
+    /// The pool was of no use any more, and is gone.
+    Removed,
+}
+
+/// Takes up the VM of the pool at `path` again.
+///
+/// # Errors
+/// A sentence; the pool stays where it is.
+pub(super) fn recover(
+    path: &Path,
+    domains: &DomainTable,
+    shared: &Shared,
+) -> Result<Found, ControlError> {
+    let pool = Arc::new(Pool::open(path).map_err(failed)?);
+    let identity: Identity =
+        serde_json::from_slice(&pool.identity().map_err(failed)?).map_err(|error| {
+            failed(format!(
+                "pool {}: its identity cannot be read: {error}",
+                path.display()
+            ))
+        })?;
+    let vmm = match VmmProcess::reopen(identity.process()) {
+        Ok(vmm) => vmm,
+        Err(Refusal::NoSuchProcess { .. } | Refusal::PidUsedAgain { .. }) => {
+            tracing::info!(
+                vm = identity.name,
+                pid = identity.pid,
+                "the VM ended while no daemon ran"
+            );
+            pool.remove().map_err(failed)?;
+            return Ok(Found::Removed);
+        }
+        Err(refusal) => return Err(refused(&refusal)),
+    };
+    let layout = Arc::new(RamLayout::of_process(&vmm).map_err(|r| refused(&r))?);
+    if !identity.fits(&layout) || pool.page_count() != layout.page_count() {
+        return Err(failed(format!(
+            "the RAM of {} is laid out otherwise than when it was attached",
+            identity.name
+        )));
+    }
+    if pool.phase() == Phase::Attaching {
+        abandon(&pool, &vmm, &layout)?;
+        return Ok(Found::Removed);
+    }
+    let Some(number) = pool.userfaultfd_number() else {
+        return Err(failed(format!(
+            "pool {} has lost the userfaultfd's number",
+            path.display()
+        )));
+    };
+    let userfaultfd = Arc::new(takeover::resume(&vmm, &layout, number).map_err(failed)?);
+    let claim = Claim::take(&layout, domains, shared)?;
+    let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&layout));
+    let table = table_of(&pool);
+    let store = Arc::new(PoolStore::new(Arc::clone(&pool)));
+    adopt_words(&table, &place, &store, &identity)?;
+    let alias = AliasGuard::watch(&claim.mmu).map_err(failed)?;
+    // Protection of rounds that died, and faults whose messages died, all at once.
+    let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&layout));
+    let everything = PageRange::new(PageNo(0), PageNo(layout.page_count()));
+    vcpus.grant(everything, Access::Write).map_err(failed)?;
+    place.wake(everything).map_err(failed)?;
+    let prepared = Prepared {
+        identity,
+        vmm,
+        layout,
+        pool: Arc::clone(&pool),
+        store,
+        table,
+        mmu: Arc::clone(&claim.mmu),
+        alias,
+        userfaultfd,
+    };
+    let vm = Vm::start(prepared, shared)?;
+    pool.count_restart();
+    claim.keep();
+    vm.core.enforce_limit();
+    vm.core.limit.want_reclaim();
+    Ok(Found::Recovered(Box::new(vm)))
+}
+
+fn adopt_words(
+    table: &pagetide_gmem::PageTable,
+    place: &VmPlace,
+    store: &PoolStore,
+    identity: &Identity,
+) -> Result<(), ControlError> {
+    let mut wrong = None;
+    let report = recovery::recover_words(table, place, |page, content| {
+        if let Err(error) = store.adopt(content) {
+            wrong.get_or_insert((page, error));
+        }
+    });
+    let report = report.map_err(|error| {
+        if matches!(error, recovery::RecoveryError::Intruder { .. }) {
+            super::sink::VmIncidents::new(&identity.name, identity.pid).stop_vm(error.to_string());
+        }
+        failed(error)
+    })?;
+    if let Some((page, error)) = wrong {
+        return Err(failed(format!("{page} of {}: {error}", identity.name)));
+    }
+    store.finish_adoption().map_err(failed)?;
+    tracing::info!(
+        vm = identity.name,
+        present_pages = report.present_pages,
+        stored_pages = report.stored_pages,
+        mended_words = report.mended_words,
+        "taken up again"
+    );
+    Ok(())
+}
+
+/// A daemon died in the middle of an attach: nothing was evicted, so the VM is let go.
+fn abandon(pool: &Pool, vmm: &VmmProcess, layout: &RamLayout) -> Result<(), ControlError> {
+    let number = match pool.userfaultfd_number() {
+        Some(number) => Some(number),
+        None => takeover::find_inside(vmm).map_err(failed)?,
+    };
+    if let Some(number) = number {
+        let userfaultfd = takeover::resume(vmm, layout, number).map_err(failed)?;
+        takeover::let_go(vmm, layout, &userfaultfd, number).map_err(failed)?;
+    }
+    tracing::info!(pid = vmm.pid(), "an attach that did not finish was undone");
+    pool.remove().map_err(failed)
+}

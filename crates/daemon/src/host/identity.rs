@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Identity`]: what a pool remembers of the VM it belongs to, as JSON in its header.
+
+use pagetide_vmm::{layout::RamLayout, process::VmmIdentity};
+use serde::{Deserialize, Serialize};
+
+/// Whose pool it is. Fields may be added; unknown ones are passed over.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(super) struct Identity {
+    pub(super) name: String,
+    pub(super) pid: u32,
+    /// Start time of the process, in clock ticks since boot: a pid alone may be used again.
+    pub(super) start_time: u64,
+    pub(super) vmm: String,
+    pub(super) mappings: Vec<MappingIdentity>,
+}
+
+/// One mapping of the RAM, as it was when words were made for it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(super) struct MappingIdentity {
+    hva: u64,
+    len_bytes: u64,
+    file: pagetide_addr::FileKey,
+    file_offset: u64,
+}
+
+impl Identity {
+    pub(super) fn process(&self) -> VmmIdentity {
+        VmmIdentity {
+            pid: self.pid,
+            start_time: self.start_time,
+        }
+    }
+
+    /// True if `layout` is the one the words were made for.
+    pub(super) fn fits(&self, layout: &RamLayout) -> bool {
+        self.mappings == mappings_of(layout)
+    }
+}
+
+pub(super) fn mappings_of(layout: &RamLayout) -> Vec<MappingIdentity> {
+    let of = |mapping: &pagetide_vmm::layout::RamMapping| MappingIdentity {
+        hva: mapping.hva.0,
+        len_bytes: mapping.len_bytes,
+        file: layout.files()[mapping.file].key(),
+        file_offset: mapping.file_offset,
+    };
+    layout.mappings().map(of).collect()
+}

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What is told of a VM.
+
+use super::{
+    devices::Devices,
+    vm::{Vm, lock},
+};
+use crate::control::{SetReport, VmReport};
+use pagetide_addr::PAGE_BYTES;
+use pagetide_gmem::State;
+use pagetide_swap::Counter;
+use std::sync::atomic::Ordering::Relaxed;
+
+impl Vm {
+    /// State and figures now.
+    pub(super) fn report(&self, devices: &Devices) -> VmReport {
+        let core = &self.core;
+        core.sync_counters();
+        let count = |counter| core.pool.counter(counter).load(Relaxed);
+        let tiers = core.store.counts();
+        let (lz4, verbatim) = (
+            tiers.lz4_pages.load(Relaxed),
+            tiers.verbatim_pages.load(Relaxed),
+        );
+        let stored_pages = self.stored_pages();
+        let mut bars = core.bars();
+        bars.extend(core.incidents.stopped());
+        bars.extend(lock(&core.trouble).clone());
+        let sets = lock(&core.sets).clone();
+        let files = core
+            .layout
+            .files()
+            .iter()
+            .map(|file| file.key())
+            .collect::<Vec<_>>();
+        VmReport {
+            name: core.name.clone(),
+            pid: core.vmm.pid(),
+            vmm: core.identity.vmm.clone(),
+            state: self.state(),
+            ram_bytes: core.layout.len_bytes(),
+            resident_bytes: core.layout.allocated_bytes().unwrap_or(0),
+            limit_bytes: core.pool.limit_bytes(),
+            pool_bytes: core.pool.allocated_bytes().unwrap_or(0),
+            stored_pages,
+            zero_pages: stored_pages.saturating_sub(lz4 + verbatim),
+            lz4_pages: lz4,
+            verbatim_pages: verbatim,
+            stored_bytes: tiers.stored_bytes.load(Relaxed),
+            evicted_pages: count(Counter::EvictedPages),
+            vcpu_faults: count(Counter::VcpuFaults),
+            vcpu_fault_us: core.latencies.report(),
+            iopfs: count(Counter::DeviceFaults),
+            iopf_us: devices.iopf_us(&files),
+            neighbour_pages: count(Counter::NeighbourPages),
+            discarded_pages: count(Counter::DiscardedPages),
+            over_limit_fills: count(Counter::OverLimitFills),
+            wp_cancels: count(Counter::CancelledPages),
+            alias_faults: count(Counter::AliasFaults),
+            poisoned_pages: count(Counter::PoisonedPages),
+            pinned_guest_bytes: core.pinned_bytes(),
+            wired_bytes: core
+                .mmu
+                .domains()
+                .map(|d| d.attributes().wired_pages() * PAGE_BYTES)
+                .sum(),
+            #[expect(
+                clippy::cast_precision_loss,
+                reason = "a pause far below 2^53 microseconds"
+            )]
+            attach_pause_us: core.pool.pause_us() as f64,
+            eviction_bars: bars,
+            restarts: core.pool.restarts(),
+            reader_cpu_seconds: self.reader_cpu_seconds(),
+            sections: sets
+                .into_iter()
+                .map(|(level, sections)| SetReport {
+                    set: format!("{level:?}").to_lowercase(),
+                    sections,
+                })
+                .collect(),
+        }
+    }
+
+    fn stored_pages(&self) -> u64 {
+        let table = self.core.space.table();
+        let stored = |section| {
+            table
+                .pages_in_state(section, |state| matches!(state, State::Stored(_)))
+                .len()
+        };
+        (0..table.section_count())
+            .map(|number| stored(pagetide_addr::SectionNo(number)))
+            .sum()
+    }
+}

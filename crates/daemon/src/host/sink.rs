@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Who the fault reader and the address space report to: one VM's [`VmSink`] and [`VmIncidents`].
+
+use super::latency::Latencies;
+use pagetide_addr::{DeviceId, PageNo};
+use pagetide_gmem::{AddressSpace, Fault, Incidents, StoreError};
+use pagetide_swap::{Counter, Pool};
+use pagetide_vmm::reader::{FaultSink, ReaderError, VcpuFault};
+use rustix::process::{Pid, Signal, kill_process};
+use std::{
+    error::Error,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
+    time::Instant,
+};
+
+/// What the janitor is to see to.
+#[derive(Debug)]
+pub(super) enum VmEvent {
+    /// The VMM has ended.
+    Gone(String),
+    /// Faults are not served any more, for this reason.
+    ReaderFailed(String, String),
+}
+
+/// Serves the faults of one VM's vCPUs, on the reader's thread.
+pub(super) struct VmSink {
+    pub(super) name: String,
+    pub(super) space: Arc<AddressSpace>,
+    pub(super) pool: Arc<Pool>,
+    pub(super) latencies: Arc<Latencies>,
+    pub(super) events: mpsc::Sender<VmEvent>,
+}
+
+impl FaultSink for VmSink {
+    fn fault(&self, fault: VcpuFault) {
+        let begun = Instant::now();
+        let fault = Fault {
+            device: DeviceId::VCPUS,
+            pages: fault.page.single(),
+            access: fault.access,
+        };
+        self.space.fault(&fault, None);
+        self.latencies.record(begun.elapsed());
+        self.pool
+            .counter(Counter::VcpuFaults)
+            .fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn vmm_gone(&self) {
+        self.tell(VmEvent::Gone(self.name.clone()));
+    }
+
+    fn reader_failed(&self, error: &ReaderError) {
+        self.tell(VmEvent::ReaderFailed(self.name.clone(), error.to_string()));
+    }
+}
+
+impl VmSink {
+    fn tell(&self, event: VmEvent) {
+        if self.events.send(event).is_err() {
+            tracing::debug!(vm = self.name, "the daemon is ending already");
+        }
+    }
+}
+
+/// How many failures of one kind are logged one by one before only every thousandth is.
+const LOGGED_ONE_BY_ONE: u64 = 10;
+
+/// Trouble with one VM's pages.
+pub(super) struct VmIncidents {
+    name: String,
+    pid: u32,
+    failures: AtomicU64,
+    stopped: Mutex<Option<String>>,
+}
+
+impl VmIncidents {
+    pub(super) fn new(name: &str, pid: u32) -> Self {
+        Self {
+            name: name.to_owned(),
+            pid,
+            failures: AtomicU64::new(0),
+            stopped: Mutex::new(None),
+        }
+    }
+
+    /// Why the VM was stopped, if it was.
+    pub(super) fn stopped(&self) -> Option<String> {
+        self.stopped
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Stops the VMM: better a VM that stands still than one that reads wrong bytes.
+    pub(super) fn stop_vm(&self, why: String) {
+        tracing::error!(
+            vm = self.name,
+            pid = self.pid,
+            why,
+            "stopping the VM (SIGSTOP)"
+        );
+        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
+        let stopped = pid.map(|pid| kill_process(pid, Signal::STOP));
+        if let Some(Err(error)) = stopped {
+            tracing::error!(vm = self.name, %error, "the VM could not be stopped");
+        }
+        *self.stopped.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+    }
+}
+
+impl Incidents for VmIncidents {
+    fn intruder(&self, page: PageNo) {
+        self.stop_vm(format!(
+            "page {page} appeared though its content is stored: another process has written to the VM's RAM; \
+             find it (grep the VM's memfd in /proc/*/maps), stop it, and restore the VM from its last good state"
+        ));
+    }
+
+    fn poisoned(&self, page: PageNo, why: &StoreError) {
+        tracing::error!(vm = self.name, %page, %why, "the page's content is lost; accesses to it fail from now on");
+    }
+
+    fn fill_failed(&self, page: PageNo, why: &dyn Error) {
+        let before = self.failures.fetch_add(1, Ordering::Relaxed);
+        if before < LOGGED_ONE_BY_ONE || before.is_multiple_of(1_000) {
+            tracing::error!(vm = self.name, %page, %why, failures = before + 1, "a page could not be served");
+        }
+    }
+}

@@ -1,0 +1,452 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Vm`]: one VM under Pagetide, put together from the other crates.
+//!
+//! ```text
+//!   FaultReader ─ VmSink ─┐                          ┌─ VmPlace (memfd, userfaultfd)
+//!   FaultService ─ Tenant ┼─► AddressSpace ──────────┼─ PoolStore (pool file)
+//!   AliasGuard ───────────┘        │ admission       └─ VcpuMmu, DmaMmu (who may touch what)
+//!                                Limit ◄── Rounds (tracker, reclaimer, hazards)
+//! ```
+//! A [`Vm`] is made in one of two ways, by an attach or by recovery from a
+//! pool, and both end in [`Vm::start`].
+
+use super::{
+    alias::AliasGuard,
+    identity::Identity,
+    latency::Latencies,
+    rounds::{Orders, ReclaimOrder, Rounds},
+    sink::{VmEvent, VmIncidents, VmSink},
+    tracker::Looks,
+};
+use crate::control::{ControlError, VmState};
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange};
+use pagetide_gmem::{
+    AddressSpace, Fault, FaultOutcome, Incidents, Mmu, PageTable, SpaceParts, State,
+};
+use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer, sets::Level};
+use pagetide_sys::uffd::Userfaultfd;
+use pagetide_vmm::{
+    hazards,
+    layout::RamLayout,
+    place::{VcpuMmu, VmPlace},
+    process::VmmProcess,
+    reader::{FaultReader, Placement, ReaderConfig},
+    takeover,
+    tracker::UnmapAndLook,
+};
+use pagetide_vpri::{DPU, DmaMmu, FaultService, Tenant};
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+/// Most neighbours that a vCPU's fault brings along (see `pagetide bench fault`).
+const NEIGHBOURS_MAX: u32 = 8;
+/// Pages asked for at once when a VM is let go.
+const DETACH_PAGES: u64 = 16;
+
+/// What all VMs of the daemon share.
+#[derive(Clone)]
+pub(super) struct Shared {
+    pub(super) service: Arc<FaultService>,
+    pub(super) events: mpsc::Sender<VmEvent>,
+    pub(super) reader_poll_us: u64,
+}
+
+/// The parts of a VM that its threads use.
+pub(super) struct VmCore {
+    pub(super) name: String,
+    pub(super) identity: Identity,
+    pub(super) vmm: VmmProcess,
+    pub(super) layout: Arc<RamLayout>,
+    pub(super) pool: Arc<Pool>,
+    pub(super) store: Arc<PoolStore>,
+    pub(super) space: Arc<AddressSpace>,
+    pub(super) limit: Arc<Limit>,
+    pub(super) mmu: Arc<DmaMmu>,
+    pub(super) tenant: Arc<Tenant>,
+    pub(super) latencies: Arc<Latencies>,
+    pub(super) incidents: Arc<VmIncidents>,
+    pub(super) alias: Mutex<Option<AliasGuard>>,
+    pub(super) sets: Mutex<Vec<(Level, u64)>>,
+    pub(super) trouble: Mutex<Option<String>>,
+    pub(super) synced: Mutex<[u64; 10]>,
+    bars: Mutex<Vec<String>>,
+    orders: Orders,
+    userfaultfd: Arc<Userfaultfd>,
+}
+
+/// A VM with its threads.
+pub(super) struct Vm {
+    pub(super) core: Arc<VmCore>,
+    threads: Mutex<Threads>,
+    state: Mutex<VmState>,
+}
+
+#[derive(Default)]
+struct Threads {
+    reader: Option<FaultReader>,
+    rounds: Option<JoinHandle<()>>,
+}
+
+/// What an attach or a recovery brings to [`Vm::start`]. All pages' words are true, all bits of the
+/// domains are cleared and their requests held.
+pub(super) struct Prepared {
+    pub(super) identity: Identity,
+    pub(super) vmm: VmmProcess,
+    pub(super) layout: Arc<RamLayout>,
+    pub(super) pool: Arc<Pool>,
+    pub(super) store: Arc<PoolStore>,
+    pub(super) table: PageTable,
+    pub(super) mmu: Arc<DmaMmu>,
+    pub(super) alias: AliasGuard,
+    pub(super) userfaultfd: Arc<Userfaultfd>,
+}
+
+pub(super) fn failed(error: impl std::fmt::Display) -> ControlError {
+    ControlError::failed(error.to_string())
+}
+
+/// The lock's content, whatever became of its last holder: each is set whole or not at all.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The words of a pool as a table.
+pub(super) fn table_of(pool: &Arc<Pool>) -> PageTable {
+    PageTable::new(Box::new(PoolWords(Arc::clone(pool))))
+}
+
+impl VmCore {
+    /// True while nothing forbids eviction.
+    pub(super) fn may_evict(&self) -> bool {
+        lock(&self.bars).is_empty() && self.incidents.stopped().is_none()
+    }
+
+    /// Guest RAM that somebody has pinned or locked, as far as the kernel tells.
+    pub(super) fn pinned_bytes(&self) -> u64 {
+        hazards::pinned_bytes(&self.vmm).unwrap_or(0)
+    }
+
+    /// Takes note of what forbids eviction now.
+    pub(super) fn set_bars(&self, bars: Vec<String>) {
+        let mut known = lock(&self.bars);
+        if *known != bars {
+            for bar in &bars {
+                tracing::warn!(vm = self.name, "not evicting: {bar}");
+            }
+            if bars.is_empty() {
+                tracing::info!(
+                    vm = self.name,
+                    "evicting again: nothing forbids it any more"
+                );
+            }
+            *known = bars;
+        }
+    }
+
+    pub(super) fn bars(&self) -> Vec<String> {
+        lock(&self.bars).clone()
+    }
+
+    pub(super) fn next_order(&self) -> Option<ReclaimOrder> {
+        self.orders.pop()
+    }
+
+    fn parts(
+        prepared: &Prepared,
+        limit: &Arc<Limit>,
+        incidents: &Arc<VmIncidents>,
+        table: PageTable,
+    ) -> SpaceParts {
+        let place = VmPlace::new(
+            Arc::clone(&prepared.userfaultfd),
+            Arc::clone(&prepared.layout),
+        );
+        SpaceParts {
+            table,
+            place: Arc::new(place),
+            store: Arc::clone(&prepared.store) as _,
+            admission: Arc::clone(limit) as _,
+            incidents: Arc::clone(incidents) as Arc<dyn Incidents>,
+            neighbours_max: NEIGHBOURS_MAX,
+        }
+    }
+}
+
+impl Vm {
+    /// Brings a prepared VM to life.
+    ///
+    /// # Errors
+    /// A sentence; what the caller prepared is his to undo.
+    pub(super) fn start(mut prepared: Prepared, shared: &Shared) -> Result<Self, ControlError> {
+        let identity = prepared.identity.clone();
+        let incidents = Arc::new(VmIncidents::new(&identity.name, identity.pid));
+        let limit = Arc::new(Limit::new());
+        let table = std::mem::replace(&mut prepared.table, table_of(&prepared.pool));
+        let space = Arc::new(AddressSpace::new(VmCore::parts(
+            &prepared, &limit, &incidents, table,
+        )));
+        let vcpus = VcpuMmu::new(
+            Arc::clone(&prepared.userfaultfd),
+            Arc::clone(&prepared.layout),
+        );
+        space.attach_device(DeviceId::VCPUS, Arc::new(vcpus));
+        space.attach_device(DPU, Arc::clone(&prepared.mmu) as Arc<dyn Mmu>);
+        prepared
+            .alias
+            .serve(Arc::clone(&space), Arc::clone(&prepared.mmu))
+            .map_err(failed)?;
+        space.grant_present(prepared.mmu.as_ref()).map_err(failed)?;
+        let tracker = tracker_of(&prepared).map_err(failed)?;
+        let tenant = shared
+            .service
+            .add_tenant(Arc::clone(&space), Arc::clone(&prepared.mmu))
+            .map_err(failed)?;
+        let core = Arc::new(VmCore {
+            name: identity.name.clone(),
+            identity,
+            vmm: prepared.vmm,
+            layout: prepared.layout,
+            pool: prepared.pool,
+            store: prepared.store,
+            space,
+            limit,
+            mmu: prepared.mmu,
+            tenant,
+            latencies: Arc::new(Latencies::new()),
+            incidents,
+            alias: Mutex::new(Some(prepared.alias)),
+            sets: Mutex::default(),
+            trouble: Mutex::default(),
+            synced: Mutex::default(),
+            bars: Mutex::default(),
+            orders: Orders::default(),
+            userfaultfd: prepared.userfaultfd,
+        });
+        let vm = Self {
+            core,
+            threads: Mutex::default(),
+            state: Mutex::new(VmState::Attached),
+        };
+        vm.start_threads(tracker, shared)?;
+        Ok(vm)
+    }
+
+    fn start_threads(&self, tracker: UnmapAndLook, shared: &Shared) -> Result<(), ControlError> {
+        let core = &self.core;
+        let sink = VmSink {
+            name: core.name.clone(),
+            space: Arc::clone(&core.space),
+            pool: Arc::clone(&core.pool),
+            latencies: Arc::clone(&core.latencies),
+            events: shared.events.clone(),
+        };
+        let config = ReaderConfig {
+            placement: Placement::FollowFaults,
+            poll_us: shared.reader_poll_us,
+        };
+        let (userfaultfd, layout) = (Arc::clone(&core.userfaultfd), Arc::clone(&core.layout));
+        let reader = FaultReader::start(&core.vmm, userfaultfd, layout, Arc::new(sink), config)
+            .map_err(failed)?;
+        let evictor = Evictor::new(Arc::clone(&core.space), Arc::clone(&core.store));
+        let reclaimer = Reclaimer::new(evictor, Arc::clone(&core.limit), Box::new(Looks(tracker)));
+        let rounds = Rounds::new(Arc::clone(core), reclaimer);
+        let name = format!("pt-rounds-{}", core.vmm.pid());
+        let thread = std::thread::Builder::new()
+            .name(name)
+            .spawn(move || rounds.run())
+            .map_err(failed)?;
+        *lock(&self.threads) = Threads {
+            reader: Some(reader),
+            rounds: Some(thread),
+        };
+        Ok(())
+    }
+
+    /// How far the VM is.
+    pub(super) fn state(&self) -> VmState {
+        if self.core.incidents.stopped().is_some() {
+            return VmState::Stopped;
+        }
+        match *lock(&self.state) {
+            VmState::Attached if !self.core.may_evict() => VmState::ServingOnly,
+            state => state,
+        }
+    }
+
+    /// Sets the limit and remembers it.
+    pub(super) fn set_limit(&self, limit_bytes: Option<u64>) {
+        self.core.pool.set_limit_bytes(limit_bytes);
+        self.core.enforce_limit();
+        self.core.limit.want_reclaim();
+    }
+
+    /// Evicts up to `pages` now; returns how many went, and why not more.
+    pub(super) fn reclaim(&self, pages: u64) -> (u64, Option<String>) {
+        let (done, answer) = mpsc::channel();
+        self.core.orders.push(ReclaimOrder { pages, done });
+        self.core.limit.want_reclaim();
+        match answer.recv() {
+            Ok(reclaimed) => {
+                let bars = self.core.bars().into_iter().next();
+                let stopped = reclaimed.stopped.map(|stop| stop.to_string());
+                let in_use = || "the rest is in use".to_owned();
+                let short = reclaimed.evicted_pages < pages;
+                (
+                    reclaimed.evicted_pages,
+                    short.then(|| bars.or(stopped).unwrap_or_else(in_use)),
+                )
+            }
+            Err(_) => (0, Some("the VM is being let go".to_owned())),
+        }
+    }
+
+    fn stop_rounds(&self) {
+        self.core.limit.stop();
+        let rounds = lock(&self.threads).rounds.take();
+        if let Some(rounds) = rounds
+            && rounds.join().is_err()
+        {
+            tracing::error!(vm = self.core.name, "the rounds ended by a panic");
+        }
+    }
+
+    /// Brings every page back and lets the VM go. Returns the number of pages brought back.
+    ///
+    /// # Errors
+    /// A sentence; the VM is then still served, without eviction.
+    pub(super) fn detach(&self, shared: &Shared) -> Result<u64, ControlError> {
+        {
+            let mut state = lock(&self.state);
+            if *state == VmState::Detaching {
+                return Err(ControlError::refused(format!(
+                    "{} is being detached already",
+                    self.core.name
+                )));
+            }
+            *state = VmState::Detaching;
+        }
+        self.stop_rounds();
+        let core = &self.core;
+        core.limit.put_right(None, 0);
+        let filled = self.fill_all()?;
+        let Some(number) = core.pool.userfaultfd_number() else {
+            return Err(failed(
+                "the pool has lost the number of the userfaultfd in the VMM",
+            ));
+        };
+        // From here on page requests wait; once the RAM is watched no more, all are fine.
+        shared.service.remove_tenant(&core.tenant);
+        let gone = takeover::let_go(&core.vmm, &core.layout, &core.userfaultfd, number);
+        if let Err(error) = &gone {
+            // The registration ends with the descriptor, at the latest with the VMM.
+            tracing::warn!(vm = core.name, %error, "the VMM keeps a descriptor of ours");
+        }
+        drop(lock(&core.alias).take());
+        for domain in core.mmu.domains() {
+            domain.detach();
+        }
+        shared.service.release(&core.mmu);
+        drop(lock(&self.threads).reader.take());
+        core.sync_counters();
+        core.pool.remove().map_err(failed)?;
+        Ok(filled)
+    }
+
+    /// Makes every page present whose content is stored. Pages of zeros may stay holes: that is how
+    /// they read when nobody watches.
+    fn fill_all(&self) -> Result<u64, ControlError> {
+        let table = self.core.space.table();
+        let mut filled = 0;
+        let mut page = PageNo(0);
+        let mut said = Instant::now();
+        while page.0 < table.page_count() {
+            let run = self.stored_run(page);
+            if run.is_empty() {
+                page = PageNo(page.0 + 1);
+                continue;
+            }
+            self.fill_run(run)?;
+            filled += run.len();
+            page = run.end;
+            if said.elapsed() >= Duration::from_secs(1) {
+                tracing::info!(
+                    vm = self.core.name,
+                    page = page.0,
+                    of = table.page_count(),
+                    "bringing pages back"
+                );
+                said = Instant::now();
+            }
+        }
+        Ok(filled)
+    }
+
+    fn stored_run(&self, start: PageNo) -> PageRange {
+        let table = self.core.space.table();
+        let is_stored = |page: &PageNo| matches!(table.word(*page).state(), State::Stored(content) | State::Filling(content) if !content.is_zero());
+        let most = PageNo((start.0 + DETACH_PAGES).min(table.page_count()));
+        let count = PageRange::new(start, most)
+            .iter()
+            .take_while(is_stored)
+            .count();
+        PageRange::new(start, PageNo(start.0 + count as u64))
+    }
+
+    fn fill_run(&self, run: PageRange) -> Result<(), ControlError> {
+        let (reply, outcome) = mpsc::channel();
+        let fault = Fault {
+            device: DPU,
+            pages: run,
+            access: Access::Write,
+        };
+        let told = Box::new(move |outcome| {
+            if reply.send(outcome).is_err() {
+                tracing::debug!("whoever detached has left");
+            }
+        });
+        self.core.space.fault(&fault, Some(told));
+        match outcome.recv() {
+            Ok(FaultOutcome::Present) => Ok(()),
+            Ok(FaultOutcome::Gone) => Err(failed("the VM has ended")),
+            Ok(FaultOutcome::Lost | FaultOutcome::OutOfRange) | Err(_) => Err(failed(format!(
+                "pages {}..{} of {} cannot be brought back; the log says why. The VM is still served, without eviction",
+                run.start, run.end, self.core.name
+            ))),
+        }
+    }
+
+    /// The VMM has ended: lets go of everything that was kept for it.
+    pub(super) fn forget(&self, shared: &Shared) {
+        self.stop_rounds();
+        drop(lock(&self.threads).reader.take());
+        shared.service.remove_tenant(&self.core.tenant);
+        drop(lock(&self.core.alias).take());
+        for domain in self.core.mmu.domains() {
+            domain.detach();
+        }
+        shared.service.release(&self.core.mmu);
+        if let Err(error) = self.core.pool.remove() {
+            tracing::warn!(vm = self.core.name, %error, "the pool of a VM that ended stays behind");
+        }
+    }
+
+    /// CPU time of the fault reader so far.
+    pub(super) fn reader_cpu_seconds(&self) -> f64 {
+        lock(&self.threads)
+            .reader
+            .as_ref()
+            .map_or(0.0, FaultReader::cpu_seconds)
+    }
+}
+
+fn tracker_of(prepared: &Prepared) -> Result<UnmapAndLook, pagetide_vmm::tracker::TrackerError> {
+    let aliases = prepared
+        .mmu
+        .domains()
+        .map(|domain| Arc::clone(domain.mapping()))
+        .collect();
+    UnmapAndLook::new(&prepared.vmm, Arc::clone(&prepared.layout), aliases)
+}
