@@ -6,25 +6,27 @@
 //! of microseconds:
 //!
 //! ```text
-//!   PTRACE_SEIZE ─► INTERRUPT ─► stopped ─┬─► registers of a call ─► syscall-enter ─► syscall-exit ─┐
-//!                                         │   ▲                                                     │
-//!                                         │   └───────────── next call ─────────────────────────────┤
-//!                                         │                                    INTERRUPT, CONT      │
-//!                                         ▼                                                         ▼
-//!                                 own registers and signal mask again ◄────────────────────── stopped again
-//!                                         │
-//!                                         └─► DETACH: the kernel restarts the interrupted call itself
+//!   PTRACE_SEIZE ─► INTERRUPT ─► stopped ─► registers of a call ─► SINGLESTEP ─► stopped after it ─┐
+//!                                   │      ▲                                                       │
+//!                                   │      └──────────────── next call ────────────────────────────┤
+//!                                   ▼                                                              │
+//!                    own registers and signal mask again ◄─────────────────────────────────────────┘
+//!                                   │
+//!                                   └─► DETACH: the kernel restarts the interrupted call itself
 //! ```
 //!
 //! - The thread must have been **blocked in a system call**: then it is in no
 //!   restartable sequence and holds no half-done state in registers we do not
 //!   save. The other threads run on.
 //! - An interrupted call leaves `ERESTART…` in `rax`. The kernel acts on it when
-//!   the thread passes its signal code, and only there: hence the second stop
-//!   before the registers are put back. What restarts with which time-out, and
-//!   what becomes `EINTR` because a handler ran, stays the kernel's decision.
-//!   (`epoll_wait` is never restarted by it: such threads are taken last.)
+//!   the thread passes its signal code, and only there. Both stops, by INTERRUPT
+//!   and by the SIGTRAP of a single step, lie in that code (the one at the end of
+//!   a traced call, `PTRACE_SYSCALL`, does not): so what restarts with which
+//!   time-out, and what becomes `EINTR` because a handler ran, stays the kernel's
+//!   decision. (`epoll_wait` is never restarted by it: such threads are taken
+//!   last.)
 //! - Signals are masked meanwhile, so that no handler runs on borrowed registers.
+//! - Each stop is a wait for two schedulers; there is one a call and one more.
 //! - seccomp filters would kill the process for a call they do not know;
 //!   `PTRACE_O_SUSPEND_SECCOMP` puts them to sleep, and where that is not
 //!   allowed a process under a filter is refused.
@@ -40,8 +42,8 @@ mod threads;
 use crate::process::{ProcessError, ProcessFd};
 use crate::uffd::new_request;
 use raw::{
-    Seized, Stop, Waited, detach, get_registers, interrupt, mask_signals, resume, seize,
-    set_registers, set_signal_mask, wait_for,
+    Seized, Stop, Waited, detach, get_registers, mask_signals, resume, seize, set_registers,
+    set_signal_mask, wait_for,
 };
 use rustix::io::Errno;
 use std::fs::File;
@@ -183,6 +185,7 @@ where
         let tracer = std::thread::Builder::new()
             .name("pagetide-ptrace".to_owned())
             .spawn_scoped(scope, || {
+                favour_this_thread();
                 let mut stopped = StoppedThread::of(process)?;
                 let outcome = work(&mut stopped);
                 let thread = stopped.thread;
@@ -205,12 +208,19 @@ where
     })
 }
 
+/// On a busy host each stop waits for this thread to run, and it looks by short sleeps (yielding
+/// would keep the target from a CPU that both are on). It is short-lived, so it may come first
+/// and sleep exactly. Returns whether it does; without the right to that it is merely slower.
+fn favour_this_thread() -> bool {
+    const MOST_FAVOURED: i32 = -20;
+    rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1)).is_ok()
+        && rustix::process::nice(MOST_FAVOURED).is_ok()
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum At {
     /// In the kernel's signal code, where a restart is still to be decided.
-    Trap,
-    /// At the end of an injected call.
-    CallExit,
+    Stopped,
     /// Running, or gone.
     Away,
 }
@@ -266,7 +276,7 @@ impl<'p> StoppedThread<'p> {
                             registers,
                             signal_mask: mask_signals(thread)?,
                             since,
-                            at: At::Trap,
+                            at: At::Stopped,
                             not_send: PhantomData,
                         });
                     }
@@ -311,11 +321,20 @@ impl<'p> StoppedThread<'p> {
         registers.r9 = argument(5);
         set_registers(self.thread, &registers)?;
         self.at = At::Away;
-        for _ in ["enter", "exit"] {
-            resume(libc::PTRACE_SYSCALL, self.thread, 0)?;
-            self.wait_for(Stop::Call, CALL_WAIT)?;
+        resume(libc::PTRACE_SINGLESTEP, self.thread, 0)?;
+        match wait_for(self.thread, Stop::Step, CALL_WAIT)? {
+            Waited::Reached { .. } => self.at = At::Stopped,
+            Waited::TimedOut => {
+                return Err(PtraceError::Lost {
+                    thread: self.thread,
+                });
+            }
+            Waited::Gone => {
+                return Err(PtraceError::Gone {
+                    pid: self.process.pid(),
+                });
+            }
         }
-        self.at = At::CallExit;
         let answer = get_registers(self.thread)?.rax.cast_signed();
         match i32::try_from(-answer) {
             Ok(error @ 1..4096) => Err(PtraceError::Call {
@@ -395,8 +414,13 @@ impl<'p> StoppedThread<'p> {
             .map_err(PtraceError::from)
             .and_then(|ours| send_descriptor(&ours, fd).map_err(|e| self.call("sendmsg", e)))
             .and_then(|()| self.receive_descriptor(receiver));
-        self.close(sender)?;
-        self.close(receiver)?;
+        if receiver == sender + 1 {
+            let pair = [descriptor(sender), descriptor(receiver), 0];
+            self.syscall("close_range", libc::SYS_close_range, &pair)?;
+        } else {
+            self.close(sender)?;
+            self.close(receiver)?;
+        }
         received
     }
 
@@ -459,29 +483,12 @@ impl<'p> StoppedThread<'p> {
     }
 
     fn put_back(&mut self) -> Result<(), PtraceError> {
-        if self.at == At::Away {
+        if std::mem::replace(&mut self.at, At::Away) == At::Away {
             return Ok(());
-        }
-        if std::mem::replace(&mut self.at, At::Away) == At::CallExit {
-            interrupt(self.thread)?;
-            resume(libc::PTRACE_CONT, self.thread, 0)?;
-            self.wait_for(Stop::Trap, CALL_WAIT)?;
         }
         set_registers(self.thread, &self.registers)?;
         set_signal_mask(self.thread, self.signal_mask)?;
         detach(self.thread)
-    }
-
-    fn wait_for(&self, wanted: Stop, limit: Duration) -> Result<(), PtraceError> {
-        match wait_for(self.thread, wanted, limit)? {
-            Waited::Reached { .. } => Ok(()),
-            Waited::TimedOut => Err(PtraceError::Lost {
-                thread: self.thread,
-            }),
-            Waited::Gone => Err(PtraceError::Gone {
-                pid: self.process.pid(),
-            }),
-        }
     }
 }
 

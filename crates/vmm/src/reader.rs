@@ -25,6 +25,8 @@ use std::time::{Duration, Instant};
 
 /// Faults between two looks at where the faulting threads run.
 pub const FAULTS_PER_LOOK: u64 = 64;
+/// Reads in a row before it looks whether it is to stop or the VMM has ended.
+const BATCHES_PER_POLL: u32 = 64;
 
 /// Why a thread waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -239,9 +241,11 @@ impl Reading {
                 return Ok(end);
             }
             let mut last = Instant::now();
-            loop {
+            let mut batches = 0;
+            while batches < BATCHES_PER_POLL {
                 if self.userfaultfd.read_faults(&mut faults)? > 0 {
                     self.serve(&faults, sink)?;
+                    batches += 1;
                     last = Instant::now();
                 } else if last.elapsed() >= Duration::from_micros(self.config.poll_us) {
                     break;
@@ -272,10 +276,7 @@ impl Reading {
         if !vmm.is_empty() {
             return Ok(Some(End::VmmGone));
         }
-        // Faults first: who stops us has nobody waiting, or serves the rest otherwise.
-        if faults.contains(PollFlags::IN) {
-            return Ok(None);
-        }
+        // Faults not read yet stay in the kernel for the next reader.
         if !stop.is_empty() {
             return Ok(Some(End::Stopped));
         }

@@ -227,6 +227,7 @@ fn whole_way(more: &[&str]) {
     let counters = vm.reader.counters();
     assert_eq!(counters.strays.load(Ordering::Relaxed), 0);
     assert!(!vm.store.failed.load(Ordering::Relaxed));
+    assert!(counters.moves.load(Ordering::Relaxed) >= 1);
     let_go(&vm.vmm, &vm.layout, &vm.userfaultfd, vm.number).unwrap();
     vm.reader.stop();
     assert!(vm.qemu.is_running());

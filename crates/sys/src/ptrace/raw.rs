@@ -10,19 +10,19 @@ use std::time::{Duration, Instant};
 const STOP_WAIT: Duration = Duration::from_millis(50);
 /// Most stops on the way to the one waited for (signals that come between).
 const MOST_STOPS: u32 = 64;
-/// Waits this often by yielding before it sleeps between looks.
-const YIELDS: u32 = 2_000;
-const SLEEP_BETWEEN_LOOKS: Duration = Duration::from_micros(50);
+/// Looks this often with a yield in between before it sleeps in between.
+const YIELDS: u32 = 20;
+const SLEEP_BETWEEN_LOOKS: Duration = Duration::from_micros(10);
 
-const PTRACE_O_TRACESYSGOOD: u64 = 1;
 const PTRACE_O_SUSPEND_SECCOMP: u64 = 1 << 21;
 const PTRACE_EVENT_STOP: i32 = 128;
-const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stop {
+    /// What INTERRUPT asked for.
     Trap,
-    Call,
+    /// The end of a single step.
+    Step,
 }
 
 pub(super) enum Waited {
@@ -40,14 +40,14 @@ pub(super) enum Seized {
 /// Seizes `thread` and stops it.
 pub(super) fn seize(pid: u32, thread: u32) -> Result<Seized, PtraceError> {
     let with = |options| request(libc::PTRACE_SEIZE, thread, 0, options);
-    let seized = with(PTRACE_O_TRACESYSGOOD | PTRACE_O_SUSPEND_SECCOMP).or_else(|refused| {
+    let seized = with(PTRACE_O_SUSPEND_SECCOMP).or_else(|refused| {
         if refused.raw_os_error() != Some(libc::ESRCH) && is_under_seccomp(pid, thread) {
             return Err(Err(PtraceError::Seccomp {
                 pid,
                 source: refused,
             }));
         }
-        with(PTRACE_O_TRACESYSGOOD).map_err(Ok)
+        with(0).map_err(Ok)
     });
     match seized {
         Ok(()) => {}
@@ -102,20 +102,16 @@ pub(super) fn wait_for(thread: u32, wanted: Stop, limit: Duration) -> Result<Wai
         let is_trap = status >> 16 == PTRACE_EVENT_STOP;
         let reached = match wanted {
             Stop::Trap => is_trap,
-            Stop::Call => signal == SYSCALL_STOP,
+            Stop::Step => !is_trap && signal == libc::SIGTRAP,
         };
         if reached {
             return Ok(Waited::Reached { signal });
         }
         // Not ours: a signal is delivered as it would have been, anything else just goes on.
-        let passed_on = if is_trap || signal == SYSCALL_STOP {
-            0
-        } else {
-            signal
-        };
+        let passed_on = if is_trap { 0 } else { signal };
         let how = match wanted {
             Stop::Trap => libc::PTRACE_CONT,
-            Stop::Call => libc::PTRACE_SYSCALL,
+            Stop::Step => libc::PTRACE_SINGLESTEP,
         };
         resume(how, thread, passed_on)?;
     }
@@ -208,12 +204,13 @@ pub(super) fn set_registers(
     Ok(())
 }
 
-/// Masks all signals and returns the mask that was. While a call like `ppoll` has put another in
+/// Masks all signals but that of a single step (the kernel would reset its disposition if it were
+/// masked) and returns the mask that was. While a call like `ppoll` has put another in
 /// place for its duration, the kernel gives us the thread's own; the call sets its mask again
 /// when it is restarted.
 pub(super) fn mask_signals(thread: u32) -> Result<u64, PtraceError> {
     let own = get_signal_mask(thread)?;
-    set_signal_mask(thread, u64::MAX)?;
+    set_signal_mask(thread, !(1 << (libc::SIGTRAP - 1)))?;
     Ok(own)
 }
 
