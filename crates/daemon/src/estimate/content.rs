@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What sampled pages hold: packed as the product would store them, then thrown away.
+
+use pagetide_addr::PageNo;
+use pagetide_swap::tier::{PAGE, Packer, STORED_BYTES_MAX, Seed};
+
+use super::heat::ratio;
+
+/// Room for stored content is given out in units of this many bytes.
+const SLOT_BYTES: u64 = 64;
+/// Pages read of each kind: a share of one half is then known to about 2% (95%, 1/sqrt(n)).
+pub const READ_PAGES: usize = 2_500;
+
+/// A random source for choosing samples: SplitMix64, small and good enough for this.
+#[derive(Debug)]
+pub struct Chooser(u64);
+
+impl Chooser {
+    /// From a seed.
+    #[must_use]
+    pub const fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// A number below `bound`, which must not be 0.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % bound
+    }
+
+    /// Moves `count` items chosen at random to the front and cuts the rest off.
+    pub fn choose<T>(&mut self, items: &mut Vec<T>, count: usize) {
+        let count = count.min(items.len());
+        for at in 0..count {
+            let left = (items.len() - at) as u64;
+            items.swap(at, at + PageNo(self.below(left)).index());
+        }
+        items.truncate(count);
+    }
+}
+
+/// What the pages read so far hold.
+#[derive(Default)]
+pub struct Contents {
+    packer: Packer,
+    pages: u64,
+    zero_pages: u64,
+    lz4_pages: u64,
+    lz4_bytes: u64,
+    stored_bytes: u64,
+}
+
+impl Contents {
+    /// Takes in the content of one page.
+    pub fn take(&mut self, page: PageNo, content: &[u8; PAGE]) {
+        self.pages += 1;
+        match self.packer.pack(Seed(0), page, content) {
+            None => self.zero_pages += 1,
+            Some(stored) => {
+                let bytes = stored.len() as u64;
+                if stored.len() < STORED_BYTES_MAX {
+                    self.lz4_pages += 1;
+                    self.lz4_bytes += bytes;
+                }
+                self.stored_bytes += bytes.next_multiple_of(SLOT_BYTES);
+            }
+        }
+    }
+
+    /// Pages taken in.
+    #[must_use]
+    pub const fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Share of pages that are all zero.
+    #[must_use]
+    pub fn zero_share(&self) -> f64 {
+        ratio(self.zero_pages, self.pages)
+    }
+
+    /// Share of pages that are not zero and are worth compressing.
+    #[must_use]
+    pub fn compressible_share(&self) -> f64 {
+        ratio(self.lz4_pages, self.pages)
+    }
+
+    /// Compressed size of these over their size.
+    #[must_use]
+    pub fn lz4_ratio(&self) -> f64 {
+        ratio(self.lz4_bytes, self.lz4_pages * PAGE as u64)
+    }
+
+    /// Size in the store over size in memory, of all pages.
+    #[must_use]
+    pub fn stored_share(&self) -> f64 {
+        ratio(self.stored_bytes, self.pages * PAGE as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_told_apart_by_what_they_hold() {
+        let mut contents = Contents::default();
+        let mut chooser = Chooser::new(1);
+        let noise: [u8; PAGE] = std::array::from_fn(|_| chooser.below(256).to_le_bytes()[0]);
+        contents.take(PageNo(0), &[0; PAGE]);
+        contents.take(PageNo(1), &[7; PAGE]);
+        contents.take(PageNo(2), &noise);
+        contents.take(PageNo(3), &[0; PAGE]);
+        assert_eq!(contents.pages(), 4);
+        assert!((contents.zero_share() - 0.5).abs() < 1e-9);
+        assert!((contents.compressible_share() - 0.25).abs() < 1e-9);
+        assert!(contents.lz4_ratio() > 0.0 && contents.lz4_ratio() < 0.05);
+        // A verbatim page takes its CRC and the rest of a slot beside its bytes.
+        assert!(contents.stored_share() > 0.25 && contents.stored_share() < 0.27);
+    }
+
+    #[test]
+    fn choice_is_without_repetition_and_leaves_nobody_out() {
+        let mut chooser = Chooser::new(9);
+        let mut hits = [0_u32; 20];
+        for _ in 0..2_000 {
+            let mut items: Vec<usize> = (0..20).collect();
+            chooser.choose(&mut items, 5);
+            items.sort_unstable();
+            items.dedup();
+            assert_eq!(items.len(), 5);
+            for item in items {
+                hits[item] += 1;
+            }
+        }
+        assert!(hits.iter().all(|hit| (300..700).contains(hit)), "{hits:?}");
+    }
+
+    #[test]
+    fn choice_of_more_than_there_is_takes_all() {
+        let mut items = vec![1, 2, 3];
+        Chooser::new(3).choose(&mut items, 10);
+        items.sort_unstable();
+        assert_eq!(items, [1, 2, 3]);
+    }
+}

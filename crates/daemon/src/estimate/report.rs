@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What an estimate reports.
+
+use serde::Serialize;
+
+use crate::size::readable;
+use crate::text::{Text, fields, table};
+
+/// An estimate of what taking over a VM would save.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct EstimateReport {
+    /// Process id of the VMM.
+    pub pid: u32,
+    /// Command of the VMM.
+    pub vmm: String,
+    /// Time the VM was looked at.
+    pub observed_seconds: f64,
+    /// Time between two looks.
+    pub interval_seconds: u64,
+    /// Looks taken.
+    pub looks: u32,
+    /// How touches were told.
+    pub tracker: String,
+    /// RAM of the VM.
+    pub ram_bytes: u64,
+    /// RAM of the VM that is present.
+    pub resident_bytes: u64,
+    /// Part of the resident RAM whose touches were watched.
+    pub watched_share: f64,
+    /// Pages whose content was read.
+    pub read_pages: u64,
+    /// Resident pages that are all zero.
+    pub zero_share: f64,
+    /// Resident pages that are not zero and that lz4 makes smaller.
+    pub compressible_share: f64,
+    /// Compressed size of these over their size.
+    pub lz4_ratio: f64,
+    /// Longest time a look took.
+    pub look_max_seconds: f64,
+    /// By time without a touch; the longer ones as far as the time observed reaches.
+    pub cold: Vec<ColdReport>,
+    /// What would make `pagetide attach` refuse the VM, as sentences.
+    pub refusals: Vec<String>,
+    /// What would forbid eviction, as sentences.
+    pub eviction_bars: Vec<String>,
+    /// What else an operator should know, as sentences.
+    pub warnings: Vec<String>,
+}
+
+/// Pages not touched for some time.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct ColdReport {
+    /// That time.
+    pub minutes: f64,
+    /// Of the resident pages, those not touched for it.
+    pub cold_share: f64,
+    /// Of the sections of 2 MiB in use, those without a page touched for it.
+    pub cold_section_share: f64,
+    /// Cold pages, in bytes.
+    pub cold_bytes: u64,
+    /// Of the cold pages, those that are all zero.
+    pub zero_share: f64,
+    /// Of the cold pages, those that are not zero and that lz4 makes smaller.
+    pub compressible_share: f64,
+    /// What the content of the cold pages would take in the store.
+    pub stored_bytes: u64,
+    /// What evicting them would save: less the store, less the page words of the whole RAM.
+    pub saved_bytes: u64,
+    /// Touches of pages evicted this cold, in the whole VM; absent while there could be none.
+    pub faults_per_second: Option<f64>,
+}
+
+impl Text for EstimateReport {
+    fn text(&self) -> String {
+        let heads = [
+            "NOT TOUCHED FOR",
+            "COLD",
+            "COLD SECTIONS",
+            "SAVED",
+            "OF WHICH ZERO",
+            "FAULTS/S",
+        ];
+        let mut rows = vec![heads.map(String::from)];
+        rows.extend(self.cold.iter().map(|cold| {
+            [
+                format!("{} min", cold.minutes),
+                format!("{:.1} %", cold.cold_share * 100.0),
+                format!("{:.1} %", cold.cold_section_share * 100.0),
+                readable(cold.saved_bytes),
+                format!("{:.1} %", cold.zero_share * 100.0),
+                cold.faults_per_second
+                    .map_or_else(|| "-".into(), |faults| format!("{faults:.1}")),
+            ]
+        }));
+        let mut head = self.clone();
+        head.cold.clear();
+        format!("{}\n{}", fields(&head), table(&rows))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn estimate_as_text_has_a_row_for_each_threshold_and_every_sentence() {
+        let report = EstimateReport {
+            pid: 4711,
+            vmm: "qemu".into(),
+            observed_seconds: 300.0,
+            interval_seconds: 10,
+            looks: 31,
+            tracker: "unmap-and-look".into(),
+            ram_bytes: 1 << 30,
+            resident_bytes: 1 << 29,
+            watched_share: 0.5,
+            read_pages: 2_500,
+            zero_share: 0.25,
+            compressible_share: 0.5,
+            lz4_ratio: 0.4,
+            look_max_seconds: 0.01,
+            cold: vec![ColdReport {
+                minutes: 2.0,
+                cold_share: 0.5,
+                cold_section_share: 0.25,
+                cold_bytes: 1 << 28,
+                zero_share: 0.3,
+                compressible_share: 0.5,
+                stored_bytes: 1 << 27,
+                saved_bytes: 1 << 27,
+                faults_per_second: None,
+            }],
+            refusals: vec![],
+            eviction_bars: vec!["first bar".into(), "second bar".into()],
+            warnings: vec![],
+        };
+        let text = report.text();
+        for part in [
+            "resident       512.0 MiB\n",
+            "zero           25.0 %\n",
+            "eviction bars  first bar\n               second bar\n",
+            "\nNOT TOUCHED FOR  COLD    COLD SECTIONS  SAVED      OF WHICH ZERO  FAULTS/S\n\
+             2 min            50.0 %  25.0 %         128.0 MiB  30.0 %         -\n",
+        ] {
+            assert!(text.contains(part), "no {part} in\n{text}");
+        }
+    }
+}

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A VM that is watched from outside: the only part of `estimate` that touches one.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use pagetide_addr::{PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_vmm::hazards::{self, EvictionBar};
+use pagetide_vmm::layout::RamLayout;
+use pagetide_vmm::process::VmmProcess;
+use pagetide_vmm::tracker::{AccessTracker, TrackerError, UnmapAndLook};
+use pagetide_vmm::{Refusal, swap};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::content::Chooser;
+use super::heat::Seen;
+use crate::outcome::CommandError;
+
+/// Command name of a daemon that has a VM attached.
+const DAEMON: &str = "pagetide";
+
+/// A VM and the sections of it that are watched.
+pub struct Watch {
+    vmm: VmmProcess,
+    layout: Arc<RamLayout>,
+    tracker: UnmapAndLook,
+    sections: Vec<SectionNo>,
+    refusals: Vec<String>,
+}
+
+impl Watch {
+    /// Finds the VM's RAM and chooses at most `most` sections of it.
+    pub fn open(pid: u32, most: u64) -> Result<Self, CommandError> {
+        let vmm = VmmProcess::open(pid).map_err(CommandError::refused)?;
+        let layout = RamLayout::of_process(&vmm).map_err(CommandError::refused)?;
+        refuse_swap(&vmm)?;
+        let refusals = match hazards::refuse_if_shared(&vmm, &layout) {
+            Ok(()) => vec![],
+            Err(Refusal::SharedRam { other_name, .. }) if other_name == DAEMON => {
+                return Err(CommandError::Refused(format!(
+                    "process {pid} is attached to a pagetide daemon, whose tracker an estimate \
+                     would disturb: see `pagetide vm show`, or detach it first"
+                )));
+            }
+            // An estimate may tell what the sharing costs: touches by the other go unseen.
+            Err(refusal @ Refusal::SharedRam { .. }) => vec![refusal.to_string()],
+            Err(other) => return Err(CommandError::refused(other)),
+        };
+        let layout = Arc::new(layout);
+        let tracker = UnmapAndLook::new(&vmm, Arc::clone(&layout), vec![]).map_err(tracked)?;
+        let count = SectionNo::count_for(layout.page_count());
+        Ok(Self {
+            sections: choose_sections(count, most, &mut Chooser::new(u64::from(pid))),
+            vmm,
+            layout,
+            tracker,
+            refusals,
+        })
+    }
+
+    /// The VM's RAM.
+    pub fn layout(&self) -> &RamLayout {
+        &self.layout
+    }
+
+    /// The sections watched, ascending.
+    pub fn sections(&self) -> &[SectionNo] {
+        &self.sections
+    }
+
+    /// Command of the VMM.
+    pub fn vmm(&self) -> &str {
+        self.vmm.name()
+    }
+
+    /// How touches are told.
+    pub fn tracker(&self) -> &'static str {
+        self.tracker.name()
+    }
+
+    /// What would make an attach refuse the VM.
+    pub fn refusals(&self) -> &[String] {
+        &self.refusals
+    }
+
+    /// What would forbid eviction now, beside what would refuse the VM.
+    pub fn eviction_bars(&self) -> Result<Vec<String>, CommandError> {
+        let bars = hazards::check(&self.vmm, &self.layout).map_err(CommandError::refused)?;
+        Ok(bars
+            .into_iter()
+            .filter(|bar| !matches!(bar, EvictionBar::MappedByAnother { .. }))
+            .map(|bar| bar.to_string())
+            .collect())
+    }
+
+    /// Waits until `deadline`; an error if the VMM ends meanwhile.
+    pub fn wait_until(&self, deadline: Instant) -> Result<(), CommandError> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = Timespec::try_from(left).map_err(CommandError::failed)?;
+            let mut polled = [PollFd::new(self.vmm.fd(), PollFlags::IN)];
+            match poll(&mut polled, Some(&timeout)) {
+                Ok(0) if left.is_zero() => return Ok(()),
+                Ok(0) | Err(rustix::io::Errno::INTR) => {}
+                Ok(_) => {
+                    return Err(CommandError::Failed(format!(
+                        "process {} ({}) ended during the estimate: there is nothing to report",
+                        self.vmm.pid(),
+                        self.vmm.name()
+                    )));
+                }
+                Err(error) => return Err(CommandError::failed(error)),
+            }
+        }
+    }
+
+    /// Which pages are resident and which were touched since the look before.
+    pub fn look(&self) -> Result<Vec<Seen>, CommandError> {
+        refuse_swap(&self.vmm)?;
+        let touched = self.tracker.look_many(&self.sections).map_err(tracked)?;
+        let sections = self.sections.iter().zip(touched);
+        sections
+            .map(|(section, touched)| {
+                let mut resident = self.resident(*section)?;
+                let touched = touched.by_anybody();
+                // A page that came between the two questions.
+                resident.unite(&touched);
+                Ok(Seen { resident, touched })
+            })
+            .collect()
+    }
+
+    /// Pages of a section that have memory.
+    fn resident(&self, section: SectionNo) -> Result<PageSet, CommandError> {
+        let mut resident = PageSet::EMPTY;
+        let pages = section.pages(self.layout.page_count());
+        for piece in self.layout.pieces(pages) {
+            let file = self.layout.files()[piece.file].file();
+            let runs = file
+                .data_runs(piece.file_offset, piece.pages.bytes())
+                .map_err(CommandError::failed)?;
+            for (start, len) in runs {
+                let first = piece.pages.start.0 + ((start - piece.file_offset) >> PAGE_SHIFT);
+                let run = PageRange::new(PageNo(first), PageNo(first + (len >> PAGE_SHIFT)));
+                resident.unite(&PageSet::of_range(section, run));
+            }
+        }
+        Ok(resident)
+    }
+}
+
+/// Unmapping pages that can go to swap would evict them.
+fn refuse_swap(vmm: &VmmProcess) -> Result<(), CommandError> {
+    match swap::in_reach(vmm.pid()) {
+        Ok(None) => Ok(()),
+        Ok(Some(reach)) => Err(CommandError::Refused(format!(
+            "looking at the RAM of VMM {} ({}) would send it to kernel swap: {reach}",
+            vmm.pid(),
+            vmm.name()
+        ))),
+        Err(error) => Err(CommandError::Failed(format!(
+            "cannot tell whether process {} can go to kernel swap: {error}",
+            vmm.pid()
+        ))),
+    }
+}
+
+fn tracked(error: TrackerError) -> CommandError {
+    match error {
+        TrackerError::Unmap(_) => CommandError::Refused(format!(
+            "touches of this VM cannot be told: {error}; start the VMM without locked memory"
+        )),
+        other => CommandError::failed(other),
+    }
+}
+
+/// One section at random from each of `most` equal parts of `count`; all if there are no more.
+fn choose_sections(count: u64, most: u64, chooser: &mut Chooser) -> Vec<SectionNo> {
+    if count <= most {
+        return (0..count).map(SectionNo).collect();
+    }
+    (0..most)
+        .map(|part| {
+            let (start, end) = (part * count / most, (part + 1) * count / most);
+            SectionNo(start + chooser.below(end - start))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sections_are_chosen_one_in_each_part_without_repetition() {
+        let mut chooser = Chooser::new(5);
+        for (count, most) in [(0, 4), (3, 4), (4, 4), (5, 4), (1_000, 256), (257, 256)] {
+            let chosen = choose_sections(count, most, &mut chooser);
+            assert_eq!(chosen.len() as u64, count.min(most));
+            assert!(chosen.windows(2).all(|pair| pair[0] < pair[1]), "{count}");
+            assert!(chosen.iter().all(|section| section.0 < count));
+        }
+    }
+
+    #[test]
+    fn process_that_is_gone_or_no_vmm_is_refused() {
+        for pid in [u32::MAX, std::process::id()] {
+            let refused = Watch::open(pid, 4).err();
+            assert!(matches!(refused, Some(CommandError::Refused(_))), "{pid}");
+        }
+    }
+}
