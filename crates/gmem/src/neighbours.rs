@@ -31,8 +31,11 @@ pub(crate) fn bring_along(space: &AddressSpace, page: PageNo) {
     section.window.store(window, Relaxed);
     let first = PageNo(page.0 + 1);
     let end = PageNo((first.0 + u64::from(window)).min(space.table.pages_of(page.section()).end.0));
-    let brought = if first < end && space.has_room(end.0 - first.0) {
-        space.fill_neighbours(PageRange::new(first, end))
+    let asked = end.0.saturating_sub(first.0);
+    let brought = if asked > 0 && space.admission.try_admit(asked) {
+        let brought = space.fill_neighbours(PageRange::new(first, end));
+        space.admission.give_back(asked - brought);
+        brought
     } else {
         0
     };

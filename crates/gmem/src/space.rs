@@ -96,7 +96,7 @@ pub struct AddressSpace {
     pub(crate) place: Arc<dyn Place>,
     pub(crate) store: Arc<dyn ContentStore>,
     pub(crate) incidents: Arc<dyn Incidents>,
-    admission: Arc<dyn Admission>,
+    pub(crate) admission: Arc<dyn Admission>,
     waiters: Waiters,
     pub(crate) devices: RwLock<Vec<(DeviceId, Arc<dyn Mmu>)>>,
     pub(crate) counters: SpaceCounters,
@@ -203,13 +203,26 @@ impl AddressSpace {
         if !self.table.contains(fault.pages) {
             return Some(FaultOutcome::OutOfRange);
         }
-        if !self.admission.has_room(fault.pages.len()) {
+        let absent = self.absent_pages(fault.pages);
+        if absent > 0 && !self.admission.try_admit(absent) {
             return None;
         }
+        let outcome = self.serve_at_once(fault);
+        if outcome.is_none() {
+            // The caller's next try takes room anew.
+            self.admission.give_back(absent);
+        }
+        outcome
+    }
+
+    fn serve_at_once(&self, fault: &Fault) -> Option<FaultOutcome> {
         let mut page = fault.pages.start;
         while page < fault.pages.end {
             let section = self.table.section(page.section());
-            let shared = section.lock.try_read().ok()?;
+            let shared = match section.lock.try_read() {
+                Ok(shared) => shared,
+                Err(_busy) => return None,
+            };
             let resolved = self.resolve(section, page, fault);
             drop(shared);
             match resolved {
@@ -250,13 +263,9 @@ impl AddressSpace {
         if !self.table.contains(fault.pages) {
             return FaultOutcome::OutOfRange;
         }
-        let absent = fault
-            .pages
-            .iter()
-            .filter(|page| self.is_stored(*page))
-            .count();
+        let absent = self.absent_pages(fault.pages);
         if absent > 0 {
-            self.admission.admit(absent as u64);
+            self.admission.admit(absent);
         }
         let mut page = fault.pages.start;
         while page < fault.pages.end {
@@ -283,8 +292,9 @@ impl AddressSpace {
         FaultOutcome::Present
     }
 
-    fn is_stored(&self, page: PageNo) -> bool {
-        matches!(self.table.word(page).state(), State::Stored(_))
+    fn absent_pages(&self, pages: PageRange) -> u64 {
+        let is_stored = |page: &PageNo| matches!(self.table.word(*page).state(), State::Stored(_));
+        pages.iter().filter(is_stored).count() as u64
     }
 
     /// Looks at `page`, and fills it and what follows in the fault's range if it is absent. The
@@ -394,10 +404,6 @@ impl AddressSpace {
             Resolved::UpTo(end) => end.0 - run.start.0,
             Resolved::BeingFilled | Resolved::Failed(_) => 0,
         }
-    }
-
-    pub(crate) fn has_room(&self, pages: u64) -> bool {
-        self.admission.has_room(pages)
     }
 
     /// Claims stored pages from the start of `run` on and loads their content into `buffer`. Stops

@@ -45,8 +45,11 @@ pub trait Admission: Send + Sync {
     /// wait for that, but not for ever: the guest needs its page.
     fn admit(&self, pages: u64);
 
-    /// True if there is room for `pages` more without evicting.
-    fn has_room(&self, pages: u64) -> bool;
+    /// Takes room for `pages` more if it is there without evicting; else takes none.
+    fn try_admit(&self, pages: u64) -> bool;
+
+    /// Gives back room that was taken for pages which were not filled.
+    fn give_back(&self, pages: u64);
 }
 
 /// No limit.
@@ -56,9 +59,11 @@ pub struct Unlimited;
 impl Admission for Unlimited {
     fn admit(&self, _pages: u64) {}
 
-    fn has_room(&self, _pages: u64) -> bool {
+    fn try_admit(&self, _pages: u64) -> bool {
         true
     }
+
+    fn give_back(&self, _pages: u64) {}
 }
 
 /// Who is told when something is wrong that only stopping the VM or a person can mend.

@@ -183,11 +183,11 @@ impl PageTable {
             ) {
                 Ok(_) => return Some(current),
                 Err(bits) => {
-                    let found = PageWord::from_bits(bits).ok()?;
-                    if found.state() != seen.state() {
-                        return None;
+                    // Another state, or damage: either way not the word that was seen.
+                    match PageWord::from_bits(bits) {
+                        Ok(found) if found.state() == seen.state() => current = found,
+                        _ => return None,
                     }
-                    current = found;
                 }
             }
         }

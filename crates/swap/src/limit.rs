@@ -247,8 +247,21 @@ impl Admission for Limit {
         }
     }
 
-    fn has_room(&self, pages: u64) -> bool {
-        self.headroom.load(Relaxed) >= i64::try_from(pages).unwrap_or(UNLIMITED)
+    fn try_admit(&self, pages: u64) -> bool {
+        let wanted = i64::try_from(pages).unwrap_or(UNLIMITED);
+        let there = self.headroom.load(Relaxed) >= wanted;
+        if there {
+            self.headroom.fetch_sub(wanted, Relaxed);
+            if self.is_below_low_mark() {
+                self.want_reclaim();
+            }
+        }
+        there
+    }
+
+    fn give_back(&self, pages: u64) {
+        self.headroom
+            .fetch_add(i64::try_from(pages).unwrap_or(0), Relaxed);
     }
 }
 
@@ -280,7 +293,7 @@ mod tests {
             let limit = limit.clone();
             std::thread::spawn(move || {
                 while limit.wait_for_work(Duration::from_secs(10)) != Wake::Wanted
-                    || limit.has_room(1)
+                    || limit.try_admit(1)
                 {}
                 limit.evicted(64);
             })
@@ -288,7 +301,7 @@ mod tests {
         limit.admit(1);
         reclaimer.join().unwrap();
         assert_eq!(limit.over_limit_fills(), 0);
-        assert!(limit.has_room(63) && !limit.has_room(64));
+        assert!(!limit.try_admit(64) && limit.try_admit(63) && !limit.try_admit(1));
     }
 
     #[test]
@@ -306,6 +319,6 @@ mod tests {
         assert_eq!(limit.pages_to_high_mark(), 4_150);
         limit.set(None, 9_000);
         assert_eq!(limit.pages_to_high_mark(), 0);
-        assert!(limit.has_room(1 << 40));
+        assert!(limit.try_admit(1 << 40));
     }
 }

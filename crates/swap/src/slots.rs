@@ -82,9 +82,9 @@ impl Chunk {
     }
 
     fn take_first_free(&mut self) -> Option<u32> {
-        for (number, word) in self.taken.iter_mut().enumerate() {
+        for (number, word) in (0_u32..).zip(&mut self.taken) {
             let free = (!*word).trailing_zeros();
-            let index = u32::try_from(number).ok()? * 64 + free;
+            let index = number * 64 + free;
             if free < 64 && index < UNITS_PER_CHUNK / self.units {
                 *word |= 1 << free;
                 self.used += 1;

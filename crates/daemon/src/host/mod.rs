@@ -244,8 +244,15 @@ impl Control for Host {
     fn detach(&self, name: &str) -> Result<DetachReport, ControlError> {
         let vm = self.get(name)?;
         let begun = Instant::now();
+        let before = vm.report(&self.devices);
         let filled_pages = vm.detach(&self.shared)?;
-        let report = vm.report(&self.devices);
+        let after = vm.report(&self.devices);
+        // What was stored is told as it last was, not as it is now that everything is back.
+        let report = VmReport {
+            resident_bytes: after.resident_bytes,
+            alias_faults: after.alias_faults,
+            ..before
+        };
         lock(&self.vms).remove(name);
         tracing::info!(vm = name, filled_pages, "let go");
         Ok(DetachReport {

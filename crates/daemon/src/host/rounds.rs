@@ -117,6 +117,7 @@ impl Rounds {
     }
 
     fn reclaim_to_high_mark(&mut self) {
+        self.vm.enforce_limit();
         let limit = Arc::clone(&self.vm.limit);
         self.reclaim(|_| limit.pages_to_high_mark());
     }
