@@ -1,1 +1,51 @@
-//! Pagetide dpu.
+// SPDX-License-Identifier: Apache-2.0
+//! The software DPU: devices in user space whose DMA may fault (VPRI 5).
+//!
+//! Engine threads serve the queues of many devices and many VMs. A front end
+//! (a VMM) sets a device up over vhost-user; from then on a request goes from
+//! the guest's ring to the image and back without anybody else:
+//!
+//! ```text
+//!   guest ──► avail ring ──► engine: lease all pages ──► io_uring, straight to guest memory
+//!     ▲                         │ absent: park                       │
+//!     │                         ▼                                    ▼
+//!   call ◄── used ring ◄── page request ─► host fills ─► resume    release, complete
+//! ```
+//!
+//! | module | what it is about |
+//! |---|---|
+//! | [`dpu`] | the whole: starting it, adding devices, reports |
+//! | `engine` | the loop of an engine, a chain's way through it |
+//! | `parked` | chains that wait for pages, and why only they wait |
+//! | `ring` | io_uring, and why giving it guest memory is sound |
+//! | `memory`, `chain` | guest addresses, leases; descriptor chains |
+//! | `inflight` | what survives our death so that no request is lost |
+//! | [`lock`] | how a successor knows that a dead engine's I/O is done |
+//! | `device` | the socket and the vhost-user messages |
+//! | [`blk`] | virtio-blk: image, configuration, requests |
+//!
+//! *Invariant:* no guest page is touched by an engine or by I/O of its own but
+//! under a lease or while it is wired.
+//! *Invariant:* whatever a guest writes into its rings, or a front end into its
+//! messages, the worst is that its own device stops.
+
+pub mod blk;
+mod chain;
+mod device;
+pub mod dpu;
+mod engine;
+mod inflight;
+pub mod lock;
+mod mailbox;
+mod memory;
+mod parked;
+mod ring;
+mod shared;
+
+pub use blk::image::{DirectIo, ImageError, Writes};
+pub use chain::ChainError;
+pub use device::{DeviceState, EngineGone, SocketError};
+pub use dpu::{BlkConfig, DeviceReport, Dpu, DpuConfig, DpuError};
+pub use lock::{LockError, wait_for_dead_engines};
+pub use memory::{MemoryError, OutsideMemory};
+pub use shared::StopReason;

@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a block request asks for (virtio 1.2, 5.2.6), decided from its header and buffers alone.
+//!
+//! A chain has, however it is cut into descriptors: a header of 16 bytes the
+//! device reads; data; one status byte the device writes. A chain without the
+//! first or the last is beyond answering and stops the device; everything else
+//! that is wrong is answered with a status.
+
+use crate::{
+    blk::{
+        config::{DISCARD_SECTORS_MAX, SECTOR_BYTES},
+        image::Writes,
+    },
+    chain::{Buffers, split_front, split_last_byte},
+    memory::{DeviceMemory, OutsideMemory, Span},
+};
+use vm_memory::Bytes;
+
+/// Bytes of a request's header.
+pub(crate) const HEADER_BYTES: u32 = 16;
+/// Bytes of the serial number that a GET_ID request reads.
+pub const SERIAL_BYTES: usize = 20;
+/// Bytes of one range of a discard or write-zeroes request.
+const RANGE_BYTES: u32 = 16;
+
+const T_IN: u32 = 0;
+const T_OUT: u32 = 1;
+const T_FLUSH: u32 = 4;
+const T_GET_ID: u32 = 8;
+const T_DISCARD: u32 = 11;
+const T_WRITE_ZEROES: u32 = 13;
+const FLAG_UNMAP: u32 = 1;
+
+/// A request that cannot be answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum RequestError {
+    /// Not enough readable bytes for a header.
+    #[error("a block request has a header of less than {HEADER_BYTES} readable bytes")]
+    NoHeader,
+    /// Nowhere to put the status.
+    #[error("a block request has no writable byte for its status")]
+    NoStatus,
+}
+
+/// Status byte of an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Status {
+    Ok = 0,
+    IoError = 1,
+    Unsupported = 2,
+}
+
+/// A request cut into its parts. Parts are only located, not read.
+#[derive(Debug)]
+pub(crate) struct Frame {
+    pub header: Span,
+    /// The header's bytes if they do not lie together.
+    pub header_rest: Vec<Span>,
+    pub status: Span,
+}
+
+/// Takes header and status off `buffers`, which keep the data.
+pub(crate) fn frame(buffers: &mut Buffers) -> Result<Frame, RequestError> {
+    let status = split_last_byte(&mut buffers.writable).ok_or(RequestError::NoStatus)?;
+    // The usual case first: a descriptor that is the header and nothing else.
+    if buffers
+        .readable
+        .first()
+        .is_some_and(|s| s.len == HEADER_BYTES)
+    {
+        return Ok(Frame {
+            header: buffers.readable.remove(0),
+            header_rest: Vec::new(),
+            status,
+        });
+    }
+    let mut header =
+        split_front(&mut buffers.readable, HEADER_BYTES).ok_or(RequestError::NoHeader)?;
+    let rest = header.split_off(1);
+    Ok(Frame {
+        header: header[0],
+        header_rest: rest,
+        status,
+    })
+}
+
+/// Type and first sector of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub kind: u32,
+    pub sector: u64,
+}
+
+impl Header {
+    /// Reads it once; the guest may change it afterwards without effect. It must be leased.
+    pub fn read(memory: &DeviceMemory, frame: &Frame) -> Result<Self, OutsideMemory> {
+        let mut bytes = [0; HEADER_BYTES as usize];
+        let mut done = copy(memory, frame.header, &mut bytes)?;
+        for span in &frame.header_rest {
+            done += copy(memory, *span, &mut bytes[done..])?;
+        }
+        let [k0, k1, k2, k3, _, _, _, _, s0, s1, s2, s3, s4, s5, s6, s7] = bytes;
+        Ok(Self {
+            kind: u32::from_le_bytes([k0, k1, k2, k3]),
+            sector: u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]),
+        })
+    }
+}
+
+fn copy(memory: &DeviceMemory, span: Span, into: &mut [u8]) -> Result<usize, OutsideMemory> {
+    let slice = memory.slice(span)?;
+    Ok(slice.copy_to(into))
+}
+
+/// What is to be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Work {
+    /// Move image bytes from `offset` into the writable data.
+    Read { offset: u64 },
+    /// Move the readable data into the image at `offset`.
+    Write { offset: u64 },
+    /// Make all completed writes durable.
+    Flush,
+    /// Put the serial number into the writable data.
+    Serial,
+    /// Read the range from the readable data, then see [`range_work`].
+    Range(RangeKind),
+    /// Nothing: answer so.
+    Answer(Status),
+}
+
+/// Which request a range belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RangeKind {
+    Discard,
+    WriteZeroes,
+}
+
+/// Size and mode of the device, as far as requests are decided by it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    pub sectors: u64,
+    pub writes: Writes,
+}
+
+/// Decides what a request asks for, given how many data bytes it lets the device read and write.
+pub(crate) fn decide(limits: Limits, header: Header, readable: u64, writable: u64) -> Work {
+    let refused = limits.writes == Writes::Refused;
+    match header.kind {
+        T_IN => match transfer(limits, header.sector, writable) {
+            Some(offset) => Work::Read { offset },
+            None => Work::Answer(Status::IoError),
+        },
+        T_OUT if refused => Work::Answer(Status::IoError),
+        T_OUT => match transfer(limits, header.sector, readable) {
+            Some(offset) => Work::Write { offset },
+            None => Work::Answer(Status::IoError),
+        },
+        T_FLUSH => Work::Flush,
+        T_GET_ID if writable >= SERIAL_BYTES as u64 => Work::Serial,
+        T_GET_ID => Work::Answer(Status::IoError),
+        T_DISCARD | T_WRITE_ZEROES if refused => Work::Answer(Status::IoError),
+        T_DISCARD | T_WRITE_ZEROES if readable != u64::from(RANGE_BYTES) => {
+            Work::Answer(Status::Unsupported)
+        }
+        T_DISCARD => Work::Range(RangeKind::Discard),
+        T_WRITE_ZEROES => Work::Range(RangeKind::WriteZeroes),
+        _ => Work::Answer(Status::Unsupported),
+    }
+}
+
+/// Where in the image `bytes` at `sector` are, if they are whole sectors within it.
+fn transfer(limits: Limits, sector: u64, bytes: u64) -> Option<u64> {
+    if !bytes.is_multiple_of(SECTOR_BYTES) {
+        return None;
+    }
+    let end = sector.checked_add(bytes / SECTOR_BYTES)?;
+    (end <= limits.sectors).then(|| sector * SECTOR_BYTES)
+}
+
+/// A range of the image to be emptied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Emptying {
+    pub offset: u64,
+    pub bytes: u64,
+    pub how: EmptyHow,
+}
+
+/// How a range is emptied, and what it holds afterwards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EmptyHow {
+    /// The content does not matter any more.
+    Discard,
+    /// It reads as zeros, and may lose its blocks.
+    ZeroUnmap,
+    /// It reads as zeros, and keeps blocks.
+    Zero,
+}
+
+/// Decides what the range of a discard or write-zeroes request asks for.
+pub(crate) fn range_work(
+    limits: Limits,
+    kind: RangeKind,
+    bytes: [u8; RANGE_BYTES as usize],
+) -> Result<Emptying, Status> {
+    let [
+        s0,
+        s1,
+        s2,
+        s3,
+        s4,
+        s5,
+        s6,
+        s7,
+        n0,
+        n1,
+        n2,
+        n3,
+        f0,
+        f1,
+        f2,
+        f3,
+    ] = bytes;
+    let sector = u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]);
+    let count = u32::from_le_bytes([n0, n1, n2, n3]);
+    let flags = u32::from_le_bytes([f0, f1, f2, f3]);
+    let how = match (kind, flags) {
+        (RangeKind::Discard, 0) => EmptyHow::Discard,
+        (RangeKind::WriteZeroes, 0) => EmptyHow::Zero,
+        (RangeKind::WriteZeroes, FLAG_UNMAP) => EmptyHow::ZeroUnmap,
+        // 5.2.6.2: a device must answer so to unknown flags, and to unmap in a discard.
+        _ => return Err(Status::Unsupported),
+    };
+    let bytes = u64::from(count) * SECTOR_BYTES;
+    let offset = transfer(limits, sector, bytes).ok_or(Status::IoError)?;
+    if count > DISCARD_SECTORS_MAX || count == 0 {
+        return Err(Status::IoError);
+    }
+    Ok(Emptying { offset, bytes, how })
+}
+
+/// Reads the range of a discard or write-zeroes request. It must be leased.
+pub(crate) fn read_range(
+    memory: &DeviceMemory,
+    data: &[Span],
+) -> Result<[u8; RANGE_BYTES as usize], OutsideMemory> {
+    let mut bytes = [0; RANGE_BYTES as usize];
+    let mut done = 0;
+    for span in data {
+        done += copy(memory, *span, &mut bytes[done..])?;
+    }
+    Ok(bytes)
+}
+
+/// Writes the serial number into the data. It must be leased.
+pub(crate) fn write_serial(
+    memory: &DeviceMemory,
+    data: &[Span],
+    serial: &[u8; SERIAL_BYTES],
+) -> Result<(), OutsideMemory> {
+    let mut rest = &serial[..];
+    for span in data {
+        let slice = memory.slice(*span)?;
+        let part = rest.len().min(slice.len());
+        slice.copy_from(&rest[..part]);
+        rest = &rest[part..];
+    }
+    Ok(())
+}
+
+/// Writes the status byte. It must be leased.
+pub(crate) fn write_status(
+    memory: &DeviceMemory,
+    at: Span,
+    status: Status,
+) -> Result<(), OutsideMemory> {
+    let slice = memory.slice(at)?;
+    let written = slice.write_obj(status as u8, 0);
+    debug_assert!(written.is_ok(), "a slice of one byte takes one");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits {
+        sectors: 100,
+        writes: Writes::Taken,
+    };
+
+    fn header(kind: u32, sector: u64) -> Header {
+        Header { kind, sector }
+    }
+
+    #[test]
+    fn transfers_beyond_the_image_or_not_in_sectors_are_io_errors() {
+        let read = |sector, bytes| decide(LIMITS, header(T_IN, sector), 0, bytes);
+        assert_eq!(read(99, 512), Work::Read { offset: 99 * 512 });
+        for (sector, bytes) in [
+            (99, 1024),
+            (100, 512),
+            (u64::MAX, 512),
+            (0, 511),
+            (u64::MAX, 0),
+        ] {
+            assert_eq!(read(sector, bytes), Work::Answer(Status::IoError));
+        }
+        assert_eq!(
+            decide(LIMITS, header(T_OUT, 1), 512, 0),
+            Work::Write { offset: 512 }
+        );
+    }
+
+    #[test]
+    fn read_only_device_refuses_everything_that_changes_the_image() {
+        let limits = Limits {
+            writes: Writes::Refused,
+            ..LIMITS
+        };
+        for kind in [T_OUT, T_DISCARD, T_WRITE_ZEROES] {
+            assert_eq!(
+                decide(limits, header(kind, 0), 16, 0),
+                Work::Answer(Status::IoError)
+            );
+        }
+        assert_eq!(decide(limits, header(T_FLUSH, 0), 0, 0), Work::Flush);
+    }
+
+    #[test]
+    fn unknown_requests_and_flags_are_unsupported() {
+        assert_eq!(
+            decide(LIMITS, header(77, 0), 0, 0),
+            Work::Answer(Status::Unsupported)
+        );
+        let range = |count: u32, flags: u32| {
+            let mut bytes = [0; 16];
+            bytes[8..12].copy_from_slice(&count.to_le_bytes());
+            bytes[12..].copy_from_slice(&flags.to_le_bytes());
+            bytes
+        };
+        let discard = |bytes| range_work(LIMITS, RangeKind::Discard, bytes);
+        assert_eq!(discard(range(1, 1)), Err(Status::Unsupported));
+        assert_eq!(discard(range(101, 0)), Err(Status::IoError));
+        assert_eq!(discard(range(0, 0)), Err(Status::IoError));
+        assert_eq!(discard(range(100, 0)).unwrap().bytes, 51200);
+        let zeroes = |bytes| range_work(LIMITS, RangeKind::WriteZeroes, bytes);
+        assert_eq!(zeroes(range(1, 1)).unwrap().how, EmptyHow::ZeroUnmap);
+        assert_eq!(zeroes(range(1, 2)), Err(Status::Unsupported));
+    }
+
+    #[test]
+    fn header_and_status_are_found_however_the_chain_is_cut() {
+        let span = |offset, len| Span {
+            port: 0,
+            offset,
+            len,
+        };
+        let mut one = Buffers {
+            readable: vec![span(0, 16 + 512)],
+            writable: vec![span(600, 1)],
+        };
+        let parts = frame(&mut one).unwrap();
+        assert_eq!((parts.header, parts.status), (span(0, 16), span(600, 1)));
+        assert_eq!(one.readable, [span(16, 512)]);
+        assert!(one.writable.is_empty());
+        let mut many = Buffers {
+            readable: vec![span(0, 4), span(100, 20)],
+            writable: vec![span(200, 8), span(300, 9)],
+        };
+        let parts = frame(&mut many).unwrap();
+        assert_eq!(parts.header, span(0, 4));
+        assert_eq!(parts.header_rest, [span(100, 12)]);
+        assert_eq!(parts.status, span(308, 1));
+        assert_eq!(many.writable, [span(200, 8), span(300, 8)]);
+        let mut short = Buffers {
+            readable: vec![span(0, 15)],
+            writable: vec![span(200, 1)],
+        };
+        assert_eq!(frame(&mut short).unwrap_err(), RequestError::NoHeader);
+        let mut mute = Buffers {
+            readable: vec![span(0, 16)],
+            writable: Vec::new(),
+        };
+        assert_eq!(frame(&mut mute).unwrap_err(), RequestError::NoStatus);
+    }
+}

@@ -1,0 +1,450 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Reading a descriptor chain that a guest has written (virtio 1.2, 2.7).
+//!
+//! virtio-queue keeps the rings; the chain is walked here, for two reasons. Its
+//! iterator turns every failure into 'end of chain', so an absent page inside
+//! an indirect table would look like a short request. And it starts only from
+//! the avail ring, while a chain that was parked, or that a predecessor left in
+//! the in-flight region, is known by its head alone.
+//!
+//! The direct table is part of the ring and wired. An indirect table is
+//! ordinary guest memory: its pages are leased for the time of the walk, and
+//! [`WalkError::TableAbsent`] tells which are missing.
+
+use crate::memory::{DeviceMemory, LeaseSet, OutsideMemory, Span};
+use pagetide_addr::{Access, Gpa};
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{Bytes, GuestAddress};
+
+/// Bytes of a descriptor.
+const DESCRIPTOR_BYTES: u32 = 16;
+/// Most descriptors in an indirect table, and in a chain: what QEMU and Linux take
+/// (`VIRTQUEUE_MAX_SIZE`). A chain through a larger ring may be as long as the ring.
+pub const INDIRECT_MAX: u32 = 1024;
+
+/// Why a chain makes no sense.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum ChainError {
+    /// A head or `next` that is not in the table.
+    #[error("descriptor {index} is not in a table of {size}")]
+    IndexOutOfRange {
+        /// The index.
+        index: u16,
+        /// Descriptors in the table.
+        size: u32,
+    },
+    /// More descriptors than there can be: it goes round.
+    #[error("the chain has more than {0} descriptors, so it loops")]
+    Loops(u32),
+    /// An indirect table in an indirect table.
+    #[error("an indirect descriptor table refers to another")]
+    NestedTable,
+    /// Both INDIRECT and NEXT, which a driver must not set together.
+    #[error("an indirect descriptor has a successor")]
+    IndirectNotLast,
+    /// The indirect table's length is not a number of descriptors, or too large.
+    #[error("an indirect descriptor table has {0} bytes")]
+    TableLength(u32),
+    /// An indirect descriptor though the feature was not negotiated.
+    #[error("an indirect descriptor was used without VIRTIO_F_INDIRECT_DESC")]
+    IndirectNotNegotiated,
+    /// A buffer or table outside guest memory.
+    #[error(transparent)]
+    Outside(#[from] OutsideMemory),
+    /// A device-readable buffer after a device-writable one (virtio 1.2, 2.7.4.2).
+    #[error("a device-readable buffer follows a device-writable one")]
+    ReadableAfterWritable,
+    /// More than 2^32 bytes in all (virtio 1.2, 2.7.5.2).
+    #[error("the chain's buffers add up to more than 2^32 bytes")]
+    TooLong,
+}
+
+/// What kept a walk from its end.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum WalkError {
+    /// These parts of an indirect table are not all present: page requests are due.
+    TableAbsent(Vec<Span>),
+    /// The chain makes no sense.
+    Broken(ChainError),
+}
+
+impl<E: Into<ChainError>> From<E> for WalkError {
+    fn from(error: E) -> Self {
+        Self::Broken(error.into())
+    }
+}
+
+/// The buffers of a chain.
+#[derive(Debug, Default)]
+pub(crate) struct Buffers {
+    /// What the device may read, in order.
+    pub readable: Vec<Span>,
+    /// What the device may write, in order.
+    pub writable: Vec<Span>,
+}
+
+impl Buffers {
+    fn clear(&mut self) {
+        self.readable.clear();
+        self.writable.clear();
+    }
+}
+
+/// Whether the driver may use indirect tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Indirect {
+    Negotiated,
+    Absent,
+}
+
+/// The descriptor table of a queue.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Table {
+    pub at: Gpa,
+    pub size: u16,
+    pub indirect: Indirect,
+}
+
+/// Walks the chain that starts at `head` and puts its buffers into `into`.
+pub(crate) fn walk(
+    memory: &DeviceMemory,
+    table: Table,
+    head: u16,
+    into: &mut Buffers,
+) -> Result<(), WalkError> {
+    into.clear();
+    let mut walk = Walk {
+        memory,
+        into,
+        bytes: 0,
+        steps_left: INDIRECT_MAX.max(u32::from(table.size)),
+    };
+    match walk.table(table.at, u32::from(table.size), head)? {
+        None => Ok(()),
+        Some(_) if table.indirect == Indirect::Absent => {
+            Err(ChainError::IndirectNotNegotiated.into())
+        }
+        Some(descriptor) => walk.indirect(&descriptor),
+    }
+}
+
+struct Walk<'a> {
+    memory: &'a DeviceMemory,
+    into: &'a mut Buffers,
+    bytes: u64,
+    steps_left: u32,
+}
+
+impl Walk<'_> {
+    /// Follows one table to its end; gives back the indirect descriptor it ended with, if any.
+    fn table(&mut self, at: Gpa, size: u32, head: u16) -> Result<Option<Descriptor>, ChainError> {
+        let mut index = head;
+        loop {
+            if u32::from(index) >= size {
+                return Err(ChainError::IndexOutOfRange { index, size });
+            }
+            self.steps_left = match self.steps_left.checked_sub(1) {
+                Some(left) => left,
+                None => return Err(ChainError::Loops(INDIRECT_MAX.max(size))),
+            };
+            let address = at.0 + u64::from(index) * u64::from(DESCRIPTOR_BYTES);
+            let descriptor: Descriptor = self
+                .memory
+                .read_obj(GuestAddress(address))
+                .map_err(|_| outside(address, DESCRIPTOR_BYTES))?;
+            if descriptor.refers_to_indirect_table() {
+                if descriptor.has_next() {
+                    return Err(ChainError::IndirectNotLast);
+                }
+                return Ok(Some(descriptor));
+            }
+            self.buffer(&descriptor)?;
+            if !descriptor.has_next() {
+                return Ok(None);
+            }
+            index = descriptor.next();
+        }
+    }
+
+    fn indirect(&mut self, descriptor: &Descriptor) -> Result<(), WalkError> {
+        let bytes = descriptor.len();
+        let count = bytes / DESCRIPTOR_BYTES;
+        if bytes == 0 || !bytes.is_multiple_of(DESCRIPTOR_BYTES) || count > INDIRECT_MAX {
+            return Err(ChainError::TableLength(bytes).into());
+        }
+        let at = Gpa(descriptor.addr().0);
+        let mut spans = Vec::new();
+        self.memory.spans(at, bytes, &mut spans)?;
+        let mut leases = LeaseSet::default();
+        let all_there = spans
+            .iter()
+            .all(|span| leases.take(self.memory, *span, Access::Read));
+        let walked = if all_there {
+            self.table(at, count, 0).map_err(WalkError::from)
+        } else {
+            Err(WalkError::TableAbsent(spans))
+        };
+        leases.release(self.memory);
+        match walked? {
+            None => Ok(()),
+            Some(_) => Err(ChainError::NestedTable.into()),
+        }
+    }
+
+    fn buffer(&mut self, descriptor: &Descriptor) -> Result<(), ChainError> {
+        let len = descriptor.len();
+        self.bytes += u64::from(len);
+        if self.bytes > u64::from(u32::MAX) {
+            return Err(ChainError::TooLong);
+        }
+        let list = if descriptor.is_write_only() {
+            &mut self.into.writable
+        } else if self.into.writable.is_empty() {
+            &mut self.into.readable
+        } else {
+            return Err(ChainError::ReadableAfterWritable);
+        };
+        self.memory.spans(Gpa(descriptor.addr().0), len, list)?;
+        Ok(())
+    }
+}
+
+fn outside(address: u64, bytes: u32) -> OutsideMemory {
+    OutsideMemory {
+        gpa: Gpa(address),
+        bytes: u64::from(bytes),
+    }
+}
+
+/// Cuts the first `bytes` off `spans`; `None` (and nothing cut) if there are not so many.
+pub(crate) fn split_front(spans: &mut Vec<Span>, bytes: u32) -> Option<Vec<Span>> {
+    let (mut left, mut whole) = (bytes, 0);
+    for span in spans.iter() {
+        if left < span.len {
+            break;
+        }
+        left -= span.len;
+        whole += 1;
+    }
+    if left > 0 && whole == spans.len() {
+        return None;
+    }
+    let mut front: Vec<Span> = spans.drain(..whole).collect();
+    if left > 0 {
+        let cut = &mut spans[0];
+        front.push(Span { len: left, ..*cut });
+        cut.offset += u64::from(left);
+        cut.len -= left;
+    }
+    Some(front)
+}
+
+/// Cuts the last byte off `spans`.
+pub(crate) fn split_last_byte(spans: &mut Vec<Span>) -> Option<Span> {
+    let last = spans.last_mut()?;
+    let byte = Span {
+        port: last.port,
+        offset: last.offset + u64::from(last.len) - 1,
+        len: 1,
+    };
+    last.len -= 1;
+    if last.len == 0 {
+        spans.pop();
+    }
+    Some(byte)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{
+        RegionTable,
+        tests::{domain, region},
+    };
+    use pagetide_addr::PageNo;
+    use pagetide_vpri::LookUp;
+    use proptest::prelude::*;
+
+    const NEXT: u16 = 1;
+    const WRITE: u16 = 2;
+    const INDIRECT: u16 = 4;
+    const BASE: u64 = 0x10_0000;
+
+    struct Fixture {
+        memory: DeviceMemory,
+        _file: pagetide_sys::memory_file::GuestFile,
+    }
+
+    fn fixture() -> Fixture {
+        let (file, domain) = domain(64);
+        let mut table = RegionTable::default();
+        table.add(region(&domain, BASE, 64, 0)).unwrap();
+        let memory = table.for_engine(0, LookUp::On).unwrap();
+        Fixture {
+            memory,
+            _file: file,
+        }
+    }
+
+    fn put(
+        memory: &DeviceMemory,
+        at: u64,
+        index: u64,
+        (addr, len, flags, next): (u64, u32, u16, u16),
+    ) {
+        let bytes: Vec<u8> = [
+            &addr.to_le_bytes()[..],
+            &len.to_le_bytes(),
+            &flags.to_le_bytes(),
+            &next.to_le_bytes(),
+        ]
+        .concat();
+        memory
+            .write_slice(&bytes, GuestAddress(at + 16 * index))
+            .unwrap();
+    }
+
+    fn table() -> Table {
+        Table {
+            at: Gpa(BASE),
+            size: 8,
+            indirect: Indirect::Negotiated,
+        }
+    }
+
+    fn broken(fixture: &Fixture, table: Table, head: u16) -> ChainError {
+        match walk(&fixture.memory, table, head, &mut Buffers::default()) {
+            Err(WalkError::Broken(error)) => error,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn chain_of_three_gives_its_buffers_in_order() {
+        let f = fixture();
+        put(&f.memory, BASE, 3, (BASE + 0x1000, 16, NEXT, 1));
+        put(&f.memory, BASE, 1, (BASE + 0x2000, 512, NEXT | WRITE, 0));
+        put(&f.memory, BASE, 0, (BASE + 0x3000, 1, WRITE, 7));
+        let mut buffers = Buffers::default();
+        walk(&f.memory, table(), 3, &mut buffers).unwrap();
+        assert_eq!(buffers.readable.len(), 1);
+        assert_eq!(
+            buffers.writable.iter().map(|s| s.len).collect::<Vec<_>>(),
+            [512, 1]
+        );
+    }
+
+    #[test]
+    fn broken_chains_are_told_apart() {
+        let f = fixture();
+        assert!(matches!(
+            broken(&f, table(), 8),
+            ChainError::IndexOutOfRange { index: 8, size: 8 }
+        ));
+        put(&f.memory, BASE, 0, (BASE, 0, NEXT, 0));
+        assert!(matches!(broken(&f, table(), 0), ChainError::Loops(_)));
+        put(&f.memory, BASE, 0, (BASE, 16, NEXT, 9));
+        assert!(matches!(
+            broken(&f, table(), 0),
+            ChainError::IndexOutOfRange { index: 9, .. }
+        ));
+        put(&f.memory, BASE, 0, (7, 16, 0, 0));
+        assert!(matches!(broken(&f, table(), 0), ChainError::Outside(_)));
+        put(&f.memory, BASE, 0, (BASE, 16, WRITE | NEXT, 1));
+        put(&f.memory, BASE, 1, (BASE, 16, 0, 0));
+        assert_eq!(broken(&f, table(), 0), ChainError::ReadableAfterWritable);
+        put(&f.memory, BASE, 0, (BASE + 0x1000, 24, INDIRECT, 0));
+        assert_eq!(broken(&f, table(), 0), ChainError::TableLength(24));
+        put(&f.memory, BASE, 0, (BASE + 0x1000, 16, INDIRECT | NEXT, 1));
+        assert_eq!(broken(&f, table(), 0), ChainError::IndirectNotLast);
+        put(&f.memory, BASE, 0, (BASE + 0x1000, 16, INDIRECT, 0));
+        put(&f.memory, BASE + 0x1000, 0, (BASE, 16, INDIRECT, 0));
+        assert_eq!(broken(&f, table(), 0), ChainError::NestedTable);
+        let direct_only = Table {
+            indirect: Indirect::Absent,
+            ..table()
+        };
+        assert_eq!(
+            broken(&f, direct_only, 0),
+            ChainError::IndirectNotNegotiated
+        );
+    }
+
+    #[test]
+    fn absent_indirect_table_is_named_and_leaves_no_lease() {
+        let f = fixture();
+        put(&f.memory, BASE, 0, (BASE + 0x1000, 32, INDIRECT, 0));
+        put(&f.memory, BASE + 0x1000, 0, (BASE, 16, NEXT, 1));
+        put(&f.memory, BASE + 0x1000, 1, (BASE, 1, WRITE, 0));
+        let mut buffers = Buffers::default();
+        walk(&f.memory, table(), 0, &mut buffers).unwrap();
+        assert_eq!(buffers.writable.len(), 1);
+        let span = Span {
+            port: 0,
+            offset: 0x1000,
+            len: 32,
+        };
+        let attributes = f.memory.port(span).domain().attributes();
+        let section = PageNo(1).section();
+        let page = pagetide_addr::PageSet::of_range(section, PageNo(1).single());
+        assert!(attributes.unmap(section, &page));
+        assert_eq!(
+            walk(&f.memory, table(), 0, &mut buffers),
+            Err(WalkError::TableAbsent(vec![span]))
+        );
+        assert!(!attributes.is_any_leased());
+    }
+
+    #[test]
+    fn spans_are_cut_at_any_byte() {
+        let span = |offset, len| Span {
+            port: 0,
+            offset,
+            len,
+        };
+        let mut spans = vec![span(0, 10), span(100, 10)];
+        assert_eq!(split_front(&mut spans, 21), None);
+        assert_eq!(
+            split_front(&mut spans, 16),
+            Some(vec![span(0, 10), span(100, 6)])
+        );
+        assert_eq!(spans, [span(106, 4)]);
+        assert_eq!(split_last_byte(&mut spans), Some(span(109, 1)));
+        assert_eq!(split_front(&mut spans, 3), Some(vec![span(106, 3)]));
+        assert!(spans.is_empty());
+        assert_eq!(split_last_byte(&mut spans), None);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_in_the_tables_give_buffers_or_an_error(
+            bytes in proptest::collection::vec(any::<u8>(), 16 * 8),
+            inner in proptest::collection::vec(any::<u8>(), 16 * 8),
+            tame in any::<bool>(),
+            head in 0_u16..12,
+        ) {
+            let f = fixture();
+            let mut bytes = bytes;
+            if tame {
+                // Addresses within memory, so that walks get beyond the first descriptor.
+                for descriptor in bytes.chunks_mut(16) {
+                    descriptor[..8].copy_from_slice(&(BASE + 0x1000).to_le_bytes());
+                    descriptor[10] = 0;
+                    descriptor[11] = 0;
+                    descriptor[14] &= 7;
+                    descriptor[15] = 0;
+                }
+            }
+            f.memory.write_slice(&bytes, GuestAddress(BASE)).unwrap();
+            f.memory.write_slice(&inner, GuestAddress(BASE + 0x1000)).unwrap();
+            let mut buffers = Buffers::default();
+            if walk(&f.memory, table(), head, &mut buffers).is_ok() {
+                let all: u64 = buffers.readable.iter().chain(&buffers.writable)
+                    .map(|s| u64::from(s.len)).sum();
+                prop_assert!(u32::try_from(all).is_ok());
+            }
+            let span = Span { port: 0, offset: 0, len: 1 };
+            prop_assert!(!f.memory.port(span).domain().attributes().is_any_leased());
+        }
+    }
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The in-flight region as a file that goes back and forth (GET_INFLIGHT_FD, SET_INFLIGHT_FD).
+//!
+//! We make it, the front end keeps it, and gives it back to us or to a
+//! successor. It is sealed against shrinking when it is made, and must be when
+//! it comes back: else its owner could make us touch memory that is gone.
+
+use crate::{
+    blk::config::{QUEUE_SIZE_MAX, QUEUES_MAX},
+    inflight::{InflightQueue, area_bytes},
+};
+use pagetide_sys::mapping::{MappingError, SharedMapping};
+use rustix::fs::{MemfdFlags, SealFlags};
+use std::{
+    fs::File,
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+};
+
+/// Why an in-flight region cannot be made or taken.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum InflightError {
+    /// Its shape is beyond what the device has.
+    #[error(
+        "an in-flight region for {queues} queues of {size} was asked for; at most {QUEUES_MAX} of {QUEUE_SIZE_MAX} are served"
+    )]
+    Shape { queues: u16, size: u16 },
+    /// The file is not what was handed out.
+    #[error(
+        "the in-flight region has {bytes} bytes at {offset} of a file of {file_bytes}; {needed} are needed, at a multiple of 8"
+    )]
+    Bounds {
+        offset: u64,
+        bytes: u64,
+        file_bytes: u64,
+        needed: u64,
+    },
+    /// It could be shrunk under us.
+    #[error("the in-flight region is not a memfd sealed against shrinking")]
+    NotSealed,
+    /// The kernel refused.
+    #[error("{operation} of the in-flight region failed: {source}")]
+    Kernel {
+        operation: &'static str,
+        source: rustix::io::Errno,
+    },
+    /// It cannot be mapped.
+    #[error(transparent)]
+    Map(#[from] MappingError),
+}
+
+fn failed(operation: &'static str) -> impl Fn(rustix::io::Errno) -> InflightError {
+    move |source| InflightError::Kernel { operation, source }
+}
+
+/// A region as a front end describes it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shape {
+    pub offset: u64,
+    pub bytes: u64,
+    pub queues: u16,
+    pub size: u16,
+}
+
+/// Bytes for `queues` queues of `size`.
+fn needed(queues: u16, size: u16) -> Result<u64, InflightError> {
+    if queues == 0 || queues > QUEUES_MAX || size == 0 || size > QUEUE_SIZE_MAX {
+        return Err(InflightError::Shape { queues, size });
+    }
+    Ok(u64::from(queues) * area_bytes(size))
+}
+
+/// Makes a region; its file and length.
+pub(crate) fn create(queues: u16, size: u16) -> Result<(File, u64), InflightError> {
+    let bytes = needed(queues, size)?;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("pagetide-inflight", flags).map_err(failed("creation"))?;
+    rustix::fs::ftruncate(&file, bytes).map_err(failed("sizing"))?;
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    rustix::fs::fcntl_add_seals(&file, seals).map_err(failed("sealing"))?;
+    Ok((File::from(file), bytes))
+}
+
+/// A region that was given back.
+#[derive(Debug)]
+pub(crate) struct InflightRegion {
+    mapping: Arc<SharedMapping>,
+    shape: Shape,
+}
+
+impl InflightRegion {
+    /// Maps it, after every check.
+    pub fn open(file: File, shape: Shape) -> Result<Self, InflightError> {
+        let needed = needed(shape.queues, shape.size)?;
+        let file = OwnedFd::from(file);
+        let seals = rustix::fs::fcntl_get_seals(&file).map_err(|_| InflightError::NotSealed)?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(InflightError::NotSealed);
+        }
+        let stat = rustix::fs::fstat(&file).map_err(failed("fstat"))?;
+        let file_bytes = u64::try_from(stat.st_size).unwrap_or(0);
+        let end = shape.offset.checked_add(needed);
+        let fits = shape.bytes >= needed
+            && shape.offset.is_multiple_of(8)
+            && end.is_some_and(|end| end <= file_bytes);
+        let (Some(end), true) = (end, fits) else {
+            return Err(InflightError::Bounds {
+                offset: shape.offset,
+                bytes: shape.bytes,
+                file_bytes,
+                needed,
+            });
+        };
+        let mapping = Arc::new(SharedMapping::new(file.as_fd(), end)?);
+        Ok(Self { mapping, shape })
+    }
+
+    /// The area of one queue; `None` if the region has none for a queue of `size`.
+    pub fn queue(&self, queue: u16, size: u16) -> Option<InflightQueue> {
+        if queue >= self.shape.queues || size > self.shape.size {
+            return None;
+        }
+        let mapping = self.mapping.clone();
+        InflightQueue::new(mapping, self.shape.offset, queue, self.shape.size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(bytes: u64) -> Shape {
+        Shape {
+            offset: 0,
+            bytes,
+            queues: 2,
+            size: 128,
+        }
+    }
+
+    #[test]
+    fn region_that_was_made_here_is_taken_back() {
+        let (file, bytes) = create(2, 128).unwrap();
+        let region = InflightRegion::open(file, shape(bytes)).unwrap();
+        assert!(region.queue(1, 128).is_some());
+        assert!(region.queue(2, 128).is_none());
+        assert!(region.queue(0, 256).is_none());
+    }
+
+    #[test]
+    fn region_that_could_shrink_or_is_too_small_is_refused() {
+        let (file, bytes) = create(1, 128).unwrap();
+        assert!(matches!(
+            InflightRegion::open(file, shape(bytes * 2)),
+            Err(InflightError::Bounds { .. })
+        ));
+        assert!(matches!(
+            InflightRegion::open(tempfile::tempfile().unwrap(), shape(1 << 20)),
+            Err(InflightError::NotSealed)
+        ));
+        assert!(matches!(create(0, 128), Err(InflightError::Shape { .. })));
+        assert!(matches!(create(1, 2048), Err(InflightError::Shape { .. })));
+    }
+}

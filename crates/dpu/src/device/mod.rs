@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A device as its front end meets it: a socket, one connection at a time, vhost-user messages.
+//!
+//! ```text
+//!   listener thread ──accept──► connection thread ──Command──► engines
+//!        ▲                        blocking reads of messages      rings and I/O
+//!        └── a second front end is turned away while one is there
+//! ```
+//! No message is on the way of a request: after the set-up the connection
+//! thread only waits for the front end to go.
+//!
+//! A front end that comes back before its old connection is cleaned up (a VMM
+//! that reconnects at once) waits until it is.
+
+mod endpoint;
+mod inflight_fd;
+mod session;
+
+use crate::{
+    engine::{
+        EngineShared,
+        command::{AddDevice, Command},
+    },
+    mailbox::Ended,
+    shared::DeviceShared,
+};
+use pagetide_addr::FileKey;
+use pagetide_vpri::{DomainTable, LookUp};
+use std::{
+    io,
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        mpsc::{RecvError, channel},
+    },
+};
+
+pub(crate) use endpoint::Endpoint;
+pub use endpoint::SocketError;
+
+/// Whether a front end is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DeviceState {
+    /// No front end is connected.
+    #[default]
+    Listening,
+    /// A front end is connected.
+    Connected,
+    /// Stopped; the report says why. A new connection begins afresh.
+    Stopped,
+}
+
+/// An engine does not answer: its io_uring has failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the DPU engine has ended; see the log, and restart the daemon")]
+pub struct EngineGone;
+
+impl From<Ended> for EngineGone {
+    fn from(_: Ended) -> Self {
+        Self
+    }
+}
+
+impl From<RecvError> for EngineGone {
+    fn from(_: RecvError) -> Self {
+        Self
+    }
+}
+
+/// What the control threads of one device share.
+pub(crate) struct Control {
+    pub slot: usize,
+    pub shared: Arc<DeviceShared>,
+    pub engines: Vec<Arc<EngineShared>>,
+    pub domains: Arc<DomainTable>,
+    pub look_up: LookUp,
+    pub queue_count: u16,
+    pub socket: PathBuf,
+    status: Mutex<Status>,
+}
+
+#[derive(Debug, Default)]
+struct Status {
+    connected: Connection,
+    files: Vec<FileKey>,
+}
+
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Connection {
+    #[default]
+    Nobody,
+    There,
+}
+
+/// What a device is made of.
+pub(crate) struct Parts {
+    pub slot: usize,
+    pub shared: Arc<DeviceShared>,
+    pub engines: Vec<Arc<EngineShared>>,
+    pub domains: Arc<DomainTable>,
+    pub look_up: LookUp,
+    pub queue_count: u16,
+    pub socket: PathBuf,
+}
+
+impl Control {
+    pub fn new(parts: Parts) -> Self {
+        Self {
+            slot: parts.slot,
+            shared: parts.shared,
+            engines: parts.engines,
+            domains: parts.domains,
+            look_up: parts.look_up,
+            queue_count: parts.queue_count,
+            socket: parts.socket,
+            status: Mutex::default(),
+        }
+    }
+
+    /// The engine that serves a queue.
+    pub fn engine_of(&self, queue: u16) -> &EngineShared {
+        &self.engines[(self.slot + usize::from(queue)) % self.engines.len()]
+    }
+
+    /// Tells every engine of the device.
+    pub fn add_to_engines(&self) -> Result<io::Result<()>, EngineGone> {
+        for engine in &self.engines {
+            let (reply, added) = channel();
+            engine.mailbox.post(Command::AddDevice(AddDevice {
+                device: self.slot,
+                queue_count: self.queue_count,
+                shared: self.shared.clone(),
+                reply,
+            }))?;
+            if let Err(error) = added.recv()? {
+                return Ok(Err(error));
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    /// Takes the device, whose queues have stopped, from every engine.
+    pub fn remove_from_engines(&self) -> Result<io::Result<()>, EngineGone> {
+        let mut outcome = Ok(());
+        for engine in &self.engines {
+            let (reply, removed) = channel();
+            engine.mailbox.post(Command::RemoveDevice {
+                device: self.slot,
+                reply,
+            })?;
+            outcome = outcome.and(removed.recv()?);
+        }
+        Ok(outcome)
+    }
+
+    pub fn set_connection(&self, connected: Connection) {
+        self.status().connected = connected;
+    }
+
+    pub fn set_files(&self, files: Vec<FileKey>) {
+        self.status().files = files;
+    }
+
+    /// Files of guest RAM that the device works on now.
+    pub fn files(&self) -> Vec<FileKey> {
+        self.status().files.clone()
+    }
+
+    pub fn state(&self) -> DeviceState {
+        if self.shared.is_stopped() {
+            return DeviceState::Stopped;
+        }
+        match self.status().connected {
+            Connection::Nobody => DeviceState::Listening,
+            Connection::There => DeviceState::Connected,
+        }
+    }
+
+    fn status(&self) -> MutexGuard<'_, Status> {
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,525 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The software DPU: its engines and its devices.
+
+use crate::{
+    blk::{
+        config::QUEUES_MAX,
+        image::{DirectIo, Image, ImageError, Writes},
+        request::SERIAL_BYTES,
+    },
+    device::{Control, DeviceState, Endpoint, EngineGone, Parts, SocketError},
+    engine::{Engine, EngineShared, Seed, command::Command},
+    lock::{self, LockError},
+    ring::DEVICES_MAX,
+    shared::DeviceShared,
+};
+use hdrhistogram::Histogram;
+use pagetide_addr::{DeviceId, FileKey};
+use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, HostEnd, LookUp, fault_queue};
+use std::{
+    io,
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::Ordering,
+        mpsc::{Sender, channel},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+/// Longest an engine polls before it sleeps; beyond it a wake-up is the lesser evil.
+pub const POLL_MAX: Duration = Duration::from_millis(1);
+/// Most engines: one a CPU is all that makes sense, and few machines have more.
+pub const ENGINES_MAX: usize = 256;
+/// Bounds of [`DpuConfig::ring_entries`].
+pub const RING_ENTRIES: std::ops::RangeInclusive<u32> = 16..=4096;
+
+/// Why the DPU cannot do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum DpuError {
+    /// A setting is out of its bounds.
+    #[error("{setting} is {value}; it must be {must}")]
+    Setting {
+        /// Its name.
+        setting: &'static str,
+        /// What it is.
+        value: u64,
+        /// What it must be.
+        must: &'static str,
+    },
+    /// An engine's lock.
+    #[error(transparent)]
+    Lock(#[from] LockError),
+    /// An engine's ring or thread could not be made.
+    #[error(
+        "engine {engine} could not be started: {source} (Linux 6.1 or later with io_uring allowed is needed)"
+    )]
+    Engine {
+        /// Its number.
+        engine: usize,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The image.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The socket.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// The serial number is too long.
+    #[error("serial number {0:?} is longer than {SERIAL_BYTES} bytes")]
+    Serial(String),
+    /// As many devices as there can be.
+    #[error("there are {DEVICES_MAX} devices already")]
+    TooManyDevices,
+    /// No such device.
+    #[error("there is no device {0:?}")]
+    NoSuchDevice(DeviceId),
+    /// The image could not be put into an engine's file table.
+    #[error("an engine could not take the image: {0}")]
+    Table(io::Error),
+    /// An engine has ended.
+    #[error(transparent)]
+    Gone(#[from] EngineGone),
+}
+
+/// How the DPU is to be.
+#[derive(Debug, Clone)]
+pub struct DpuConfig {
+    /// Engine threads; the same as the [`DomainTable`] was made for.
+    pub engine_count: usize,
+    /// Longest time an engine polls with nothing to do before it sleeps.
+    pub poll_max: Duration,
+    /// Requests an engine has with the kernel at a time.
+    pub ring_entries: u32,
+    /// Page requests an engine has outstanding.
+    pub fault_queue_entries: usize,
+    /// Directory for the engines' lock files.
+    pub state_dir: PathBuf,
+    /// CPUs of the engines, taken in turn; empty: wherever the kernel likes.
+    pub cpus: Vec<usize>,
+}
+
+impl DpuConfig {
+    /// One engine, with usual values.
+    #[must_use]
+    pub fn new(state_dir: PathBuf) -> Self {
+        Self {
+            engine_count: 1,
+            poll_max: Duration::from_micros(30),
+            ring_entries: 256,
+            fault_queue_entries: 1024,
+            state_dir,
+            cpus: Vec::new(),
+        }
+    }
+
+    fn check(&self, domains: &DomainTable) -> Result<(), DpuError> {
+        let setting = |setting, value, must| DpuError::Setting {
+            setting,
+            value,
+            must,
+        };
+        let engines = self.engine_count;
+        if engines == 0 || engines > ENGINES_MAX || engines != domains.engine_count() {
+            let must = "from 1 to 256, and what the domain table was made for";
+            return Err(setting("engine_count", engines as u64, must));
+        }
+        if self.poll_max > POLL_MAX {
+            let value = u64::try_from(self.poll_max.as_micros()).unwrap_or(u64::MAX);
+            return Err(setting("poll_max_us", value, "at most 1000"));
+        }
+        if !RING_ENTRIES.contains(&self.ring_entries) {
+            let value = u64::from(self.ring_entries);
+            return Err(setting("ring_entries", value, "from 16 to 4096"));
+        }
+        let entries = self.fault_queue_entries;
+        if !(1..=65_536).contains(&entries) {
+            let must = "from 1 to 65536";
+            return Err(setting("fault_queue_entries", entries as u64, must));
+        }
+        Ok(())
+    }
+}
+
+/// A block device to be.
+#[derive(Debug, Clone)]
+pub struct BlkConfig {
+    /// Unix socket to listen on.
+    pub socket: PathBuf,
+    /// Image file or block device.
+    pub image: PathBuf,
+    /// Request queues offered.
+    pub queue_count: u16,
+    /// Whether the guest may write.
+    pub writes: Writes,
+    /// Whether pages are looked up before DMA.
+    pub look_up: LookUp,
+    /// Serial number shown to the guest, at most 20 bytes.
+    pub serial: String,
+    /// Whether I/O goes past the page cache.
+    pub direct_io: DirectIo,
+}
+
+/// A device and its figures.
+#[derive(Debug, Clone)]
+pub struct DeviceReport {
+    /// Its id, by which page requests name it.
+    pub id: DeviceId,
+    /// How far it is.
+    pub state: DeviceState,
+    /// Why it stopped.
+    pub stopped_because: Option<String>,
+    /// Socket it listens on.
+    pub socket: PathBuf,
+    /// Image it serves.
+    pub image: PathBuf,
+    /// Serial number shown to the guest.
+    pub serial: String,
+    /// Files of guest RAM it works on now.
+    pub files: Vec<FileKey>,
+    /// Request queues offered.
+    pub queue_count: u16,
+    /// Whether the guest may write.
+    pub writes: Writes,
+    /// Whether pages are looked up before DMA.
+    pub look_up: LookUp,
+    /// Size of the image.
+    pub capacity_bytes: u64,
+    /// Requests completed.
+    pub requests: u64,
+    /// Bytes read from the image.
+    pub read_bytes: u64,
+    /// Bytes written to the image.
+    pub written_bytes: u64,
+    /// Requests that ended in an I/O error.
+    pub failed_requests: u64,
+    /// Chains that made no sense.
+    pub malformed_requests: u64,
+    /// Requests with the kernel now.
+    pub inflight_requests: u64,
+    /// Chains parked now.
+    pub parked_chains: u64,
+    /// Page requests sent.
+    pub iopfs: u64,
+    /// Guest RAM under standing leases of its rings.
+    pub wired_bytes: u64,
+    /// Time that looking up takes, by sampling; 0 before the first sample.
+    pub lookup_ns_per_request: f64,
+}
+
+struct EngineHandle {
+    shared: Arc<EngineShared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct BlkDevice {
+    config: BlkConfig,
+    endpoint: Endpoint,
+}
+
+/// The software DPU.
+pub struct Dpu {
+    engines: Vec<EngineHandle>,
+    domains: Arc<DomainTable>,
+    devices: Mutex<Devices>,
+}
+
+#[derive(Default)]
+struct Devices {
+    next_id: u32,
+    /// By slot.
+    slots: Vec<Option<BlkDevice>>,
+}
+
+impl Dpu {
+    /// Starts the engines. Gives back the host's end of each engine's page fault queue; `host_bell`
+    /// is rung when there are page requests.
+    ///
+    /// After a crash, [`wait_for_dead_engines`](lock::wait_for_dead_engines) comes first.
+    ///
+    /// # Errors
+    /// [`DpuError`].
+    pub fn start(
+        config: &DpuConfig,
+        domains: Arc<DomainTable>,
+        host_bell: &Arc<Doorbell>,
+    ) -> Result<(Self, Vec<HostEnd>), DpuError> {
+        config.check(&domains)?;
+        let mut dpu = Self {
+            engines: Vec::new(),
+            domains,
+            devices: Mutex::default(),
+        };
+        let mut host_ends = Vec::new();
+        for engine in 0..config.engine_count {
+            let host_end = dpu.start_engine(config, engine, host_bell)?;
+            host_ends.push(host_end);
+        }
+        Ok((dpu, host_ends))
+    }
+
+    fn start_engine(
+        &mut self,
+        config: &DpuConfig,
+        engine: usize,
+        host_bell: &Arc<Doorbell>,
+    ) -> Result<HostEnd, DpuError> {
+        let failed = |source| DpuError::Engine { engine, source };
+        let lock = lock::take(&config.state_dir, engine)?;
+        let bell = Arc::new(Doorbell::new().map_err(failed)?);
+        let (device_end, host_end) =
+            fault_queue(config.fault_queue_entries, bell.clone(), host_bell.clone());
+        let shared = Arc::new(EngineShared::new(bell.clone()));
+        let seed = Seed {
+            index: engine,
+            ring_entries: config.ring_entries,
+            poll: config.poll_max,
+            lock,
+            shared: shared.clone(),
+            device_end,
+            bell,
+        };
+        let cpu = config.cpus.get(engine % config.cpus.len().max(1)).copied();
+        let (ready, is_ready) = channel();
+        let thread = std::thread::Builder::new()
+            .name(format!("engine-{engine}"))
+            .spawn(move || run_engine(seed, cpu, &ready))
+            .map_err(failed)?;
+        self.engines.push(EngineHandle {
+            shared,
+            thread: Mutex::new(Some(thread)),
+        });
+        is_ready.recv().map_err(|_| EngineGone)?.map_err(failed)?;
+        Ok(host_end)
+    }
+
+    /// Gives engines a way to serve their own page requests.
+    ///
+    /// # Errors
+    /// [`DpuError::Gone`].
+    pub fn set_assist(&self, assist: &Arc<dyn FaultAssist>) -> Result<(), DpuError> {
+        for engine in &self.engines {
+            let command = Command::SetAssist(assist.clone());
+            engine
+                .shared
+                .mailbox
+                .post(command)
+                .map_err(EngineGone::from)?;
+        }
+        Ok(())
+    }
+
+    /// Adds a block device, which listens from now on.
+    ///
+    /// # Errors
+    /// [`DpuError`].
+    pub fn add_blk(&self, config: BlkConfig) -> Result<DeviceId, DpuError> {
+        if config.queue_count == 0 || config.queue_count > QUEUES_MAX {
+            return Err(DpuError::Setting {
+                setting: "queue_count",
+                value: u64::from(config.queue_count),
+                must: "from 1 to 64",
+            });
+        }
+        let serial = serial_bytes(&config.serial)?;
+        let image = Image::open(&config.image, config.writes, config.direct_io)?;
+        let mut devices = self.lock();
+        let slot = match devices.slots.iter().position(Option::is_none) {
+            Some(slot) => slot,
+            None if devices.slots.len() == DEVICES_MAX as usize => {
+                return Err(DpuError::TooManyDevices);
+            }
+            None => {
+                devices.slots.push(None);
+                devices.slots.len() - 1
+            }
+        };
+        devices.next_id += 1;
+        let id = DeviceId(devices.next_id);
+        let shared = Arc::new(DeviceShared::new(id, image, serial, self.engines.len()));
+        let control = Arc::new(Control::new(Parts {
+            slot,
+            shared,
+            engines: self.engines.iter().map(|e| e.shared.clone()).collect(),
+            domains: self.domains.clone(),
+            look_up: config.look_up,
+            queue_count: config.queue_count,
+            socket: config.socket.clone(),
+        }));
+        control.add_to_engines()?.map_err(DpuError::Table)?;
+        let endpoint = match Endpoint::open(control.clone()) {
+            Ok(endpoint) => endpoint,
+            Err(error) => {
+                control.remove_from_engines()?.map_err(DpuError::Table)?;
+                return Err(error.into());
+            }
+        };
+        devices.slots[slot] = Some(BlkDevice { config, endpoint });
+        Ok(id)
+    }
+
+    /// Hangs up on a device's front end, waits for its I/O, and removes it.
+    ///
+    /// # Errors
+    /// [`DpuError::NoSuchDevice`], [`DpuError::Gone`].
+    pub fn remove(&self, id: DeviceId) -> Result<(), DpuError> {
+        let mut devices = self.lock();
+        let slot = devices
+            .slots
+            .iter()
+            .position(|d| d.as_ref().is_some_and(|d| d.id() == id))
+            .ok_or(DpuError::NoSuchDevice(id))?;
+        let Some(mut device) = devices.slots[slot].take() else {
+            return Err(DpuError::NoSuchDevice(id));
+        };
+        device.endpoint.close();
+        let removed = device.endpoint.control().remove_from_engines()?;
+        removed.map_err(DpuError::Table)
+    }
+
+    /// Every device, by id.
+    #[must_use]
+    pub fn devices(&self) -> Vec<DeviceReport> {
+        let devices = self.lock();
+        let mut reports: Vec<DeviceReport> = devices
+            .slots
+            .iter()
+            .flatten()
+            .map(BlkDevice::report)
+            .collect();
+        reports.sort_by_key(|report| report.id);
+        reports
+    }
+
+    /// Time from parking a chain until its pages were leased, in nanoseconds, of all engines.
+    #[must_use]
+    pub fn iopf_latency_ns(&self) -> Histogram<u64> {
+        let mut engines = self.engines.iter().map(|e| {
+            let histogram = e.shared.iopf_ns.lock();
+            histogram.unwrap_or_else(PoisonError::into_inner).clone()
+        });
+        // There is at least one engine (see `DpuConfig::check`).
+        let mut all = engines
+            .next()
+            .unwrap_or_else(|| unreachable!("a DPU without engines"));
+        for one in engines {
+            if let Err(error) = all.add(one) {
+                debug_assert!(false, "histograms of one shape do not add: {error}");
+            }
+        }
+        all
+    }
+
+    /// How often engines have gone to sleep.
+    #[must_use]
+    pub fn engine_sleeps(&self) -> u64 {
+        self.engines
+            .iter()
+            .map(|e| e.shared.sleeps.load(Ordering::Relaxed))
+            .sum()
+    }
+
+    /// Hangs up on all front ends, waits for I/O under way, and ends the engines. Parked chains
+    /// stay in their front ends' in-flight regions. Calling it twice does nothing.
+    pub fn shut_down(&self) {
+        let ids: Vec<DeviceId> = self.devices().iter().map(|d| d.id).collect();
+        for id in ids {
+            if let Err(error) = self.remove(id) {
+                tracing::error!(device = id.0, %error, "removing a device at shutdown");
+            }
+        }
+        for engine in &self.engines {
+            if engine.shared.mailbox.post(Command::ShutDown).is_err() {
+                tracing::debug!("an engine had ended already");
+            }
+            let thread = engine
+                .thread
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take();
+            if thread.is_some_and(|thread| thread.join().is_err()) {
+                tracing::error!("an engine panicked");
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Devices> {
+        self.devices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Dpu {
+    fn drop(&mut self) {
+        self.shut_down();
+    }
+}
+
+impl BlkDevice {
+    fn id(&self) -> DeviceId {
+        self.endpoint.control().shared.id
+    }
+
+    fn report(&self) -> DeviceReport {
+        let control = self.endpoint.control();
+        let shared = &control.shared;
+        let samples = shared.total(|c| &c.lookup_samples);
+        let lookup_ns = shared.total(|c| &c.lookup_ns);
+        #[expect(clippy::cast_precision_loss, reason = "a mean for people")]
+        let lookup_ns_per_request = lookup_ns as f64 / samples.max(1) as f64;
+        DeviceReport {
+            id: shared.id,
+            state: control.state(),
+            stopped_because: shared.stopped_because(),
+            socket: self.config.socket.clone(),
+            image: self.config.image.clone(),
+            serial: self.config.serial.clone(),
+            files: control.files(),
+            queue_count: self.config.queue_count,
+            writes: self.config.writes,
+            look_up: self.config.look_up,
+            capacity_bytes: shared.image.sectors * 512,
+            requests: shared.total(|c| &c.requests),
+            read_bytes: shared.total(|c| &c.read_bytes),
+            written_bytes: shared.total(|c| &c.written_bytes),
+            failed_requests: shared.total(|c| &c.errors),
+            malformed_requests: shared.total(|c| &c.malformed),
+            inflight_requests: shared.total(|c| &c.in_flight),
+            parked_chains: shared.total(|c| &c.parked),
+            iopfs: shared.total(|c| &c.iopfs),
+            wired_bytes: shared.total(|c| &c.wired_bytes),
+            lookup_ns_per_request,
+        }
+    }
+}
+
+fn serial_bytes(serial: &str) -> Result<[u8; SERIAL_BYTES], DpuError> {
+    let mut bytes = [0; SERIAL_BYTES];
+    bytes
+        .get_mut(..serial.len())
+        .ok_or_else(|| DpuError::Serial(serial.to_owned()))?
+        .copy_from_slice(serial.as_bytes());
+    Ok(bytes)
+}
+
+fn run_engine(seed: Seed, cpu: Option<usize>, ready: &Sender<io::Result<()>>) {
+    let index = seed.index;
+    let shared = seed.shared.clone();
+    if let Some(cpu) = cpu
+        && let Err(error) = pagetide_sys::cpu::set_affinity(&[cpu])
+    {
+        tracing::warn!(engine = index, %error, "the engine runs where the kernel puts it");
+    }
+    let (engine, outcome) = match Engine::new(seed) {
+        Ok(engine) => (Some(engine), Ok(())),
+        Err(error) => (None, Err(error)),
+    };
+    if ready.send(outcome).is_err() {
+        tracing::debug!(engine = index, "nobody waits for the engine to start");
+    }
+    match engine {
+        Some(engine) => engine.run(),
+        None => shared.mailbox.close(),
+    }
+}

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What control threads ask of an engine.
+
+use crate::{chain::Indirect, inflight::InflightQueue, memory::DeviceMemory, shared::DeviceShared};
+use pagetide_vpri::FaultAssist;
+use std::{
+    io,
+    os::fd::OwnedFd,
+    sync::{Arc, mpsc::Sender},
+};
+use virtio_queue::Queue;
+
+/// A command to an engine. Devices are named by their slot.
+pub(crate) enum Command {
+    AddDevice(AddDevice),
+    /// Its queues have been stopped.
+    RemoveDevice {
+        device: usize,
+        reply: Sender<io::Result<()>>,
+    },
+    /// Replaces the memory; whatever is gone from it must be used by no queue.
+    SetMemory {
+        device: usize,
+        memory: DeviceMemory,
+        reply: Sender<()>,
+    },
+    StartQueue {
+        device: usize,
+        setup: Box<QueueSetup>,
+    },
+    StopQueue {
+        device: usize,
+        queue: u16,
+        how: StopHow,
+        /// Told where the avail ring is to be read next.
+        reply: Sender<u16>,
+    },
+    SetCall {
+        device: usize,
+        queue: u16,
+        call: Option<OwnedFd>,
+    },
+    SetAssist(Arc<dyn FaultAssist>),
+    /// To be sent when all queues have been stopped.
+    ShutDown,
+}
+
+/// A new device.
+pub(crate) struct AddDevice {
+    pub device: usize,
+    pub queue_count: u16,
+    pub shared: Arc<DeviceShared>,
+    pub reply: Sender<io::Result<()>>,
+}
+
+/// How a queue is stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum StopHow {
+    /// All that was popped is completed first.
+    Drain,
+    /// I/O under way is completed; parked chains stay in the in-flight region.
+    Abandon,
+}
+
+/// A queue as its front end has described it.
+pub(crate) struct QueueSetup {
+    pub number: u16,
+    /// Rings and sizes, checked; ready to be made ready.
+    pub queue: Queue,
+    /// Where the avail ring is to be read next, if the in-flight region does not know better.
+    pub next_avail: u16,
+    pub indirect: Indirect,
+    pub kick: Option<OwnedFd>,
+    pub call: Option<OwnedFd>,
+    pub error: Option<OwnedFd>,
+    pub inflight: Option<InflightQueue>,
+}

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What becomes of I/O that is done: more of it, or a place in the used ring.
+
+use super::{
+    Device, Io,
+    chain::{EmptyStage, Kind, Request, Sample, empty_mode},
+    queue::EngineQueue,
+};
+use crate::{
+    blk::request::{EmptyHow, Status, write_status},
+    memory::{DeviceMemory, LeaseSet, Span},
+    ring::{Job, Operation},
+    shared::{StopReason, add, sub},
+};
+use std::{io, rc::Rc, sync::atomic::Ordering, time::Instant};
+use virtio_queue::QueueT;
+
+/// What to do with a job after a result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Next {
+    /// Its rest, or the next stage.
+    Again,
+    /// The same once more, through the page cache.
+    AgainBuffered,
+    /// It is done.
+    Complete(Status),
+}
+
+impl Io {
+    /// Takes the result of a job's step.
+    pub fn finish(
+        &mut self,
+        device: &mut Device,
+        mut job: Box<Job<Request>>,
+        result: i32,
+    ) -> io::Result<()> {
+        match next(&mut job, result) {
+            Next::Again => return self.restart(device, job),
+            Next::AgainBuffered => {
+                job.request.step.file = device.buffered;
+                let step = job.request.step;
+                return self.ring.start(job, step);
+            }
+            Next::Complete(status) => {
+                if status == Status::IoError {
+                    self.tell_failure(device, &job.request, result);
+                }
+                self.complete_job(device, job, status);
+            }
+        }
+        Ok(())
+    }
+
+    fn tell_failure(&self, device: &Device, request: &Request, result: i32) {
+        let counters = &device.shared.counters[self.index];
+        let errors = counters.errors.load(Ordering::Relaxed) + 1;
+        // A failing disk fails often: the log gets the 1st, 2nd, 4th, 8th error.
+        if errors.is_power_of_two() {
+            tracing::warn!(
+                device = device.shared.id.0,
+                operation = ?request.step.operation,
+                offset = request.step.offset,
+                error = %io::Error::from_raw_os_error(-result),
+                errors,
+                "I/O on the image failed"
+            );
+        }
+    }
+
+    fn complete_job(&mut self, device: &mut Device, mut job: Box<Job<Request>>, status: Status) {
+        let key = job.request.key;
+        let Some(mut queue) = super::take_queue(device, key) else {
+            debug_assert!(false, "a queue went away under its I/O");
+            return;
+        };
+        queue.in_flight -= 1;
+        let counters = &device.shared.counters[self.index];
+        sub(&counters.in_flight, 1);
+        let moved = u64::from(job.request.data_bytes);
+        let mut written = 1;
+        if status == Status::Ok {
+            match job.request.kind {
+                Kind::Read => {
+                    add(&counters.read_bytes, moved);
+                    written += job.request.data_bytes;
+                }
+                Kind::Write => add(&counters.written_bytes, moved),
+                Kind::Flush | Kind::Empty { .. } => {}
+            }
+        }
+        let memory = job.dma.memory().clone();
+        let answer = Answer {
+            head: job.request.head,
+            at: job.request.status,
+            status,
+            written,
+        };
+        let mut leases = std::mem::take(&mut job.request.leases);
+        let told = self.answer(device, &mut queue, &memory, answer);
+        let began = (job.request.sample == Sample::Yes).then(Instant::now);
+        leases.release(&memory);
+        if let Some(began) = began {
+            self.record_lookup(device, began, 0);
+        }
+        job.request.leases = leases;
+        if let Err(reason) = told {
+            device.shared.stop(reason);
+            queue.tell_error();
+        }
+        device.queues[usize::from(key.queue)] = Some(queue);
+        self.scratch.keep(job);
+    }
+
+    /// Answers a chain that needs no I/O.
+    pub fn complete(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+        memory: &Rc<DeviceMemory>,
+        head: u16,
+        (at, status): (Span, Status),
+        mut leases: LeaseSet,
+    ) -> Result<(), StopReason> {
+        let answer = Answer {
+            head,
+            at,
+            status,
+            written: 1,
+        };
+        let told = self.answer(device, queue, memory, answer);
+        leases.release(memory);
+        told
+    }
+
+    /// Writes the status and puts the chain into the used ring.
+    fn answer(
+        &mut self,
+        device: &Device,
+        queue: &mut EngineQueue,
+        memory: &DeviceMemory,
+        answer: Answer,
+    ) -> Result<(), StopReason> {
+        let counters = &device.shared.counters[self.index];
+        add(&counters.requests, 1);
+        if answer.status == Status::IoError {
+            add(&counters.errors, 1);
+        }
+        write_status(memory, answer.at, answer.status).map_err(|e| queue.broken(&e))?;
+        if let Some(inflight) = &queue.inflight {
+            inflight.prepare(answer.head);
+        }
+        queue
+            .queue
+            .add_used(memory, answer.head, answer.written)
+            .map_err(|e| queue.broken(&e))?;
+        if let Some(inflight) = &queue.inflight {
+            inflight.finish(answer.head, queue.queue.next_used());
+        }
+        queue.needs_call = true;
+        Ok(())
+    }
+}
+
+struct Answer {
+    head: u16,
+    at: Span,
+    status: Status,
+    /// Bytes the device wrote, status included.
+    written: u32,
+}
+
+/// Decides what follows a result.
+fn next(job: &mut Job<Request>, result: i32) -> Next {
+    let request = &mut job.request;
+    let error = match u64::try_from(result) {
+        Ok(count) => return after_success(job, count),
+        Err(_) => -result,
+    };
+    match (request.kind, error) {
+        (_, libc::EINTR | libc::EAGAIN) => Next::Again,
+        // The file system knows better than statx what direct I/O can take here.
+        (Kind::Read | Kind::Write, libc::EINVAL) if !request.retried => {
+            request.retried = true;
+            Next::AgainBuffered
+        }
+        (
+            Kind::Empty {
+                how: EmptyHow::Zero,
+                stage: EmptyStage::Direct,
+            },
+            libc::EOPNOTSUPP,
+        ) => {
+            stage(request, EmptyStage::Punch);
+            Next::Again
+        }
+        (Kind::Empty { .. }, libc::EOPNOTSUPP) => Next::Complete(Status::Unsupported),
+        _ => Next::Complete(Status::IoError),
+    }
+}
+
+fn after_success(job: &mut Job<Request>, count: u64) -> Next {
+    let request = &mut job.request;
+    match request.kind {
+        Kind::Read | Kind::Write if count == 0 => Next::Complete(Status::IoError),
+        Kind::Read | Kind::Write => {
+            job.dma.advance(count);
+            request.step.offset += count;
+            if job.dma.left() > 0 {
+                Next::Again
+            } else {
+                Next::Complete(Status::Ok)
+            }
+        }
+        Kind::Empty {
+            stage: EmptyStage::Punch,
+            ..
+        } => {
+            stage(request, EmptyStage::Allocate);
+            Next::Again
+        }
+        Kind::Flush | Kind::Empty { .. } => Next::Complete(Status::Ok),
+    }
+}
+
+fn stage(request: &mut Request, stage: EmptyStage) {
+    if let (Kind::Empty { how, .. }, Operation::Allocate { bytes, .. }) =
+        (request.kind, request.step.operation)
+    {
+        request.kind = Kind::Empty { how, stage };
+        request.step.operation = Operation::Allocate {
+            bytes,
+            mode: empty_mode(how, stage),
+        };
+    }
+}

@@ -1,0 +1,600 @@
+// SPDX-License-Identifier: Apache-2.0
+//! An engine: one thread that serves queues of many devices and VMs.
+//!
+//! # A turn
+//! ```text
+//!   commands ─► completions ─► page responses ─► avail rings ─► page requests ─► calls ─► submit
+//!      ▲                                                                                    │
+//!      └─ anything done ◄───────────────────────────────────────────────────────────────────┤
+//!                                     nothing done: poll a little, then arm and sleep ◄──────┘
+//! ```
+//! All is batched: one entry into the kernel submits what a turn has begun, and
+//! fetches what is done. An engine waits nowhere but in [`Engine::sleep`].
+//!
+//! # Polling
+//! An engine with nothing to do goes on looking for some microseconds, because
+//! a sleep and a wake-up cost more than that. The window adapts as in QEMU's
+//! event loop: it grows while what ended a sleep came within the longest
+//! window, and falls to nothing while sleeps are long. So a busy engine polls
+//! and an idle one costs nothing.
+//!
+//! # Sleep
+//! Each queue's kick descriptor and the doorbell are polled by the ring, so one
+//! wait covers I/O, kicks, commands and page responses. The order is: arm the
+//! doorbell, ask every queue for kicks, look at everything once more, sleep. A
+//! kick, command or response after the look finds the bell or the event index
+//! set and wakes us.
+//!
+//! # Page requests
+//! They go to the host's service; but an engine that has begun nothing else in
+//! the turn serves them itself ([`FaultAssist`]), which spares two wake-ups.
+
+pub(crate) mod chain;
+pub(crate) mod command;
+mod finish;
+pub(crate) mod queue;
+
+use crate::{
+    mailbox::Mailbox,
+    parked::{ParkedChains, QueueKey, Waiter},
+    ring::{Event, FileSlot, IoRing},
+    shared::{DeviceShared, StopReason, sub},
+};
+use chain::{Origin, Request, Scratch};
+use command::{AddDevice, Command};
+use hdrhistogram::Histogram;
+use pagetide_vpri::{DeviceEnd, Doorbell, FaultAssist};
+use queue::{EngineQueue, QueueState};
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    rc::Rc,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// Ring token of the doorbell; queues have others.
+const BELL_TOKEN: u32 = 0;
+/// First window of polling after it was nothing.
+const WINDOW_FIRST: Duration = Duration::from_micros(4);
+/// Longest time that a chain may wait and still be told apart in the histogram: 1000 s.
+const LATENCY_MAX_NS: u64 = 1_000_000_000_000;
+
+/// What others see of an engine.
+pub(crate) struct EngineShared {
+    pub mailbox: Mailbox<Command>,
+    /// From parking a chain to its leases, in nanoseconds.
+    pub iopf_ns: Mutex<Histogram<u64>>,
+    pub sleeps: AtomicU64,
+}
+
+impl EngineShared {
+    pub fn new(bell: Arc<Doorbell>) -> Self {
+        let histogram = Histogram::new_with_bounds(1, LATENCY_MAX_NS, 3);
+        Self {
+            mailbox: Mailbox::new(bell),
+            // The bounds are constants that the crate takes.
+            iopf_ns: Mutex::new(histogram.unwrap_or_else(|_| unreachable!("fixed bounds"))),
+            sleeps: AtomicU64::new(0),
+        }
+    }
+}
+
+/// What an engine is made of; the rest it makes on its own thread.
+pub(crate) struct Seed {
+    pub index: usize,
+    pub ring_entries: u32,
+    pub poll: Duration,
+    pub lock: OwnedFd,
+    pub shared: Arc<EngineShared>,
+    pub device_end: DeviceEnd,
+    pub bell: Arc<Doorbell>,
+}
+
+/// A device on one engine.
+pub(crate) struct Device {
+    pub shared: Arc<DeviceShared>,
+    pub direct: Option<FileSlot>,
+    pub buffered: FileSlot,
+    pub memory: Option<Rc<crate::memory::DeviceMemory>>,
+    pub queues: Vec<Option<EngineQueue>>,
+}
+
+/// What all chains of an engine share.
+pub(crate) struct Io {
+    pub index: usize,
+    pub ring: IoRing<Request>,
+    pub parked: ParkedChains,
+    pub scratch: Scratch,
+    pub in_flight_max: usize,
+    pub shared: Arc<EngineShared>,
+}
+
+/// The engine itself.
+pub(crate) struct Engine {
+    io: Io,
+    devices: Vec<Option<Device>>,
+    /// Queues that are running or stopping.
+    active: Vec<(usize, u16)>,
+    device_end: DeviceEnd,
+    bell: Arc<Doorbell>,
+    assist: Option<Arc<dyn FaultAssist>>,
+    poll_max: Duration,
+    window: Duration,
+    next_token: u32,
+    ending: bool,
+}
+
+/// What a turn has done.
+#[derive(Debug, Default, Clone, Copy)]
+struct Progress {
+    anything: bool,
+    /// Page requests were put into the queue.
+    asked: bool,
+    /// I/O was begun or finished.
+    worked: bool,
+}
+
+impl Engine {
+    /// Makes the engine on the calling thread, which must go on to [`Self::run`] it.
+    pub fn new(seed: Seed) -> io::Result<Self> {
+        let mut ring = IoRing::new(seed.ring_entries, seed.lock)?;
+        ring.poll(seed.bell.as_fd(), BELL_TOKEN)?;
+        Ok(Self {
+            io: Io {
+                index: seed.index,
+                ring,
+                parked: ParkedChains::new(seed.index),
+                scratch: Scratch::new(),
+                in_flight_max: seed.ring_entries as usize,
+                shared: seed.shared,
+            },
+            devices: Vec::new(),
+            active: Vec::new(),
+            device_end: seed.device_end,
+            bell: seed.bell,
+            assist: None,
+            poll_max: seed.poll,
+            window: WINDOW_FIRST.min(seed.poll),
+            next_token: BELL_TOKEN + 1,
+            ending: false,
+        })
+    }
+
+    /// Works until told to shut down, then until the last I/O is done.
+    pub fn run(mut self) {
+        if let Err(error) = self.work() {
+            tracing::error!(engine = self.io.index, %error, "engine ends: its io_uring failed");
+            for device in self.devices.iter().flatten() {
+                device.shared.stop(StopReason::Engine(error.to_string()));
+            }
+        }
+        self.io.shared.mailbox.close();
+    }
+
+    fn work(&mut self) -> io::Result<()> {
+        let mut idle_since: Option<Instant> = None;
+        loop {
+            let progress = self.turn()?;
+            if self.ending && self.active.is_empty() && self.io.ring.in_flight() == 0 {
+                return Ok(());
+            }
+            if progress.anything {
+                idle_since = None;
+                continue;
+            }
+            let idle = idle_since.get_or_insert_with(Instant::now).elapsed();
+            if idle >= self.window {
+                self.sleep()?;
+                idle_since = None;
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    fn turn(&mut self) -> io::Result<Progress> {
+        let mut progress = Progress::default();
+        while let Some(command) = self.io.shared.mailbox.take_if_any() {
+            self.obey(command)?;
+            progress.anything = true;
+        }
+        self.take_completions(&mut progress)?;
+        self.take_responses(&mut progress)?;
+        // What is done is told before more is begun: somebody waits for it.
+        self.call();
+        self.pop_chains(&mut progress)?;
+        self.ask_for_pages(&mut progress);
+        self.call();
+        if self.io.ring.wants_submit() {
+            self.io.ring.submit()?;
+        }
+        self.finish_stops()?;
+        Ok(progress)
+    }
+
+    fn take_completions(&mut self, progress: &mut Progress) -> io::Result<()> {
+        while let Some(event) = self.io.ring.next() {
+            progress.anything = true;
+            match event {
+                Event::Done(job, result) => {
+                    progress.worked = true;
+                    let key = job.request.key;
+                    let Some(device) = self.devices.get_mut(key.device).and_then(Option::as_mut)
+                    else {
+                        debug_assert!(false, "a device went away under its I/O");
+                        continue;
+                    };
+                    self.io.finish(device, job, result)?;
+                }
+                Event::Readable { token, over } => {
+                    if over {
+                        self.poll_again(token)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The kernel has ended a poll (its completion queue was full for a moment).
+    fn poll_again(&mut self, token: u32) -> io::Result<()> {
+        if token == BELL_TOKEN {
+            return self.io.ring.poll(self.bell.as_fd(), token);
+        }
+        for device in self.devices.iter().flatten() {
+            for queue in device.queues.iter().flatten() {
+                if let Some(kick) = queue.kick.as_ref().filter(|_| queue.token == token) {
+                    return self.io.ring.poll(kick.as_fd(), token);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn take_responses(&mut self, progress: &mut Progress) -> io::Result<()> {
+        while let Some(response) = self.device_end.next() {
+            progress.anything = true;
+            let Some(resumed) = self.io.parked.answer(response) else {
+                continue;
+            };
+            let key = resumed.queue;
+            let Some(device) = self.devices.get_mut(key.device).and_then(Option::as_mut) else {
+                continue;
+            };
+            match resumed.waiter {
+                Waiter::Rings => self.io.rings_answered(device, key, resumed.failed)?,
+                Waiter::Chain(head) => {
+                    progress.worked = true;
+                    let Some(mut queue) = take_queue(device, key) else {
+                        continue;
+                    };
+                    queue.parked -= 1;
+                    sub(&device.shared.counters[self.io.index].parked, 1);
+                    let origin = Origin::Resumed {
+                        purpose: resumed.purpose,
+                        since: resumed.since,
+                        failed: resumed.failed,
+                    };
+                    self.io.serve(device, &mut queue, head, origin)?;
+                    device.queues[usize::from(key.queue)] = Some(queue);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn pop_chains(&mut self, progress: &mut Progress) -> io::Result<()> {
+        for at in 0..self.active.len() {
+            let (device, number) = self.active[at];
+            let Some(device) = self.devices[device].as_mut() else {
+                continue;
+            };
+            let slot = &mut device.queues[usize::from(number)];
+            // Queues with nothing to do are by far the most: look before taking one out.
+            if !slot.as_ref().is_some_and(EngineQueue::is_serving) {
+                continue;
+            }
+            if let Some(mut queue) = slot.take() {
+                let popped = self.io.pop_from(device, &mut queue)?;
+                if popped > 0 {
+                    progress.anything = true;
+                    progress.worked |= queue.in_flight > 0 || queue.needs_call;
+                }
+                device.queues[usize::from(number)] = Some(queue);
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends page requests, and sees to it that somebody serves them.
+    fn ask_for_pages(&mut self, progress: &mut Progress) {
+        if !self.io.parked.has_unsent() {
+            return;
+        }
+        let end = &self.device_end;
+        let sent = self.io.parked.send(|request| end.submit(request));
+        if sent == 0 {
+            return;
+        }
+        progress.asked = true;
+        progress.anything = true;
+        let alone = !progress.worked && self.io.ring.in_flight() == 0;
+        let served = match &self.assist {
+            Some(assist) if alone => assist.assist(self.io.index),
+            _ => false,
+        };
+        if !served {
+            self.device_end.kick();
+        }
+    }
+
+    /// Tells front ends of what was completed.
+    fn call(&mut self) {
+        for (device, number) in &self.active {
+            let Some(device) = self.devices[*device].as_mut() else {
+                continue;
+            };
+            let Some(queue) = device.queues[usize::from(*number)].as_mut() else {
+                continue;
+            };
+            if queue.needs_call
+                && let Some(memory) = &device.memory
+                && let Err(reason) = queue.call_if_wanted(memory)
+            {
+                device.shared.stop(reason);
+            }
+        }
+    }
+
+    fn sleep(&mut self) -> io::Result<()> {
+        self.bell.arm();
+        let awake = self.arm_queues()
+            || !self.io.shared.mailbox.is_empty()
+            || self.device_end.has_response();
+        if awake {
+            self.disarm_queues();
+            return self.bell.disarm();
+        }
+        let began = Instant::now();
+        self.io.shared.sleeps.fetch_add(1, Ordering::Relaxed);
+        self.io.ring.submit_and_sleep()?;
+        self.adapt(began.elapsed());
+        self.disarm_queues();
+        self.bell.disarm()
+    }
+
+    /// Learns from a sleep how long to poll before the next.
+    fn adapt(&mut self, slept: Duration) {
+        if slept > self.poll_max {
+            self.window = Duration::ZERO;
+        } else if slept > self.window {
+            self.window = (self.window * 2).clamp(WINDOW_FIRST, self.poll_max);
+        }
+    }
+
+    /// Asks for kicks; true if a queue has chains already.
+    fn arm_queues(&mut self) -> bool {
+        let may_ask = !self.io.parked.has_unsent();
+        let room = self.io.ring.in_flight() < self.io.in_flight_max;
+        let mut more = false;
+        for (device, number) in &self.active {
+            let Some(device) = self.devices[*device].as_mut() else {
+                continue;
+            };
+            let Some(queue) = device.queues[usize::from(*number)].as_mut() else {
+                continue;
+            };
+            // A queue held back waits for a completion or response, which wakes us anyway.
+            if !(may_ask && room && queue.may_pop()) || device.shared.is_stopped() {
+                continue;
+            }
+            if let Some(memory) = &device.memory {
+                match queue.ask_for_kicks(memory) {
+                    Ok(waiting) => more |= waiting,
+                    Err(reason) => device.shared.stop(reason),
+                }
+            }
+        }
+        more
+    }
+
+    fn disarm_queues(&mut self) {
+        for (device, number) in &self.active {
+            let Some(device) = self.devices[*device].as_mut() else {
+                continue;
+            };
+            if let (Some(queue), Some(memory)) =
+                (device.queues[usize::from(*number)].as_mut(), &device.memory)
+                && let Err(reason) = queue.ask_for_no_kicks(memory)
+            {
+                device.shared.stop(reason);
+            }
+        }
+    }
+
+    /// Answers those who wait for a queue to stop, once nothing of it is under way.
+    fn finish_stops(&mut self) -> io::Result<()> {
+        let mut at = 0;
+        while at < self.active.len() {
+            let (index, number) = self.active[at];
+            let done = self.devices[index].as_mut().is_some_and(|device| {
+                let stopped = device.shared.is_stopped();
+                let queue = device.queues[usize::from(number)].as_mut();
+                queue.is_some_and(|queue| {
+                    if stopped && queue.is_stopping() {
+                        self.io.abandon_parked(&device.shared, queue);
+                    }
+                    queue.is_stopping() && queue.is_idle()
+                })
+            });
+            if done {
+                self.active.swap_remove(at);
+                self.end_queue(index, number)?;
+            } else {
+                at += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn end_queue(&mut self, index: usize, number: u16) -> io::Result<()> {
+        let Some(device) = self.devices[index].as_mut() else {
+            return Ok(());
+        };
+        let Some(mut queue) = device.queues[usize::from(number)].take() else {
+            return Ok(());
+        };
+        if queue.polled {
+            self.io.ring.stop_poll(queue.token)?;
+            // The poll must be gone before its descriptor can be closed and used again.
+            self.io.ring.submit()?;
+        }
+        self.io.scratch.forget_memory();
+        queue.end(&device.shared.counters[self.io.index]);
+        Ok(())
+    }
+
+    fn obey(&mut self, command: Command) -> io::Result<()> {
+        match command {
+            Command::AddDevice(add) => {
+                let added = self.add_device(&add);
+                answer(&add.reply, added);
+            }
+            Command::RemoveDevice { device, reply } => {
+                let removed = self.remove_device(device);
+                answer(&reply, removed);
+            }
+            Command::SetMemory {
+                device,
+                memory,
+                reply,
+            } => {
+                self.io.scratch.forget_memory();
+                if let Some(device) = self.device(device) {
+                    device.memory = Some(Rc::new(memory));
+                }
+                answer(&reply, ());
+            }
+            Command::StartQueue { device, setup } => {
+                let token = self.next_token;
+                self.next_token = self.next_token.wrapping_add(1).max(1);
+                let Some(place) = self.devices.get_mut(device).and_then(Option::as_mut) else {
+                    return Ok(());
+                };
+                let number = setup.number;
+                let queue = EngineQueue::new(device, token, *setup);
+                place.queues[usize::from(number)] = Some(queue);
+                self.active.push((device, number));
+                self.io.start_rings(place, number)?;
+            }
+            Command::StopQueue {
+                device,
+                queue,
+                how,
+                reply,
+            } => {
+                let io = &mut self.io;
+                let place = self.devices.get_mut(device).and_then(Option::as_mut);
+                if let Some(place) = place
+                    && let Some(queue) = place.queues[usize::from(queue)].as_mut()
+                {
+                    io.begin_stop(&place.shared, queue, how, reply);
+                }
+            }
+            Command::SetCall {
+                device,
+                queue,
+                call,
+            } => {
+                if let Some(device) = self.device(device)
+                    && let Some(queue) = device.queues[usize::from(queue)].as_mut()
+                {
+                    queue.set_call(call);
+                }
+            }
+            Command::SetAssist(assist) => self.assist = Some(assist),
+            Command::ShutDown => self.ending = true,
+        }
+        Ok(())
+    }
+
+    fn device(&mut self, index: usize) -> Option<&mut Device> {
+        self.devices.get_mut(index).and_then(Option::as_mut)
+    }
+
+    fn add_device(&mut self, add: &AddDevice) -> io::Result<()> {
+        let first = 1 + 2 * u32::try_from(add.device).unwrap_or(u32::MAX / 4);
+        let (direct, buffered) = (FileSlot(first), FileSlot(first + 1));
+        let image = &add.shared.image;
+        self.io.ring.set_file(buffered, image.buffered.as_fd())?;
+        if let Some(file) = &image.direct {
+            self.io.ring.set_file(direct, file.as_fd())?;
+        }
+        if self.devices.len() <= add.device {
+            self.devices.resize_with(add.device + 1, || None);
+        }
+        self.devices[add.device] = Some(Device {
+            shared: add.shared.clone(),
+            direct: image.direct.is_some().then_some(direct),
+            buffered,
+            memory: None,
+            queues: (0..add.queue_count).map(|_| None).collect(),
+        });
+        Ok(())
+    }
+
+    /// Forgets a device whose queues have all been stopped.
+    fn remove_device(&mut self, index: usize) -> io::Result<()> {
+        self.io.scratch.forget_memory();
+        let Some(device) = self.devices.get_mut(index).and_then(Option::take) else {
+            return Ok(());
+        };
+        debug_assert!(device.queues.iter().all(Option::is_none));
+        self.io.ring.clear_file(device.buffered)?;
+        if let Some(direct) = device.direct {
+            self.io.ring.clear_file(direct)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // After a failed ring only: leases of jobs still with the kernel are never released, so
+        // their pages are never evicted, which is what must be.
+        for device in self.devices.iter_mut().flatten() {
+            for slot in &mut device.queues {
+                if let Some(mut queue) = slot.take() {
+                    queue.end(&device.shared.counters[self.io.index]);
+                }
+            }
+        }
+    }
+}
+
+/// Takes the queue of `key` out of its device, if it is still that one.
+fn take_queue(device: &mut Device, key: QueueKey) -> Option<EngineQueue> {
+    let slot = device.queues.get_mut(usize::from(key.queue))?;
+    if slot.as_ref()?.key != key {
+        return None;
+    }
+    slot.take()
+}
+
+/// Answers a control thread, which may have gone.
+fn answer<T>(reply: &std::sync::mpsc::Sender<T>, value: T) {
+    if reply.send(value).is_err() {
+        tracing::debug!("nobody waits for this engine's answer any more");
+    }
+}
+
+impl EngineQueue {
+    /// True if chains are to be taken from it.
+    fn is_serving(&self) -> bool {
+        !matches!(self.state, QueueState::Starting)
+    }
+}

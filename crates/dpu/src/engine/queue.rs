@@ -1,0 +1,402 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A queue on its engine.
+//!
+//! ```text
+//!            all ring pages wired                 stop asked for
+//!  Starting ─────────────────────► Running ────────────────────────► Stopping ──► gone
+//!     │  ▲                                                              ▲   once nothing
+//!     ▼  │ page responses                                               │   is under way
+//!   waiting for ring pages ─────────────────────────────────────────────┘
+//! ```
+//! The rings of a running queue are *wired*: they are looked at in each turn,
+//! and the guest writes them whenever it likes, so they must not come and go.
+//! Wiring needs the pages present, so a queue starts with page requests for
+//! those that are not.
+
+use super::{
+    Device, Io,
+    command::{QueueSetup, StopHow},
+};
+use crate::{
+    chain::Table,
+    inflight::InflightQueue,
+    memory::{DeviceMemory, Span},
+    parked::{ParkedChain, Purpose, QueueKey, Waiter},
+    shared::{Counters, DeviceShared, StopReason, add, sub},
+};
+use pagetide_addr::{Access, Gpa, PageRange};
+use pagetide_vpri::DmaDomain;
+use std::{
+    collections::VecDeque,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    rc::Rc,
+    sync::{Arc, atomic::Ordering, mpsc::Sender},
+    time::Instant,
+};
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{Bytes, GuestAddress};
+
+/// Chains of one queue that may be parked; at this many it takes no more, so that one guest with
+/// cold memory cannot fill the page fault queue of its engine.
+pub(crate) const PARKED_PER_QUEUE_MAX: usize = 64;
+/// `VIRTQ_AVAIL_F_NO_INTERRUPT`
+const AVAIL_NO_INTERRUPT: u16 = 1;
+
+/// Where a queue is in its life.
+#[derive(Debug)]
+pub(crate) enum QueueState {
+    Starting,
+    Running,
+    Stopping { how: StopHow, reply: Sender<u16> },
+}
+
+/// A queue on its engine.
+#[derive(Debug)]
+pub(crate) struct EngineQueue {
+    pub key: QueueKey,
+    pub queue: Queue,
+    pub table: Table,
+    pub state: QueueState,
+    /// Names the poll of `kick`.
+    pub token: u32,
+    pub polled: bool,
+    pub kick: Option<OwnedFd>,
+    call: Option<OwnedFd>,
+    error: Option<OwnedFd>,
+    pub inflight: Option<InflightQueue>,
+    /// Left by a predecessor, to be done before anything new.
+    pub resubmit: VecDeque<u16>,
+    wired: Vec<(Arc<DmaDomain>, PageRange)>,
+    pub in_flight: usize,
+    pub parked: usize,
+    pub needs_call: bool,
+    base: u16,
+    error_told: bool,
+}
+
+impl EngineQueue {
+    /// A queue that is about to start.
+    pub fn new(device: usize, token: u32, setup: QueueSetup) -> Self {
+        Self {
+            key: QueueKey {
+                device,
+                queue: setup.number,
+                epoch: token,
+            },
+            table: Table {
+                at: Gpa(setup.queue.desc_table()),
+                size: setup.queue.size(),
+                indirect: setup.indirect,
+            },
+            queue: setup.queue,
+            state: QueueState::Starting,
+            token,
+            polled: false,
+            kick: setup.kick,
+            call: setup.call,
+            error: setup.error,
+            inflight: setup.inflight,
+            resubmit: VecDeque::new(),
+            wired: Vec::new(),
+            in_flight: 0,
+            parked: 0,
+            needs_call: false,
+            base: setup.next_avail,
+            error_told: false,
+        }
+    }
+
+    /// True if the avail ring may be read now.
+    pub fn may_pop(&self) -> bool {
+        matches!(self.state, QueueState::Running)
+            && self.resubmit.is_empty()
+            && self.parked < PARKED_PER_QUEUE_MAX
+            && self.in_flight + self.parked < usize::from(self.table.size)
+    }
+
+    /// True once [`Io::begin_stop`] was called.
+    pub fn is_stopping(&self) -> bool {
+        matches!(self.state, QueueState::Stopping { .. })
+    }
+
+    /// True if nothing of it is under way, nor to be done before it may stop.
+    pub fn is_idle(&self) -> bool {
+        let owes = match &self.state {
+            QueueState::Stopping { how, .. } => *how == StopHow::Drain && !self.resubmit.is_empty(),
+            _ => true,
+        };
+        self.in_flight == 0 && self.parked == 0 && !owes
+    }
+
+    /// Replaces the call descriptor and rings it once: a call may have gone to the old one.
+    pub fn set_call(&mut self, call: Option<OwnedFd>) {
+        self.call = call;
+        self.ring_call();
+    }
+
+    fn ring_call(&self) {
+        if let Some(call) = &self.call {
+            signal(call);
+        }
+    }
+
+    /// Tells the front end that the device has stopped.
+    pub fn tell_error(&mut self) {
+        if let Some(error) = self.error.as_ref().filter(|_| !self.error_told) {
+            signal(error);
+        }
+        self.error_told = true;
+    }
+
+    /// Rings the call descriptor if the driver wants to know of what was completed.
+    pub fn call_if_wanted(&mut self, memory: &DeviceMemory) -> Result<(), StopReason> {
+        self.needs_call = false;
+        let mut wanted = self
+            .queue
+            .needs_notification(memory)
+            .map_err(|e| self.broken(&e))?;
+        if !self.queue.event_idx_enabled() {
+            // virtio-queue does not look at the flag.
+            let flags: u16 = memory
+                .load(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed)
+                .map_err(|e| self.broken(&e))?;
+            wanted = u16::from_le(flags) & AVAIL_NO_INTERRUPT == 0;
+        }
+        if wanted {
+            self.ring_call();
+        }
+        Ok(())
+    }
+
+    /// Asks for kicks; true if chains are there already.
+    pub fn ask_for_kicks(&mut self, memory: &DeviceMemory) -> Result<bool, StopReason> {
+        self.queue
+            .enable_notification(memory)
+            .map_err(|e| self.broken(&e))
+    }
+
+    /// Asks to be spared kicks while the engine polls.
+    pub fn ask_for_no_kicks(&mut self, memory: &DeviceMemory) -> Result<(), StopReason> {
+        if !matches!(self.state, QueueState::Running) || self.queue.event_idx_enabled() {
+            return Ok(());
+        }
+        self.queue
+            .disable_notification(memory)
+            .map_err(|e| self.broken(&e))
+    }
+
+    /// What is wrong with the rings, for the report.
+    pub fn broken(&self, error: &dyn std::fmt::Display) -> StopReason {
+        StopReason::Ring {
+            queue: self.key.queue,
+            error: error.to_string(),
+        }
+    }
+
+    fn ring_spans(&self, memory: &DeviceMemory) -> Result<Vec<Span>, StopReason> {
+        let size = u32::from(self.table.size);
+        let mut spans = Vec::new();
+        for (at, bytes) in [
+            (self.queue.desc_table(), 16 * size),
+            (self.queue.avail_ring(), 6 + 2 * size),
+            (self.queue.used_ring(), 6 + 8 * size),
+        ] {
+            memory
+                .spans(Gpa(at), bytes, &mut spans)
+                .map_err(|e| self.broken(&e))?;
+        }
+        Ok(spans)
+    }
+
+    /// Wires what is not wired yet; the spans whose pages are absent.
+    fn wire(
+        &mut self,
+        memory: &DeviceMemory,
+        counters: &Counters,
+    ) -> Result<Vec<Span>, StopReason> {
+        let spans = self.ring_spans(memory)?;
+        let mut absent = Vec::new();
+        for span in spans {
+            let domain = memory.port(span).domain();
+            let pages = span.pages();
+            let have = |(d, p): &(Arc<DmaDomain>, PageRange)| Arc::ptr_eq(d, domain) && *p == pages;
+            if self.wired.iter().any(have) {
+                continue;
+            }
+            if domain.attributes().wire(pages) {
+                self.wired.push((domain.clone(), pages));
+                add(&counters.wired_bytes, pages.bytes());
+            } else {
+                absent.push(span);
+            }
+        }
+        Ok(absent)
+    }
+
+    /// Finds where to begin; its rings are wired.
+    fn open_rings(&mut self, memory: &DeviceMemory) -> Result<(), StopReason> {
+        self.queue.set_ready(true);
+        if !self.queue.is_valid(memory) {
+            return Err(self.broken(&"the rings are not all in guest memory"));
+        }
+        let used = self
+            .queue
+            .used_idx(memory, Ordering::Acquire)
+            .map_err(|e| self.broken(&e))?
+            .0;
+        self.queue.set_next_used(used);
+        self.queue.set_next_avail(self.base);
+        if let Some(inflight) = &mut self.inflight {
+            let left = inflight.take_over(used);
+            if !left.resubmit.is_empty() {
+                tracing::info!(
+                    queue = self.key.queue,
+                    chains = left.resubmit.len(),
+                    "taking up chains that were in flight"
+                );
+            }
+            self.queue.set_next_avail(left.next_avail);
+            self.resubmit = left.resubmit.into();
+        }
+        self.state = QueueState::Running;
+        self.ask_for_no_kicks(memory)?;
+        // A predecessor may have completed chains and died before it told anybody.
+        self.ring_call();
+        Ok(())
+    }
+
+    /// Unwires the rings and answers who waits for the stop.
+    pub fn end(&mut self, counters: &Counters) {
+        for (domain, pages) in self.wired.drain(..) {
+            domain.attributes().unwire(pages);
+            sub(&counters.wired_bytes, pages.bytes());
+        }
+        let next = if self.queue.ready() {
+            self.queue.next_avail()
+        } else {
+            self.base
+        };
+        if let QueueState::Stopping { reply, .. } = &self.state {
+            super::answer(reply, next);
+        }
+    }
+}
+
+impl Io {
+    /// Wires the rings of a starting queue, or asks for their pages.
+    pub fn start_rings(&mut self, device: &mut Device, number: u16) -> io::Result<()> {
+        let Some(memory) = device.memory.clone() else {
+            return Ok(());
+        };
+        let Some(queue) = device.queues[usize::from(number)].as_mut() else {
+            return Ok(());
+        };
+        match self.try_rings(&device.shared, queue, &memory) {
+            Ok(Some(kick)) => {
+                self.ring.poll(kick.as_fd(), queue.token)?;
+                // Submitted while the descriptor is surely open.
+                self.ring.submit()?;
+                queue.polled = true;
+                queue.kick = Some(kick);
+            }
+            Ok(None) => {}
+            Err(reason) => {
+                device.shared.stop(reason);
+                queue.tell_error();
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back the kick descriptor to be polled once the queue runs.
+    fn try_rings(
+        &mut self,
+        device: &DeviceShared,
+        queue: &mut EngineQueue,
+        memory: &Rc<DeviceMemory>,
+    ) -> Result<Option<OwnedFd>, StopReason> {
+        let counters = &device.counters[self.index];
+        let absent = queue.wire(memory, counters)?;
+        if absent.is_empty() {
+            queue.open_rings(memory)?;
+            return Ok(queue.kick.take());
+        }
+        let wanted = absent
+            .iter()
+            .flat_map(|span| super::chain::absent_runs(memory, *span, Access::Write))
+            .collect();
+        let parked = ParkedChain {
+            queue: queue.key,
+            device: device.id,
+            waiter: Waiter::Rings,
+            wanted,
+            purpose: Purpose::Dma,
+            since: Instant::now(),
+        };
+        let requests = self.parked.park(parked);
+        add(&counters.iopfs, requests as u64);
+        Ok(None)
+    }
+
+    /// The page requests for a queue's rings have been answered.
+    pub fn rings_answered(
+        &mut self,
+        device: &mut Device,
+        key: QueueKey,
+        failed: bool,
+    ) -> io::Result<()> {
+        let slot = device.queues.get_mut(usize::from(key.queue));
+        let Some(Some(queue)) = slot else {
+            return Ok(());
+        };
+        if queue.key != key || !matches!(queue.state, QueueState::Starting) {
+            return Ok(());
+        }
+        if failed {
+            device
+                .shared
+                .stop(StopReason::ContentLost { queue: key.queue });
+            queue.tell_error();
+            return Ok(());
+        }
+        self.start_rings(device, key.queue)
+    }
+
+    /// Begins to stop a queue.
+    pub fn begin_stop(
+        &mut self,
+        device: &DeviceShared,
+        queue: &mut EngineQueue,
+        how: StopHow,
+        reply: Sender<u16>,
+    ) {
+        let how = match queue.state {
+            // Its rings have not been looked at: there is nothing to drain.
+            QueueState::Starting => StopHow::Abandon,
+            _ if device.is_stopped() => StopHow::Abandon,
+            _ => how,
+        };
+        queue.state = QueueState::Stopping { how, reply };
+        if how == StopHow::Abandon {
+            self.abandon_parked(device, queue);
+        }
+    }
+
+    /// Forgets the parked chains of a queue, which stay in the in-flight region.
+    pub fn abandon_parked(&mut self, device: &DeviceShared, queue: &mut EngineQueue) {
+        let gone = self.parked.abandon(queue.key);
+        queue.parked -= gone;
+        queue.resubmit.clear();
+        sub(&device.counters[self.index].parked, gone as u64);
+    }
+}
+
+/// Adds one to an eventfd. A full counter is a signal already; nothing else can fail but a
+/// descriptor that is no eventfd, which is the front end's own loss.
+fn signal(event: &OwnedFd) {
+    match rustix::io::write(event, &1_u64.to_ne_bytes()) {
+        Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
+        Err(error) => tracing::debug!(%error, "an eventfd of the front end cannot be written"),
+    }
+}

@@ -1,0 +1,454 @@
+// SPDX-License-Identifier: Apache-2.0
+//! An engine's io_uring: the one place where the kernel is given pointers into guest memory.
+//!
+//! # Idea
+//! Submitting to a ring is unsafe because the kernel goes on using the memory
+//! after the call. So the ring *owns* each transfer until its completion is
+//! taken: a [`Dma`] holds the vectors, and the guest memory (a mapping that
+//! lives as long as the `Rc`) into which they point. Nothing outside can free
+//! either while the kernel works on it, and dropping the ring waits.
+//!
+//! Whether the *pages* are there is another matter: that is the lease, which
+//! the caller keeps in the same job and gives back on completion.
+//!
+//! # The lock (who may recover after us)
+//! I/O that a killed process had submitted lands later still. Slot 0 of the
+//! ring's file table is a lock file, flock'ed by us and open nowhere else: the
+//! table goes away only when the ring's last request is done, and the lock with
+//! it. See [`crate::lock`].
+//!
+//! # One thread
+//! `SINGLE_ISSUER` with `DEFER_TASKRUN`: completions are made only when this
+//! thread enters the kernel asking for them, never by an interrupt of its other
+//! work; `TASKRUN_FLAG` tells a polling engine when there is something to ask for.
+#![expect(
+    unsafe_code,
+    reason = "pushing to a submission queue is unsafe; see the header for why it is sound here"
+)]
+
+use crate::memory::{DeviceMemory, OutsideMemory, Span};
+use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use libc::iovec;
+use std::{
+    io,
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
+    rc::Rc,
+};
+
+/// Files the table can hold: the lock and two for each device.
+pub(crate) const FILE_SLOTS: u32 = 1 + 2 * DEVICES_MAX;
+/// Devices of one DPU.
+pub(crate) const DEVICES_MAX: u32 = 128;
+/// Longest vector the kernel takes (`UIO_MAXIOV`).
+pub(crate) const VECTOR_MAX: usize = 1024;
+
+const KIND_SHIFT: u32 = 56;
+const KIND_JOB: u64 = 1;
+const KIND_POLL: u64 = 2;
+const KIND_IGNORED: u64 = 3;
+
+/// A file in the ring's table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct FileSlot(pub u32);
+
+/// What to do with the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Operation {
+    /// File to memory.
+    Read,
+    /// Memory to file.
+    Write,
+    /// Make what was written durable.
+    Sync,
+    /// `fallocate` of bytes with a mode.
+    Allocate { bytes: u64, mode: i32 },
+}
+
+/// Memory of a transfer, and how far it has got.
+#[derive(Debug)]
+pub(crate) struct Dma {
+    memory: Rc<DeviceMemory>,
+    vectors: Vec<iovec>,
+    /// Vectors before this one are done.
+    first: usize,
+    left: u64,
+}
+
+impl Dma {
+    /// A transfer without memory yet.
+    pub fn new(memory: Rc<DeviceMemory>) -> Self {
+        Self {
+            memory,
+            vectors: Vec::new(),
+            first: 0,
+            left: 0,
+        }
+    }
+
+    /// Starts anew for `spans` of `memory`.
+    pub fn aim(&mut self, memory: &Rc<DeviceMemory>, spans: &[Span]) -> Result<(), OutsideMemory> {
+        if !Rc::ptr_eq(&self.memory, memory) {
+            self.memory = memory.clone();
+        }
+        self.vectors.clear();
+        self.first = 0;
+        self.left = 0;
+        for span in spans {
+            let slice = self.memory.slice(*span)?;
+            self.vectors.push(iovec {
+                iov_base: slice.ptr_guard_mut().as_ptr().cast(),
+                iov_len: slice.len(),
+            });
+            self.left += u64::from(span.len);
+        }
+        Ok(())
+    }
+
+    /// The memory it works on.
+    pub fn memory(&self) -> &Rc<DeviceMemory> {
+        &self.memory
+    }
+
+    /// Bytes still to be moved.
+    pub fn left(&self) -> u64 {
+        self.left
+    }
+
+    /// `bytes` more are done.
+    pub fn advance(&mut self, bytes: u64) {
+        debug_assert!(bytes <= self.left, "the kernel moved more than asked");
+        self.left -= bytes.min(self.left);
+        let mut bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        while let Some(vector) = self.vectors.get_mut(self.first) {
+            if bytes < vector.iov_len {
+                vector.iov_base = vector.iov_base.wrapping_byte_add(bytes);
+                vector.iov_len -= bytes;
+                return;
+            }
+            bytes -= vector.iov_len;
+            self.first += 1;
+        }
+    }
+
+    /// True if direct I/O takes this memory: each part is aligned to `align` in place and length.
+    pub fn is_aligned(&self, align: usize) -> bool {
+        self.vectors[self.first..]
+            .iter()
+            .all(|v| v.iov_base.addr().is_multiple_of(align) && v.iov_len.is_multiple_of(align))
+    }
+}
+
+/// A transfer with what its engine must know when it is done.
+#[derive(Debug)]
+pub(crate) struct Job<R> {
+    pub dma: Dma,
+    pub request: R,
+}
+
+/// Where and what a job does next.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Step {
+    pub file: FileSlot,
+    pub operation: Operation,
+    pub offset: u64,
+}
+
+/// What the ring has to tell.
+#[derive(Debug)]
+pub(crate) enum Event<R> {
+    /// A step is done, with the kernel's result: a count, or a negated error number.
+    Done(Box<Job<R>>, i32),
+    /// A polled descriptor is readable; it must be polled again if `over`.
+    Readable { token: u32, over: bool },
+}
+
+/// The ring of one engine.
+pub(crate) struct IoRing<R> {
+    ring: IoUring,
+    jobs: Vec<Option<Box<Job<R>>>>,
+    free: Vec<usize>,
+    in_flight: usize,
+}
+
+impl<R> IoRing<R> {
+    /// A ring with room for `entries` submissions at a time, which holds `lock` as long as any of
+    /// its I/O is under way. To be called on the thread that uses it.
+    pub fn new(entries: u32, lock: OwnedFd) -> io::Result<Self> {
+        let ring = IoUring::builder()
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .setup_taskrun_flag()
+            .setup_clamp()
+            .setup_cqsize(entries.saturating_mul(4))
+            .dontfork()
+            .build(entries)?;
+        let mut files = vec![-1; FILE_SLOTS as usize];
+        files[0] = lock.as_raw_fd();
+        ring.submitter().register_files(&files)?;
+        // The table alone holds it from here on.
+        drop(lock);
+        Ok(Self {
+            ring,
+            jobs: Vec::new(),
+            free: Vec::new(),
+            in_flight: 0,
+        })
+    }
+
+    /// Puts `file` into the table.
+    pub fn set_file(&mut self, slot: FileSlot, file: BorrowedFd<'_>) -> io::Result<()> {
+        self.update_file(slot, file.as_raw_fd())
+    }
+
+    /// Takes a file out of the table. No job may use it.
+    pub fn clear_file(&mut self, slot: FileSlot) -> io::Result<()> {
+        self.update_file(slot, -1)
+    }
+
+    fn update_file(&mut self, slot: FileSlot, fd: i32) -> io::Result<()> {
+        debug_assert!(slot.0 > 0, "slot 0 is the lock");
+        self.ring
+            .submitter()
+            .register_files_update(slot.0, &[fd])
+            .map(|_| ())
+    }
+
+    /// Jobs under way.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Gives a job's next step to the kernel (at the next [`Self::submit`]).
+    pub fn start(&mut self, job: Box<Job<R>>, step: Step) -> io::Result<()> {
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.jobs.push(None);
+            self.jobs.len() - 1
+        });
+        let entry = entry(&job.dma, step).user_data(KIND_JOB << KIND_SHIFT | index as u64);
+        self.jobs[index] = Some(job);
+        self.in_flight += 1;
+        // The job is in `jobs` before its entry is in the queue.
+        self.push(&entry)
+    }
+
+    /// Watches `fd`; each time it becomes readable, [`Event::Readable`] tells `token`.
+    pub fn poll(&mut self, fd: BorrowedFd<'_>, token: u32) -> io::Result<()> {
+        #[expect(clippy::cast_sign_loss, reason = "POLLIN is a small positive constant")]
+        let events = libc::POLLIN as u32;
+        let entry = opcode::PollAdd::new(types::Fd(fd.as_raw_fd()), events)
+            .multi(true)
+            .build()
+            .user_data(KIND_POLL << KIND_SHIFT | u64::from(token));
+        self.push(&entry)
+    }
+
+    /// Watches no more.
+    pub fn stop_poll(&mut self, token: u32) -> io::Result<()> {
+        let target = KIND_POLL << KIND_SHIFT | u64::from(token);
+        let entry = opcode::PollRemove::new(target)
+            .build()
+            .user_data(KIND_IGNORED << KIND_SHIFT);
+        self.push(&entry)
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
+        if self.ring.submission().is_full() {
+            self.submit()?;
+        }
+        // SAFETY: an entry with memory is made by `start` only: its pointers come from a `Dma`
+        // that `jobs` owns until the completion is taken; the vectors' buffer does not move with
+        // its box; the mapping they point into lives as long as the `Rc` in it. Other entries
+        // carry no pointers. The queue has room, or `PushError` says that it has not.
+        unsafe { self.ring.submission().push(entry) }.map_err(io::Error::other)
+    }
+
+    /// Tells the kernel of what was started, and lets it finish what it can.
+    pub fn submit(&mut self) -> io::Result<()> {
+        retry(|| self.ring.submit())
+    }
+
+    /// True if [`Self::submit`] would do anything.
+    pub fn wants_submit(&mut self) -> bool {
+        let queue = self.ring.submission();
+        !queue.is_empty() || queue.taskrun()
+    }
+
+    /// As [`Self::submit`], then sleeps until there is an event.
+    pub fn submit_and_sleep(&mut self) -> io::Result<()> {
+        retry(|| self.ring.submit_and_wait(1))
+    }
+
+    /// The next event, if one is there.
+    pub fn next(&mut self) -> Option<Event<R>> {
+        loop {
+            let entry = self.ring.completion().next()?;
+            let data = entry.user_data();
+            let low = data & ((1 << KIND_SHIFT) - 1);
+            match data >> KIND_SHIFT {
+                KIND_JOB => {
+                    let index = usize::try_from(low).ok()?;
+                    let Some(job) = self.jobs.get_mut(index).and_then(Option::take) else {
+                        debug_assert!(false, "completion of an unknown job");
+                        continue;
+                    };
+                    self.free.push(index);
+                    self.in_flight -= 1;
+                    return Some(Event::Done(job, entry.result()));
+                }
+                KIND_POLL => {
+                    return Some(Event::Readable {
+                        token: u32::try_from(low).ok()?,
+                        over: !cqueue::more(entry.flags()),
+                    });
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+impl<R> Drop for IoRing<R> {
+    fn drop(&mut self) {
+        // The kernel still works on guest memory: wait for it, whatever it takes.
+        while self.in_flight > 0 {
+            if let Err(error) = self.submit_and_sleep() {
+                tracing::error!(%error, in_flight = self.in_flight, "waiting for the last I/O of a ring failed; leaking its memory");
+                self.jobs.drain(..).for_each(std::mem::forget);
+                return;
+            }
+            while self.next().is_some() {}
+        }
+    }
+}
+
+fn entry(dma: &Dma, step: Step) -> squeue::Entry {
+    let file = types::Fixed(step.file.0);
+    let vectors = &dma.vectors[dma.first..];
+    let count = u32::try_from(vectors.len().min(VECTOR_MAX)).unwrap_or(0);
+    let len = |vector: &iovec| u32::try_from(vector.iov_len).unwrap_or(u32::MAX);
+    match (step.operation, vectors) {
+        (Operation::Read, [one]) => opcode::Read::new(file, one.iov_base.cast(), len(one))
+            .offset(step.offset)
+            .build(),
+        (Operation::Write, [one]) => opcode::Write::new(file, one.iov_base.cast(), len(one))
+            .offset(step.offset)
+            .build(),
+        (Operation::Read, _) => opcode::Readv::new(file, vectors.as_ptr(), count)
+            .offset(step.offset)
+            .build(),
+        (Operation::Write, _) => opcode::Writev::new(file, vectors.as_ptr(), count)
+            .offset(step.offset)
+            .build(),
+        (Operation::Sync, _) => opcode::Fsync::new(file)
+            .flags(types::FsyncFlags::DATASYNC)
+            .build(),
+        (Operation::Allocate { bytes, mode }, _) => opcode::Fallocate::new(file, bytes)
+            .offset(step.offset)
+            .mode(mode)
+            .build(),
+    }
+}
+
+fn retry(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<()> {
+    loop {
+        match call() {
+            Ok(_) => return Ok(()),
+            Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+            // The completion queue is full of what we have not taken yet: not now.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN)) => {
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{
+        RegionTable,
+        tests::{domain, region},
+    };
+    use pagetide_addr::Gpa;
+    use pagetide_vpri::LookUp;
+    use std::{
+        fs::File,
+        io::{Read, Seek, Write},
+        os::fd::AsFd,
+    };
+
+    fn ring() -> IoRing<u32> {
+        IoRing::new(8, File::open("/dev/null").unwrap().into()).unwrap()
+    }
+
+    #[test]
+    fn vectored_transfer_goes_straight_to_and_from_guest_memory() {
+        let (guest, domain) = domain(4);
+        let mut table = RegionTable::default();
+        table.add(region(&domain, 0, 4, 0)).unwrap();
+        let memory = Rc::new(table.for_engine(0, LookUp::On).unwrap());
+        let mut image = tempfile::tempfile().unwrap();
+        image.write_all(&[5; 1024]).unwrap();
+        let mut ring = ring();
+        ring.set_file(FileSlot(1), image.as_fd()).unwrap();
+        let mut spans = Vec::new();
+        memory.spans(Gpa(0x1000), 512, &mut spans).unwrap();
+        memory.spans(Gpa(0x3000), 512, &mut spans).unwrap();
+        let mut dma = Dma::new(memory.clone());
+        dma.aim(&memory, &spans).unwrap();
+        let read = Step {
+            file: FileSlot(1),
+            operation: Operation::Read,
+            offset: 0,
+        };
+        ring.start(Box::new(Job { dma, request: 9 }), read).unwrap();
+        ring.submit_and_sleep().unwrap();
+        let Some(Event::Done(mut job, 1024)) = ring.next() else {
+            panic!("no completion");
+        };
+        assert_eq!(job.request, 9);
+        let mut bytes = [0; 512];
+        guest.read_at(0x3000, &mut bytes).unwrap();
+        assert_eq!(bytes, [5; 512]);
+        guest.write_at(0x3000, &[6; 512]).unwrap();
+        job.dma.aim(&memory, &spans).unwrap();
+        job.dma.advance(600);
+        assert_eq!(job.dma.left(), 424);
+        let write = Step {
+            operation: Operation::Write,
+            offset: 600,
+            ..read
+        };
+        ring.start(job, write).unwrap();
+        ring.submit_and_sleep().unwrap();
+        assert!(matches!(ring.next(), Some(Event::Done(_, 424))));
+        image.rewind().unwrap();
+        let mut all = Vec::new();
+        image.read_to_end(&mut all).unwrap();
+        assert_eq!(all[599..601], [5, 6]);
+    }
+
+    #[test]
+    fn eventfd_that_is_written_wakes_the_ring_each_time() {
+        let mut ring = ring();
+        let event = vmm_sys_util::eventfd::EventFd::new(libc::EFD_NONBLOCK).unwrap();
+        // SAFETY: the eventfd outlives the borrow.
+        let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
+        ring.poll(fd, 77).unwrap();
+        ring.submit().unwrap();
+        for _ in 0..3 {
+            event.write(1).unwrap();
+            ring.submit_and_sleep().unwrap();
+            assert!(matches!(
+                ring.next(),
+                Some(Event::Readable {
+                    token: 77,
+                    over: false
+                })
+            ));
+        }
+        ring.stop_poll(77).unwrap();
+        ring.submit_and_sleep().unwrap();
+    }
+}

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What engines and control threads share of a device: its figures, and why it stopped.
+//!
+//! Each engine writes counters of its own, so a count is a plain load and store;
+//! a report adds them up.
+
+use crate::{
+    blk::{
+        image::Image,
+        request::{Limits, RequestError, SERIAL_BYTES},
+    },
+    chain::ChainError,
+};
+use pagetide_addr::DeviceId;
+use std::sync::{
+    Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicBool, AtomicU64, Ordering},
+};
+
+/// Why a device stopped. It stays stopped until its front end connects again.
+#[derive(Debug, thiserror::Error)]
+pub enum StopReason {
+    /// A descriptor chain makes no sense.
+    #[error("queue {queue}, chain {head}: {source}")]
+    Chain {
+        /// Queue number.
+        queue: u16,
+        /// Head of the chain.
+        head: u16,
+        /// What is wrong with it.
+        source: ChainError,
+    },
+    /// A chain is no block request.
+    #[error("queue {queue}, chain {head}: {source}")]
+    Request {
+        /// Queue number.
+        queue: u16,
+        /// Head of the chain.
+        head: u16,
+        /// What is wrong with it.
+        source: RequestError,
+    },
+    /// The rings cannot be used.
+    #[error("queue {queue}: {error}")]
+    Ring {
+        /// Queue number.
+        queue: u16,
+        /// What virtio-queue says.
+        error: String,
+    },
+    /// Guest memory that is needed even to answer is lost.
+    #[error(
+        "queue {queue}: the content of guest pages that hold the ring or a request's status is lost"
+    )]
+    ContentLost {
+        /// Queue number.
+        queue: u16,
+    },
+    /// The engine's io_uring failed.
+    #[error("the engine's io_uring failed: {0}")]
+    Engine(String),
+}
+
+/// Figures of a device on one engine.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub requests: AtomicU64,
+    pub read_bytes: AtomicU64,
+    pub written_bytes: AtomicU64,
+    pub errors: AtomicU64,
+    pub malformed: AtomicU64,
+    pub iopfs: AtomicU64,
+    pub parked: AtomicU64,
+    pub in_flight: AtomicU64,
+    pub wired_bytes: AtomicU64,
+    pub lookup_ns: AtomicU64,
+    pub lookup_samples: AtomicU64,
+}
+
+/// Adds to a counter that only this thread writes.
+#[inline]
+pub(crate) fn add(counter: &AtomicU64, amount: u64) {
+    let now = counter.load(Ordering::Relaxed).wrapping_add(amount);
+    counter.store(now, Ordering::Relaxed);
+}
+
+/// Takes from a counter that only this thread writes.
+#[inline]
+pub(crate) fn sub(counter: &AtomicU64, amount: u64) {
+    add(counter, amount.wrapping_neg());
+}
+
+/// A device as all its threads see it.
+#[derive(Debug)]
+pub(crate) struct DeviceShared {
+    pub id: DeviceId,
+    pub image: Image,
+    pub serial: [u8; SERIAL_BYTES],
+    pub counters: Box<[Counters]>,
+    stopped: AtomicBool,
+    reason: Mutex<Option<StopReason>>,
+}
+
+impl DeviceShared {
+    pub fn new(
+        id: DeviceId,
+        image: Image,
+        serial: [u8; SERIAL_BYTES],
+        engine_count: usize,
+    ) -> Self {
+        Self {
+            id,
+            image,
+            serial,
+            counters: (0..engine_count).map(|_| Counters::default()).collect(),
+            stopped: AtomicBool::new(false),
+            reason: Mutex::new(None),
+        }
+    }
+
+    /// What requests are decided by.
+    pub fn limits(&self) -> Limits {
+        Limits {
+            sectors: self.image.sectors,
+            writes: self.image.writes,
+        }
+    }
+
+    /// True once [`Self::stop`] was called.
+    #[inline]
+    pub fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    /// Stops the device; only the first reason counts, and is logged.
+    pub fn stop(&self, reason: StopReason) {
+        let mut slot = self.lock();
+        self.stopped.store(true, Ordering::Relaxed);
+        if slot.is_none() {
+            tracing::error!(device = self.id.0, %reason, "device stopped");
+            *slot = Some(reason);
+        }
+    }
+
+    /// A new front end begins afresh.
+    pub fn forget_stop(&self) {
+        let mut slot = self.lock();
+        *slot = None;
+        self.stopped.store(false, Ordering::Relaxed);
+    }
+
+    /// Why the device stopped, as a sentence.
+    pub fn stopped_because(&self) -> Option<String> {
+        self.lock().as_ref().map(ToString::to_string)
+    }
+
+    /// The sum of a counter over all engines.
+    pub fn total(&self, counter: impl Fn(&Counters) -> &AtomicU64) -> u64 {
+        self.counters
+            .iter()
+            .map(|c| counter(c).load(Ordering::Relaxed))
+            .fold(0, u64::wrapping_add)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<StopReason>> {
+        self.reason.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
