@@ -233,7 +233,6 @@ impl<R> IoRing<R> {
 
     /// Watches `fd`; each time it becomes readable, [`Event::Readable`] tells `token`.
     pub fn poll(&mut self, fd: BorrowedFd<'_>, token: u32) -> io::Result<()> {
-        #[expect(clippy::cast_sign_loss, reason = "POLLIN is a small positive constant")]
         let events = libc::POLLIN as u32;
         let entry = opcode::PollAdd::new(types::Fd(fd.as_raw_fd()), events)
             .multi(true)

@@ -9,7 +9,7 @@
 //! A resumed chain starts again at *walk*: what the guest has changed meanwhile
 //! is its own affair, and nothing of the first look is trusted later.
 
-use super::{Device, Io, queue::EngineQueue};
+use super::{Device, Io, finish::Answer, queue::EngineQueue};
 use crate::{
     blk::request::{
         EmptyHow, Frame, Header, RangeKind, Status, Work, decide, frame, range_work, read_range,
@@ -92,6 +92,10 @@ pub(crate) enum Origin {
 pub(crate) struct Scratch {
     heads: Vec<u16>,
     buffers: Buffers,
+    #[expect(
+        clippy::vec_box,
+        reason = "jobs go to the ring in their boxes: keeping the box spares the allocation"
+    )]
     pool: Vec<Box<Job<Request>>>,
     until_sample: u32,
     /// What taking the time costs by itself, to be subtracted.
@@ -381,8 +385,13 @@ impl Io {
         };
         let mut leases = self.scratch.leases();
         if leases.take(memory, frame.status, Access::Write) {
-            let status = (frame.status, Status::IoError);
-            return self.complete(device, queue, memory, head, status, leases);
+            let answer = Answer {
+                head,
+                at: frame.status,
+                status: Status::IoError,
+                written: 1,
+            };
+            return self.complete(device, queue, memory, answer, leases);
         }
         let wanted = wanted(memory, &[frame.status], Access::Write);
         self.park(device, queue, head, wanted, (Purpose::BadStatus, origin));
@@ -399,8 +408,7 @@ impl Io {
     ) -> io::Result<()> {
         let buffers = std::mem::take(&mut self.scratch.buffers);
         let task = task(device, memory, &ready, &buffers);
-        let status = (ready.frame.status, Status::Ok);
-        let done = match task {
+        let status = match task {
             Ok(task) => {
                 let spans = match task.kind {
                     Kind::Read => &buffers.writable[..],
@@ -411,10 +419,16 @@ impl Io {
                     .start_task(device, queue, memory, (ready, task), spans)
                     .inspect(|()| self.scratch.buffers = buffers);
             }
-            Err(status_now) => (status.0, status_now),
+            Err(status) => status,
         };
         self.scratch.buffers = buffers;
-        if let Err(reason) = self.complete(device, queue, memory, ready.head, done, ready.leases) {
+        let answer = Answer {
+            head: ready.head,
+            at: ready.frame.status,
+            status,
+            written: 1,
+        };
+        if let Err(reason) = self.complete(device, queue, memory, answer, ready.leases) {
             device.shared.stop(reason);
             queue.tell_error();
         }

@@ -117,16 +117,9 @@ impl Io {
         device: &mut Device,
         queue: &mut EngineQueue,
         memory: &Rc<DeviceMemory>,
-        head: u16,
-        (at, status): (Span, Status),
+        answer: Answer,
         mut leases: LeaseSet,
     ) -> Result<(), StopReason> {
-        let answer = Answer {
-            head,
-            at,
-            status,
-            written: 1,
-        };
         let told = self.answer(device, queue, memory, answer);
         leases.release(memory);
         told
@@ -161,12 +154,15 @@ impl Io {
     }
 }
 
-struct Answer {
-    head: u16,
-    at: Span,
-    status: Status,
+/// What a chain is answered.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Answer {
+    pub head: u16,
+    /// Where the status byte goes.
+    pub at: Span,
+    pub status: Status,
     /// Bytes the device wrote, status included.
-    written: u32,
+    pub written: u32,
 }
 
 /// Decides what follows a result.

@@ -266,7 +266,7 @@ impl Engine {
                 continue;
             };
             match resumed.waiter {
-                Waiter::Rings => self.io.rings_answered(device, key, resumed.failed)?,
+                Waiter::Rings => self.io.rings_answered(device, &resumed)?,
                 Waiter::Chain(head) => {
                     progress.worked = true;
                     let Some(mut queue) = take_queue(device, key) else {

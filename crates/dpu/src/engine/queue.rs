@@ -21,7 +21,7 @@ use crate::{
     chain::Table,
     inflight::InflightQueue,
     memory::{DeviceMemory, Span},
-    parked::{ParkedChain, Purpose, QueueKey, Waiter},
+    parked::{ParkedChain, Purpose, QueueKey, Resumed, Waiter},
     shared::{Counters, DeviceShared, StopReason, add, sub},
 };
 use pagetide_addr::{Access, Gpa, PageRange};
@@ -340,12 +340,8 @@ impl Io {
     }
 
     /// The page requests for a queue's rings have been answered.
-    pub fn rings_answered(
-        &mut self,
-        device: &mut Device,
-        key: QueueKey,
-        failed: bool,
-    ) -> io::Result<()> {
+    pub fn rings_answered(&mut self, device: &mut Device, resumed: &Resumed) -> io::Result<()> {
+        let key = resumed.queue;
         let slot = device.queues.get_mut(usize::from(key.queue));
         let Some(Some(queue)) = slot else {
             return Ok(());
@@ -353,7 +349,7 @@ impl Io {
         if queue.key != key || !matches!(queue.state, QueueState::Starting) {
             return Ok(());
         }
-        if failed {
+        if resumed.failed {
             device
                 .shared
                 .stop(StopReason::ContentLost { queue: key.queue });
