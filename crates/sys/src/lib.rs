@@ -20,10 +20,12 @@
 //! | [`pagemap`] | which pages a process has mapped |
 //! | [`volatile`] | that mapping as volatile slices, for virtio |
 //! | [`ptrace`] | one thread of another process stopped, system calls run in it |
+//! | [`lent`] | memory that a device of another process works on |
 //! | [`membarrier`] | a fence whose cost falls on one side |
 //! | [`cpu`] | where this thread runs |
 
 pub mod cpu;
+pub mod lent;
 pub mod mapping;
 pub mod membarrier;
 pub mod memory_file;

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Memory of ours that a device process works on: what a *driver* lends, in benches and tests.
+//!
+//! The other crates stand on the device's side. To drive a device one needs the
+//! other side, too: buffers that its process maps by descriptor, and whose
+//! slices go into a driver crate's safe calls.
+#![expect(
+    unsafe_code,
+    reason = "a slice of shared memory is made from the mapping's pointer"
+)]
+
+use crate::{
+    mapping::{MappingError, SharedMapping},
+    memory_file::{FileError, GuestFile},
+    to_usize,
+};
+use std::os::fd::{AsFd, BorrowedFd};
+
+/// Why memory to lend cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum LentError {
+    /// The file.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Its mapping.
+    #[error(transparent)]
+    Mapping(#[from] MappingError),
+}
+
+/// A memfd of our own, mapped here and meant to be mapped by a device.
+#[derive(Debug)]
+pub struct LentMemory {
+    file: GuestFile,
+    mapping: SharedMapping,
+}
+
+impl LentMemory {
+    /// `bytes` of zeros.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn new(name: &str, bytes: u64) -> Result<Self, LentError> {
+        let file = GuestFile::new_memfd(name, bytes)?;
+        file.allocate(0, bytes)?;
+        let mapping = SharedMapping::new(file.as_fd(), bytes)?;
+        Ok(Self { file, mapping })
+    }
+
+    /// Address of the first byte in this process.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.mapping.address()
+    }
+
+    /// The `len` bytes at `offset`, to be named to a driver, or `None` if not all are there.
+    ///
+    /// Ask for them while the device does not work on them: bytes it writes meanwhile come out as
+    /// any mixture.
+    pub fn bytes_mut(&mut self, offset: u64, len: u64) -> Option<&mut [u8]> {
+        let start = self.mapping.ptr_at(offset, len)?;
+        // SAFETY: in bounds by `ptr_at`, initialized (zeros at first), any byte is a valid u8; the
+        // slice borrows `self` exclusively, and nothing else in this process refers to the memory.
+        // A device that writes at the same time is another process; the caller is told not to look
+        // then.
+        Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), to_usize(len)) })
+    }
+}
+
+impl AsFd for LentMemory {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_written_are_in_the_file_and_those_beyond_are_none() {
+        let mut memory = LentMemory::new("lent", 8192).unwrap();
+        memory.bytes_mut(5000, 4).unwrap().copy_from_slice(b"tide");
+        let mut back = [0; 4];
+        memory.file.read_at(5000, &mut back).unwrap();
+        assert_eq!(&back, b"tide");
+        assert!(memory.bytes_mut(8190, 3).is_none());
+    }
+}
