@@ -39,6 +39,9 @@ pub enum Command {
     Bench(BenchArgs),
     /// Print the OpenAPI document of the HTTP API
     Openapi,
+    /// A process that a bench starts for itself
+    #[command(subcommand, hide = true)]
+    BenchPart(BenchPart),
 }
 
 /// Where the daemon is, and how to print its answer.
@@ -243,6 +246,29 @@ pub struct BenchArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+}
+
+/// Processes that benches start for themselves.
+#[derive(Subcommand, Debug)]
+pub enum BenchPart {
+    /// Our back end of `bench blk`
+    BlkBackend {
+        /// Socket to listen on
+        #[arg(long)]
+        socket: PathBuf,
+        /// Image to serve
+        #[arg(long)]
+        image: PathBuf,
+        /// Directory for the engine's lock
+        #[arg(long)]
+        state_dir: PathBuf,
+    },
+    /// The front end of `bench blk`
+    BlkFrontend {
+        /// Socket of the back end
+        #[arg(long)]
+        socket: PathBuf,
+    },
 }
 
 /// Benches by name.

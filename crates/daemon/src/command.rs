@@ -10,7 +10,8 @@ use serde::de::DeserializeOwned;
 use crate::api::{self, AttachBody, DeviceList, DeviceSocket, LimitBody, ReclaimBody, VmList};
 use crate::bench;
 use crate::cli::{
-    AttachArgs, BenchArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, Limit, VmCommand,
+    AttachArgs, BenchArgs, BenchPart, BlkArgs, Cli, ClientArgs, Command, DpuCommand, Limit,
+    VmCommand,
 };
 use crate::client::{Client, ClientError, device_path, vm_path};
 use crate::control::{BlkRequest, DetachReport, DeviceReport, ReclaimReport, VmReport};
@@ -30,6 +31,7 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
         Command::Estimate(args) => estimate::run(&args),
         Command::Bench(args) => run_bench(&args),
         Command::Openapi => print(&api::openapi()),
+        Command::BenchPart(part) => bench_part(part),
     }
 }
 
@@ -182,4 +184,24 @@ fn absolute(path: &Path) -> Result<std::path::PathBuf, CommandError> {
 fn run_bench(args: &BenchArgs) -> Result<(), CommandError> {
     let report = bench::run(args.name).map_err(CommandError::failed)?;
     print_report(&report, args.json.into())
+}
+
+fn bench_part(part: BenchPart) -> Result<(), CommandError> {
+    match part {
+        BenchPart::BlkBackend {
+            socket,
+            image,
+            state_dir,
+        } => {
+            let options = bench::blk::backend::BackendOptions {
+                socket,
+                image,
+                state_dir,
+            };
+            bench::blk::backend::serve(options).map_err(CommandError::failed)
+        }
+        BenchPart::BlkFrontend { socket } => {
+            bench::blk::frontend::serve(&socket).map_err(CommandError::failed)
+        }
+    }
 }

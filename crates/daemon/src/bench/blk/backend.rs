@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Our back end as a process of its own: the DPU, one device, nothing else.
+//!
+//! It takes lines on its input: `report` prints a [`BackendReport`] as one line;
+//! the end of input ends it.
+
+use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, Writes};
+use pagetide_vpri::{DomainTable, Doorbell, LookUp};
+use serde::{Deserialize, Serialize};
+use std::{
+    io::{BufRead as _, Write as _},
+    path::PathBuf,
+    sync::Arc,
+};
+
+/// What our back end says of itself.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct BackendReport {
+    /// Requests completed.
+    pub requests: u64,
+    /// Requests that ended in an error.
+    pub failed_requests: u64,
+    /// Time that looking up pages takes, by the engine's samples.
+    pub lookup_ns_per_request: f64,
+    /// How often the engine slept.
+    pub engine_sleeps: u64,
+}
+
+/// Where and what to serve.
+#[derive(Debug, Clone)]
+pub struct BackendOptions {
+    /// Socket to listen on.
+    pub socket: PathBuf,
+    /// Image to serve.
+    pub image: PathBuf,
+    /// Directory for the engine's lock.
+    pub state_dir: PathBuf,
+}
+
+/// Why the back end ended.
+#[derive(Debug, thiserror::Error)]
+pub enum BackendError {
+    /// The DPU.
+    #[error(transparent)]
+    Dpu(#[from] DpuError),
+    /// Its lines.
+    #[error("the bench's lines: {0}")]
+    Lines(#[from] std::io::Error),
+    /// Its report.
+    #[error("the report: {0}")]
+    Report(#[from] serde_json::Error),
+}
+
+/// Serves until the end of input.
+///
+/// # Errors
+/// [`BackendError`].
+pub fn serve(options: BackendOptions) -> Result<(), BackendError> {
+    let domains = Arc::new(DomainTable::new(1));
+    let bell = Arc::new(Doorbell::new()?);
+    let config = DpuConfig::new(options.state_dir);
+    // No VM is attached, so no page is ever absent and nobody need serve these ends.
+    let (dpu, _host_ends) = Dpu::start(&config, domains, &bell)?;
+    dpu.add_blk(BlkConfig {
+        socket: options.socket,
+        image: options.image,
+        queue_count: 1,
+        writes: Writes::Taken,
+        look_up: LookUp::On,
+        serial: "bench".into(),
+        direct_io: DirectIo::On,
+    })?;
+    for line in std::io::stdin().lock().lines() {
+        if line?.trim() == "report" {
+            let mut out = std::io::stdout().lock();
+            serde_json::to_writer(&mut out, &report(&dpu))?;
+            writeln!(out)?;
+            out.flush()?;
+        }
+    }
+    dpu.shut_down();
+    Ok(())
+}
+
+fn report(dpu: &Dpu) -> BackendReport {
+    let devices = dpu.devices();
+    let device = devices.first();
+    BackendReport {
+        requests: device.map_or(0, |d| d.requests),
+        failed_requests: device.map_or(0, |d| d.failed_requests),
+        lookup_ns_per_request: device.map_or(0.0, |d| d.lookup_ns_per_request),
+        engine_sleeps: dpu.engine_sleeps(),
+    }
+}

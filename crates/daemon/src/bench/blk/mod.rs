@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `pagetide bench blk`: 4 KiB I/O of our vhost-user-blk beside `qemu-storage-daemon`'s.
+//!
+//! Both back ends serve the same image, directly (O_DIRECT) and through
+//! io_uring, each in a process of its own on the same CPU; the same front end
+//! (the crate virtio-driver, which sleeps on the call descriptor like a guest
+//! that is interrupted) drives one of them at a time from another CPU. They
+//! take turns within each pair, and the first of a pair changes, so that what
+//! drifts falls on both.
+//!
+//! ```text
+//!   cell = (read | write) × (1 | 32 deep);  pair = a run of ours, a run of theirs
+//!   ratio of a pair = our IOPS / their IOPS;  of a cell = geometric mean over its pairs
+//! ```
+//! CPU time is the back end process' own, all threads, by `schedstat`. What
+//! looking up pages takes is measured by our engine (see `lookup_ns`), and
+//! given as a share of the CPU time of a request in the cell that has least.
+
+pub mod backend;
+pub mod frontend;
+mod process;
+mod stats;
+
+use super::{BenchError, BenchReport};
+use frontend::{Direction, Run, RunResult};
+use process::{Backend, Frontend, Placement};
+use serde_json::{Value, json};
+use stats::{PairedRatios, mean};
+use std::{
+    io::Write as _,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+const NAME: &str = "blk";
+/// Bytes of the image: far beyond any cache of the device, quickly written.
+const IMAGE_BYTES: u64 = 512 << 20;
+/// Pairs of runs in each cell.
+const PAIRS: usize = 21;
+/// Length of a run.
+const RUN_TIME: Duration = Duration::from_millis(250);
+/// Cells.
+const CELLS: [(Direction, u16); 4] = [
+    (Direction::Read, 1),
+    (Direction::Read, 32),
+    (Direction::Write, 1),
+    (Direction::Write, 32),
+];
+
+fn failed(reason: impl std::fmt::Display) -> BenchError {
+    BenchError::Failed {
+        name: NAME,
+        reason: reason.to_string(),
+    }
+}
+
+/// One run of one back end.
+#[derive(Debug, Clone, Copy)]
+struct Sample {
+    iops: f64,
+    cpu_ns_per_io: f64,
+}
+
+/// All runs of a cell.
+#[derive(Debug)]
+struct Cell {
+    name: String,
+    ours: Vec<Sample>,
+    theirs: Vec<Sample>,
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn run() -> Result<BenchReport, BenchError> {
+    let dir = tempfile::Builder::new()
+        .prefix("pagetide-bench-blk-")
+        .tempdir()
+        .map_err(failed)?;
+    let image = make_image(dir.path())?;
+    let placement = Placement::choose();
+    eprintln!(
+        "bench blk: back ends on CPU {}, front end on CPU {}",
+        placement.backend, placement.frontend
+    );
+    let mut report = BenchReport::new(NAME);
+    let mut ours = Side::start_ours(dir.path(), &image, placement)?;
+    let theirs = Side::start_peer(dir.path(), &image, placement);
+    let mut theirs = match theirs {
+        Ok(side) => Some(side),
+        Err(error) => {
+            report.peers.insert("qsd".into(), error.to_string().into());
+            eprintln!("bench blk: no peer: {error}");
+            None
+        }
+    };
+    let mut cells = Vec::new();
+    for (direction, depth) in CELLS {
+        cells.push(measure(&mut ours, theirs.as_mut(), direction, depth)?);
+    }
+    let status = ours.backend.report().map_err(failed)?;
+    describe(&mut report, &cells, &status, placement);
+    Ok(report)
+}
+
+/// A back end with the front end that drives it.
+struct Side {
+    backend: Backend,
+    frontend: Frontend,
+}
+
+impl Side {
+    fn start_ours(dir: &Path, image: &Path, at: Placement) -> Result<Self, BenchError> {
+        let socket = dir.join("ours.sock");
+        let backend = Backend::ours(&socket, image, dir, at).map_err(failed)?;
+        let frontend = Frontend::start(&socket, at).map_err(failed)?;
+        Ok(Self { backend, frontend })
+    }
+
+    fn start_peer(dir: &Path, image: &Path, at: Placement) -> Result<Self, process::PartError> {
+        let socket = dir.join("qsd.sock");
+        let backend = Backend::qsd(&socket, image, at)?;
+        let frontend = Frontend::start(&socket, at)?;
+        Ok(Self { backend, frontend })
+    }
+
+    fn sample(&mut self, run: Run) -> Result<Sample, BenchError> {
+        let before = self.backend.cpu_ns().map_err(failed)?;
+        let result: RunResult = self.frontend.run(run).map_err(failed)?;
+        let after = self.backend.cpu_ns().map_err(failed)?;
+        if result.errors > 0 {
+            return Err(failed(format!("{} requests failed", result.errors)));
+        }
+        let ios = to_f64(result.ios.max(1));
+        Ok(Sample {
+            iops: ios / (to_f64(result.nanos.max(1)) / 1e9),
+            cpu_ns_per_io: to_f64(after - before) / ios,
+        })
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "figures for ratios and people")]
+fn to_f64(number: u64) -> f64 {
+    number as f64
+}
+
+fn make_image(dir: &Path) -> Result<PathBuf, BenchError> {
+    let path = dir.join("image");
+    let mut file = std::fs::File::create(&path).map_err(failed)?;
+    // Written, not only allocated: a first write to an unwritten extent costs more than a second.
+    let mut block = vec![0_u8; 1 << 20];
+    for (i, byte) in block.iter_mut().enumerate() {
+        *byte = u8::try_from(i * 31 % 251).unwrap_or(0);
+    }
+    for _ in 0..IMAGE_BYTES >> 20 {
+        file.write_all(&block).map_err(failed)?;
+    }
+    file.sync_all().map_err(failed)?;
+    let direct = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::DIRECT;
+    match rustix::fs::open(&path, direct, rustix::fs::Mode::empty()) {
+        Ok(_) => Ok(path),
+        Err(error) => Err(BenchError::Unable {
+            name: NAME,
+            reason: format!(
+                "{} has no direct I/O ({error}); set TMPDIR to a directory on a disk",
+                dir.display()
+            ),
+        }),
+    }
+}
+
+fn measure(
+    ours: &mut Side,
+    mut theirs: Option<&mut Side>,
+    direction: Direction,
+    depth: u16,
+) -> Result<Cell, BenchError> {
+    let name = format!("{}_depth_{depth}", direction.name());
+    let mut cell = Cell {
+        name,
+        ours: Vec::new(),
+        theirs: Vec::new(),
+    };
+    for pair in 0..=PAIRS {
+        let run = Run {
+            direction,
+            depth,
+            time: RUN_TIME,
+            seed: pair as u64 + 1,
+        };
+        let ours_first = pair % 2 == 0;
+        if ours_first {
+            cell.ours.push(ours.sample(run)?);
+        }
+        if let Some(theirs) = theirs.as_deref_mut() {
+            cell.theirs.push(theirs.sample(run)?);
+        }
+        if !ours_first {
+            cell.ours.push(ours.sample(run)?);
+        }
+    }
+    // The first pair warms both up.
+    cell.ours.remove(0);
+    if !cell.theirs.is_empty() {
+        cell.theirs.remove(0);
+    }
+    eprintln!("bench blk: {}", line(&cell));
+    Ok(cell)
+}
+
+fn line(cell: &Cell) -> String {
+    let side = |samples: &[Sample]| {
+        let iops = mean(samples.iter().map(|s| s.iops));
+        let cpu = mean(samples.iter().map(|s| s.cpu_ns_per_io));
+        format!("{iops:.0} IOPS, {cpu:.0} ns CPU per I/O")
+    };
+    let ratio = ratios(cell).map_or(String::new(), |r| format!("; ratio {:.3}", r.mean()));
+    format!(
+        "{}: ours {}; peer {}{ratio}",
+        cell.name,
+        side(&cell.ours),
+        side(&cell.theirs)
+    )
+}
+
+fn ratios(cell: &Cell) -> Option<PairedRatios> {
+    let pairs = cell.ours.iter().zip(&cell.theirs);
+    PairedRatios::new(pairs.map(|(o, t)| o.iops / t.iops))
+}
+
+fn describe(
+    report: &mut BenchReport,
+    cells: &[Cell],
+    status: &backend::BackendReport,
+    placement: Placement,
+) {
+    let side = |samples: &[Sample]| -> Value {
+        json!({
+            "iops": mean(samples.iter().map(|s| s.iops)),
+            "cpu_ns_per_io": mean(samples.iter().map(|s| s.cpu_ns_per_io)),
+            "runs": samples.len(),
+        })
+    };
+    for cell in cells {
+        report.figures.insert(cell.name.clone(), side(&cell.ours));
+        if !cell.theirs.is_empty() {
+            let name = format!("qsd_{}", cell.name);
+            report.peers.insert(name, side(&cell.theirs));
+        }
+    }
+    let figures = &mut report.figures;
+    figures.insert("backend_cpu".into(), placement.backend.into());
+    figures.insert("frontend_cpu".into(), placement.frontend.into());
+    figures.insert("run_ms".into(), json!(RUN_TIME.as_millis()));
+    figures.insert(
+        "lookup_ns_per_request".into(),
+        status.lookup_ns_per_request.into(),
+    );
+    let least_cpu = cells
+        .iter()
+        .map(|cell| mean(cell.ours.iter().map(|s| s.cpu_ns_per_io)))
+        .fold(f64::INFINITY, f64::min);
+    let share = status.lookup_ns_per_request / least_cpu;
+    report
+        .ratios
+        .insert("lookup_share_of_cpu".into(), share.into());
+    let all: Vec<PairedRatios> = cells.iter().filter_map(ratios).collect();
+    if let Some(overall) = stats::overall(&all) {
+        let ratios = &mut report.ratios;
+        for (cell, ratio) in cells.iter().zip(&all) {
+            let name = format!("ours_over_qsd_iops_{}", cell.name);
+            ratios.insert(name, ratio.mean().into());
+        }
+        ratios.insert("ours_over_qsd_iops".into(), overall.mean.into());
+        ratios.insert("ours_over_qsd_iops_low95".into(), overall.low95.into());
+        let worst = all
+            .iter()
+            .map(PairedRatios::mean)
+            .fold(f64::INFINITY, f64::min);
+        ratios.insert("ours_over_qsd_iops_min".into(), worst.into());
+        let cpu = cells.iter().map(|cell| {
+            let of = |samples: &[Sample]| mean(samples.iter().map(|s| s.cpu_ns_per_io));
+            of(&cell.ours) / of(&cell.theirs)
+        });
+        let cpu = cpu.map(f64::ln).sum::<f64>() / to_f64(cells.len() as u64);
+        ratios.insert("ours_over_qsd_cpu_per_io".into(), cpu.exp().into());
+    }
+}

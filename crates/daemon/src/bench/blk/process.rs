@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The processes of the bench: started on their CPUs, spoken to by lines, ended with it.
+
+use super::{
+    backend::BackendReport,
+    frontend::{Run, RunResult},
+};
+use serde::de::DeserializeOwned;
+use std::{
+    io::{self, BufRead as _, BufReader, Write as _},
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+/// How long a back end may take to listen.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why a part of the bench did not work.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum PartError {
+    /// It could not be started.
+    #[error("{program} cannot be started: {source}")]
+    Start {
+        /// The program.
+        program: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// It did not listen.
+    #[error("{program} does not listen on {socket}; see its messages above")]
+    NotListening {
+        /// The program.
+        program: String,
+        /// The socket.
+        socket: PathBuf,
+    },
+    /// It does not answer.
+    #[error("{program} does not answer: {reason}")]
+    Silent {
+        /// The program.
+        program: String,
+        /// Why.
+        reason: String,
+    },
+}
+
+/// CPUs of the two sides.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Placement {
+    pub backend: usize,
+    pub frontend: usize,
+}
+
+impl Placement {
+    /// The last CPU for back ends and the one before it for front ends; the same if there is one.
+    pub fn choose() -> Self {
+        let cpus = pagetide_sys::cpu::affinity().unwrap_or_default();
+        let backend = cpus.last().copied().unwrap_or(0);
+        let frontend = cpus.iter().rev().nth(1).copied().unwrap_or(backend);
+        Self { backend, frontend }
+    }
+}
+
+/// A process that is ended when it is dropped.
+struct Part {
+    program: String,
+    child: Child,
+    input: Option<ChildStdin>,
+    output: Option<BufReader<ChildStdout>>,
+}
+
+impl Part {
+    fn start(program: &str, arguments: &[&str], cpu: usize) -> Result<Self, PartError> {
+        let mut child = Command::new("taskset")
+            .args(["-c", &cpu.to_string(), program])
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|source| PartError::Start {
+                program: program.to_owned(),
+                source,
+            })?;
+        let (input, output) = (child.stdin.take(), child.stdout.take());
+        Ok(Self {
+            program: program.to_owned(),
+            child,
+            input,
+            output: output.map(BufReader::new),
+        })
+    }
+
+    /// Ourselves with a hidden command.
+    fn ourselves(arguments: &[&str], cpu: usize) -> Result<Self, PartError> {
+        let program = std::env::current_exe().map_err(|source| PartError::Start {
+            program: "pagetide".into(),
+            source,
+        })?;
+        Self::start(&program.to_string_lossy(), arguments, cpu)
+    }
+
+    fn silent(&self, reason: impl std::fmt::Display) -> PartError {
+        PartError::Silent {
+            program: self.program.clone(),
+            reason: reason.to_string(),
+        }
+    }
+
+    fn read_line(&mut self) -> Result<String, PartError> {
+        let mut line = String::new();
+        let read = match &mut self.output {
+            Some(output) => output.read_line(&mut line),
+            None => Ok(0),
+        };
+        match read {
+            Ok(0) => Err(self.silent("it has ended")),
+            Ok(_) => Ok(line),
+            Err(error) => Err(self.silent(error)),
+        }
+    }
+
+    fn ask<T: DeserializeOwned>(&mut self, line: &str) -> Result<T, PartError> {
+        if let Some(input) = &mut self.input {
+            let sent = writeln!(input, "{line}").and_then(|()| input.flush());
+            sent.map_err(|error| self.silent(error))?;
+        }
+        let answer = self.read_line()?;
+        serde_json::from_str(&answer).map_err(|error| self.silent(error))
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        // The end of its input ends ours; the peer is killed.
+        drop(self.input.take());
+        if self.program.contains("qemu")
+            && let Err(error) = self.child.kill()
+        {
+            eprintln!("bench blk: {} could not be ended: {error}", self.program);
+        }
+        if let Err(error) = self.child.wait() {
+            eprintln!("bench blk: waiting for {}: {error}", self.program);
+        }
+    }
+}
+
+/// A back end.
+pub(super) struct Backend(Part);
+
+impl Backend {
+    /// Ours.
+    pub fn ours(
+        socket: &Path,
+        image: &Path,
+        state_dir: &Path,
+        at: Placement,
+    ) -> Result<Self, PartError> {
+        let (socket_text, image, state_dir) = (text(socket), text(image), text(state_dir));
+        let arguments = [
+            "bench-part",
+            "blk-backend",
+            "--socket",
+            &socket_text,
+            "--image",
+            &image,
+            "--state-dir",
+            &state_dir,
+        ];
+        let part = Part::ourselves(&arguments, at.backend)?;
+        Self(part).listening(socket)
+    }
+
+    /// The peer: QEMU's storage daemon with the same kind of I/O and an iothread of its own.
+    pub fn qsd(socket: &Path, image: &Path, at: Placement) -> Result<Self, PartError> {
+        let blockdev = format!(
+            "driver=file,node-name=f,filename={},aio=io_uring,cache.direct=on",
+            text(image)
+        );
+        let export = format!(
+            "type=vhost-user-blk,id=e,addr.type=unix,addr.path={},node-name=f,iothread=i0,writable=on,num-queues=1",
+            text(socket)
+        );
+        let arguments = [
+            "--blockdev",
+            &blockdev,
+            "--object",
+            "iothread,id=i0",
+            "--export",
+            &export,
+        ];
+        let part = Part::start("qemu-storage-daemon", &arguments, at.backend)?;
+        Self(part).listening(socket)
+    }
+
+    fn listening(mut self, socket: &Path) -> Result<Self, PartError> {
+        let began = Instant::now();
+        while !socket.exists() {
+            let ended = self.0.child.try_wait().is_ok_and(|status| status.is_some());
+            if ended || began.elapsed() > START_TIMEOUT {
+                return Err(PartError::NotListening {
+                    program: self.0.program.clone(),
+                    socket: socket.to_owned(),
+                });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(self)
+    }
+
+    /// CPU time of all its threads so far.
+    pub fn cpu_ns(&self) -> Result<u64, PartError> {
+        let tasks = format!("/proc/{}/task", self.0.child.id());
+        let mut total = 0;
+        for task in std::fs::read_dir(&tasks).map_err(|e| self.0.silent(e))? {
+            let path = task.map_err(|e| self.0.silent(e))?.path().join("schedstat");
+            // A worker thread may end while we look; its time is lost to both sides alike.
+            if let Ok(line) = std::fs::read_to_string(path) {
+                let first = line.split(' ').next().unwrap_or_default();
+                total += first.parse::<u64>().map_err(|e| self.0.silent(e))?;
+            }
+        }
+        Ok(total)
+    }
+
+    /// What ours says of itself.
+    pub fn report(&mut self) -> Result<BackendReport, PartError> {
+        self.0.ask("report")
+    }
+}
+
+/// A front end, connected.
+pub(super) struct Frontend(Part);
+
+impl Frontend {
+    pub fn start(socket: &Path, at: Placement) -> Result<Self, PartError> {
+        let socket = text(socket);
+        let arguments = ["bench-part", "blk-frontend", "--socket", &socket];
+        let mut part = Part::ourselves(&arguments, at.frontend)?;
+        part.read_line()?;
+        Ok(Self(part))
+    }
+
+    /// Does one run.
+    pub fn run(&mut self, run: Run) -> Result<RunResult, PartError> {
+        let line = serde_json::to_string(&run).map_err(|e| self.0.silent(e))?;
+        self.0.ask(&line)
+    }
+}
+
+fn text(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
