@@ -15,7 +15,7 @@ pub mod eviction;
 pub mod mmu;
 #[cfg(all(test, loom))]
 mod model;
-mod neighbours;
+pub mod neighbours;
 pub mod place;
 pub mod recovery;
 pub mod space;

@@ -20,7 +20,7 @@ use crate::space::{AddressSpace, FILL_PAGES_MAX};
 use pagetide_addr::{PageNo, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Called after the fault on `page` is served.
+/// See the module; called after the fault on `page` is served.
 pub(crate) fn bring_along(space: &AddressSpace, page: PageNo) {
     if space.neighbours_max == 0 {
         return;

@@ -196,6 +196,12 @@ impl AddressSpace {
         }
     }
 
+    /// After a vCPU's fault on `page` was served: brings neighbours along if that pays (see
+    /// [`crate::neighbours`]). The vCPU runs again by then.
+    pub fn bring_neighbours(&self, page: PageNo) {
+        neighbours::bring_along(self, page);
+    }
+
     /// Serves a fault if that needs neither an eviction nor another thread: `None` if it does, and
     /// then [`Self::fault`] must be called.
     #[must_use]
@@ -286,9 +292,6 @@ impl AddressSpace {
                 Resolved::Failed(outcome) => return outcome,
             };
         }
-        if fault.device == DeviceId::VCPUS {
-            neighbours::bring_along(self, fault.pages.start);
-        }
         FaultOutcome::Present
     }
 
@@ -326,7 +329,7 @@ impl AddressSpace {
         let event = match self.place.is_present(page) {
             Ok(true) => Event::StillPresent,
             Ok(false) => Event::Punched,
-            Err(error) => return self.failed(page, &error),
+            Err(error) => return self.failed(page.single(), &error),
         };
         let changed = self.table.change(page, word, event);
         if let (Some(_), Event::StillPresent, State::Evicting(content)) =
@@ -353,7 +356,7 @@ impl AddressSpace {
                 Resolved::UpTo(PageNo(page.0 + 1))
             }
             Ok(false) => self.refill_discarded(section, page),
-            Err(error) => self.failed(page, &error),
+            Err(error) => self.failed(page.single(), &error),
         }
     }
 
@@ -377,7 +380,7 @@ impl AddressSpace {
             }
             Err(error) => {
                 self.finish(page, discarding, Event::InstallFailed, FaultOutcome::Lost);
-                self.failed(page, &error)
+                self.failed(page.single(), &error)
             }
         }
     }
@@ -423,14 +426,18 @@ impl AddressSpace {
                 break;
             }
             if let Err(error) = self.load(page, content, into) {
-                let only = page == run.start;
+                let first = page == run.start;
                 let claimed = PageWord::new(State::Filling(content));
-                if only && matches!(error, StoreError::Damaged { .. }) {
+                if !first {
+                    // Whoever waits for it tries again, and gets to know the reason himself.
+                    self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Present);
+                    self.wake(page.single());
+                } else if matches!(error, StoreError::Damaged { .. }) {
                     self.finish(page, claimed, Event::ContentLost, FaultOutcome::Lost);
                 } else {
                     self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Lost);
                 }
-                return (PageRange::new(run.start, end), only.then_some(error));
+                return (PageRange::new(run.start, end), first.then_some(error));
             }
             end = PageNo(page.0 + 1);
         }
@@ -464,10 +471,12 @@ impl AddressSpace {
         if left.is_empty() {
             return Resolved::UpTo(claimed.end);
         }
-        let outcome = if matches!(error, Some(PlaceError::Gone)) {
-            FaultOutcome::Gone
-        } else {
-            FaultOutcome::Lost
+        // Fewer than asked: the next is there already, or the kernel stopped for a reason of its own.
+        let is_there = error.map_or_else(|| self.place.is_present(done), Err);
+        let outcome = match &is_there {
+            Ok(false) => FaultOutcome::Present,
+            Err(PlaceError::Gone) => FaultOutcome::Gone,
+            Ok(true) | Err(_) => FaultOutcome::Lost,
         };
         for page in left.iter() {
             if let State::Filling(_) = self.table.word(page).state() {
@@ -475,12 +484,16 @@ impl AddressSpace {
                 self.finish(page, word, Event::InstallFailed, outcome);
             }
         }
-        match error {
-            Some(error) => self.failed(done, &error),
-            None => {
+        match is_there {
+            Ok(false) => {
+                self.wake(left);
+                Resolved::UpTo(done)
+            }
+            Ok(true) => {
                 self.incidents.intruder(done);
                 Resolved::Failed(FaultOutcome::Lost)
             }
+            Err(error) => self.failed(left, &error),
         }
     }
 
@@ -541,12 +554,12 @@ impl AddressSpace {
     }
 
     /// A fault that the kernel would not let us serve: whoever waits tries again.
-    fn failed(&self, page: PageNo, error: &PlaceError) -> Resolved {
+    fn failed(&self, pages: PageRange, error: &PlaceError) -> Resolved {
         if matches!(error, PlaceError::Gone) {
             return Resolved::Failed(FaultOutcome::Gone);
         }
-        self.incidents.fill_failed(page, error);
-        self.wake(page.single());
+        self.incidents.fill_failed(pages.start, error);
+        self.wake(pages);
         Resolved::Failed(FaultOutcome::Lost)
     }
 

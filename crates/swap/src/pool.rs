@@ -378,10 +378,10 @@ impl Pool {
     #[must_use]
     pub fn userfaultfd_number(&self) -> Option<i32> {
         let stored = self.cell(Cell::UserfaultfdNumber).load(Ordering::Acquire);
-        i32::try_from(stored)
-            .ok()?
-            .checked_sub(1)
-            .filter(|number| *number >= 0)
+        match i32::try_from(stored) {
+            Ok(0) | Err(_) => None,
+            Ok(stored) => Some(stored - 1),
+        }
     }
 
     /// Remembers the number of the userfaultfd in the VMM, and how long the VMM stood still for it.

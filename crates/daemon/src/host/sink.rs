@@ -38,6 +38,7 @@ pub(super) struct VmSink {
 impl FaultSink for VmSink {
     fn fault(&self, fault: VcpuFault) {
         let begun = Instant::now();
+        let page = fault.page;
         let fault = Fault {
             device: DeviceId::VCPUS,
             pages: fault.page.single(),
@@ -48,6 +49,7 @@ impl FaultSink for VmSink {
         self.pool
             .counter(Counter::VcpuFaults)
             .fetch_add(1, Ordering::Relaxed);
+        self.space.bring_neighbours(page);
     }
 
     fn vmm_gone(&self) {

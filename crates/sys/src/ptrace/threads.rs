@@ -31,8 +31,8 @@ pub(super) fn blocked_threads(pid: u32) -> Result<Vec<u32>, PtraceError> {
 /// How well a thread may be borrowed, by its `/proc/PID/task/TID/syscall`; small is good.
 pub(super) fn rank_of_blocked(line: &str) -> Option<u32> {
     // "running", or "-1 …" for a thread blocked outside of a call (in a page fault).
-    let number: i64 = line.split_ascii_whitespace().next()?.parse().ok()?;
-    match number {
+    let number = line.split_ascii_whitespace().next()?.parse::<i64>();
+    match number.unwrap_or(-1) {
         ..0 => None,
         libc::SYS_ppoll | libc::SYS_poll => Some(0),
         libc::SYS_futex | libc::SYS_clock_nanosleep | libc::SYS_nanosleep | libc::SYS_read => {
