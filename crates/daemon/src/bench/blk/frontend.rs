@@ -6,6 +6,7 @@
 //! that is interrupted does.
 
 use pagetide_sys::lent::{LentError, LentMemory};
+use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
 use std::{
     io::{BufRead as _, Write as _},
@@ -14,7 +15,8 @@ use std::{
     time::{Duration, Instant},
 };
 use virtio_driver::{
-    VhostUser, VirtioBlkFeatureFlags, VirtioBlkQueue, VirtioBlkTransport, VirtioFeatureFlags,
+    EventFd, VhostUser, VirtioBlkFeatureFlags, VirtioBlkQueue, VirtioBlkTransport,
+    VirtioFeatureFlags,
 };
 
 /// Bytes of an I/O.
@@ -139,6 +141,16 @@ fn println_line(line: &str) -> std::io::Result<()> {
     out.flush()
 }
 
+/// Some back ends make the descriptor non-blocking, which ours then is, too: so wait, then read.
+fn sleep_until_called(call: &EventFd) -> std::io::Result<()> {
+    let mut polled = [PollFd::new(call, PollFlags::IN)];
+    poll(&mut polled, None)?;
+    match call.read() {
+        Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => Err(error),
+        _ => Ok(()),
+    }
+}
+
 struct Driver<'a> {
     transport: &'a VirtioBlkTransport,
     queue: VirtioBlkQueue<'a, u16>,
@@ -167,7 +179,7 @@ impl Driver<'_> {
         while in_flight > 0 {
             done.extend(self.queue.completions().map(|c| (c.context, c.ret)));
             if done.is_empty() {
-                call.read()?;
+                sleep_until_called(&call)?;
                 continue;
             }
             let over = began.elapsed() >= run.time;
