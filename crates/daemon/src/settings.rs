@@ -113,6 +113,8 @@ settings! {
     engine_poll_us: u32 = "50",
     /// Microseconds a VM's fault reader polls before it sleeps; its CPU time is reported
     reader_poll_us: u32 = "50",
+    /// Most pages that a vCPU's fault brings along when it reads in sequence, at most 16; 0 for none
+    neighbours: u32 = "8",
     /// Form of the log on stderr: text or json
     log: LogFormat = "text",
     /// What is logged, in the syntax of tracing's EnvFilter

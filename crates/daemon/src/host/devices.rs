@@ -6,7 +6,7 @@
 //! successor listens on the same sockets with the same images. Front ends then
 //! connect again by themselves and bring their requests in flight with them.
 
-use super::vm::{failed, lock};
+use super::{core::lock, vm::failed};
 use crate::{
     control::{BlkRequest, ControlError, DeviceReport, DeviceState},
     figure::LatencyUs,

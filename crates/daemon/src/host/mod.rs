@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The composition: VMs, devices and recovery behind [`Control`].
 //!
-//! [`vm`] puts one VM together, [`attach`] makes it from a running VMM or from
+//! [`vm`] puts one VM together (its shared parts are [`core`]), [`attach`] makes it from a running VMM or from
 //! the pool of a dead daemon, [`rounds`] keeps it within its limit, [`devices`]
 //! holds the software DPU. Order at the start: the rings of dead engines are
 //! waited for, then VMs are taken up again, then devices listen again; so
@@ -9,6 +9,7 @@
 
 mod alias;
 mod attach;
+mod core;
 mod devices;
 mod identity;
 mod latency;
@@ -19,9 +20,10 @@ mod tracker;
 mod vm;
 
 use self::{
+    core::lock,
     devices::Devices,
     sink::VmEvent,
-    vm::{Shared, Vm, failed, lock},
+    vm::{Shared, Vm, failed},
 };
 use crate::{
     control::{
@@ -67,6 +69,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         service: Arc::clone(devices.service()),
         events,
         reader_poll_us: u64::from(settings.reader_poll_us),
+        neighbours_max: settings.neighbours,
     };
     let host = Arc::new(Host {
         state_dir,

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What is told of a VM.
 
-use super::{
-    devices::Devices,
-    vm::{Vm, lock},
-};
+use super::{core::lock, devices::Devices, vm::Vm};
 use crate::control::{SetReport, VmReport};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_gmem::State;

@@ -11,16 +11,15 @@
 //! While a hazard forbids eviction the limit is not enforced: a fill would only
 //! wait for what cannot come.
 
-use super::vm::VmCore;
-use pagetide_addr::PAGE_BYTES;
+use super::core::{ReclaimOrder, VmCore};
 use pagetide_swap::{
-    Counter, Reclaimer,
+    Reclaimer,
     limit::Wake,
     reclaim::{Reach, Reclaimed, UNMAPPED_MIN},
 };
 use pagetide_vmm::{hazards, threads};
 use std::{
-    sync::{Arc, Mutex, PoisonError, mpsc},
+    sync::{Arc, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -30,12 +29,6 @@ const LOOK_ROUND: Duration = Duration::from_secs(1);
 const SCAN_ROUND: Duration = Duration::from_secs(5);
 /// Scans of one reclaim before it gives up for this time: each costs every mapped page a small fault.
 const PRESSED_SCANS_MAX: u32 = 4;
-
-/// A request to evict a number of pages now, whatever the limit.
-pub(super) struct ReclaimOrder {
-    pub(super) pages: u64,
-    pub(super) done: mpsc::Sender<Reclaimed>,
-}
 
 /// What the rounds need beside the VM.
 pub(super) struct Rounds {
@@ -202,78 +195,4 @@ impl Rounds {
 
 fn is_due(last: Option<Instant>, every: Duration) -> bool {
     last.is_none_or(|at| at.elapsed() >= every)
-}
-
-/// Orders that wait for the rounds.
-#[derive(Default)]
-pub(super) struct Orders(Mutex<Vec<ReclaimOrder>>);
-
-impl Orders {
-    pub(super) fn push(&self, order: ReclaimOrder) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(order);
-    }
-
-    pub(super) fn pop(&self) -> Option<ReclaimOrder> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop()
-    }
-}
-
-impl VmCore {
-    /// Puts the limit right by what the kernel says is present.
-    pub(super) fn enforce_limit(&self) {
-        match self.layout.allocated_bytes() {
-            Ok(bytes) => {
-                let limit = if self.may_evict() {
-                    self.pool.limit_bytes()
-                } else {
-                    None
-                };
-                self.limit
-                    .put_right(limit.map(|bytes| bytes / PAGE_BYTES), bytes / PAGE_BYTES);
-            }
-            Err(error) => tracing::warn!(vm = self.name, %error, "what is resident cannot be told"),
-        }
-    }
-
-    /// Puts the counts of this process into the pool, where they outlive it.
-    pub(super) fn sync_counters(&self) {
-        use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-        let counters = self.space.counters();
-        let pairs: [(Counter, &AtomicU64, usize); 8] = [
-            (Counter::EvictedPages, &counters.evicted_pages, 0),
-            (Counter::DiscardedPages, &counters.discarded_pages, 1),
-            (Counter::CancelledPages, &counters.cancelled_pages, 2),
-            (Counter::NeighbourPages, &counters.neighbour_pages, 3),
-            (Counter::PoisonedPages, &counters.poisoned_pages, 4),
-            (Counter::FilledPages, &counters.filled_pages, 5),
-            (Counter::JoinedFaults, &counters.joined_faults, 6),
-            (Counter::OverLimitFills, self.limit.over_limit_count(), 7),
-        ];
-        let mut synced = self.synced.lock().unwrap_or_else(PoisonError::into_inner);
-        for (counter, now, index) in pairs {
-            let now = now.load(Relaxed);
-            self.pool
-                .counter(counter)
-                .fetch_add(now - synced[index], Relaxed);
-            synced[index] = now;
-        }
-        let faults = self.tenant.requests();
-        self.pool
-            .counter(Counter::DeviceFaults)
-            .fetch_add(faults - synced[8], Relaxed);
-        synced[8] = faults;
-        let slips = self
-            .alias
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .as_ref()
-            .map_or(synced[9], |a| a.faults());
-        self.pool
-            .counter(Counter::AliasFaults)
-            .fetch_add(slips - synced[9], Relaxed);
-        synced[9] = slips;
-    }
 }

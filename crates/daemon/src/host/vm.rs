@@ -12,9 +12,10 @@
 
 use super::{
     alias::AliasGuard,
+    core::{Orders, ReclaimOrder, VmCore, lock},
     identity::Identity,
     latency::Latencies,
-    rounds::{Orders, ReclaimOrder, Rounds},
+    rounds::Rounds,
     sink::{VmEvent, VmIncidents, VmSink},
     tracker::Looks,
 };
@@ -23,10 +24,9 @@ use pagetide_addr::{Access, DeviceId, PageNo, PageRange};
 use pagetide_gmem::{
     AddressSpace, Fault, FaultOutcome, Incidents, Mmu, PageTable, SpaceParts, State,
 };
-use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer, sets::Level};
+use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
-    hazards,
     layout::RamLayout,
     place::{VcpuMmu, VmPlace},
     process::VmmProcess,
@@ -34,15 +34,13 @@ use pagetide_vmm::{
     takeover,
     tracker::UnmapAndLook,
 };
-use pagetide_vpri::{DPU, DmaMmu, FaultService, Tenant};
+use pagetide_vpri::{DPU, DmaMmu, FaultService};
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
+    sync::{Arc, Mutex, mpsc},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-/// Most neighbours that a vCPU's fault brings along (see `pagetide bench fault`).
-const NEIGHBOURS_MAX: u32 = 8;
 /// Pages asked for at once when a VM is let go.
 const DETACH_PAGES: u64 = 16;
 
@@ -52,29 +50,8 @@ pub(super) struct Shared {
     pub(super) service: Arc<FaultService>,
     pub(super) events: mpsc::Sender<VmEvent>,
     pub(super) reader_poll_us: u64,
-}
-
-/// The parts of a VM that its threads use.
-pub(super) struct VmCore {
-    pub(super) name: String,
-    pub(super) identity: Identity,
-    pub(super) vmm: VmmProcess,
-    pub(super) layout: Arc<RamLayout>,
-    pub(super) pool: Arc<Pool>,
-    pub(super) store: Arc<PoolStore>,
-    pub(super) space: Arc<AddressSpace>,
-    pub(super) limit: Arc<Limit>,
-    pub(super) mmu: Arc<DmaMmu>,
-    pub(super) tenant: Arc<Tenant>,
-    pub(super) latencies: Arc<Latencies>,
-    pub(super) incidents: Arc<VmIncidents>,
-    pub(super) alias: Mutex<Option<AliasGuard>>,
-    pub(super) sets: Mutex<Vec<(Level, u64)>>,
-    pub(super) trouble: Mutex<Option<String>>,
-    pub(super) synced: Mutex<[u64; 10]>,
-    bars: Mutex<Vec<String>>,
-    orders: Orders,
-    userfaultfd: Arc<Userfaultfd>,
+    /// Most neighbours that a vCPU's fault brings along (see `pagetide bench fault`).
+    pub(super) neighbours_max: u32,
 }
 
 /// A VM with its threads.
@@ -108,71 +85,9 @@ pub(super) fn failed(error: impl std::fmt::Display) -> ControlError {
     ControlError::failed(error.to_string())
 }
 
-/// The lock's content, whatever became of its last holder: each is set whole or not at all.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// The words of a pool as a table.
 pub(super) fn table_of(pool: &Arc<Pool>) -> PageTable {
     PageTable::new(Box::new(PoolWords(Arc::clone(pool))))
-}
-
-impl VmCore {
-    /// True while nothing forbids eviction.
-    pub(super) fn may_evict(&self) -> bool {
-        lock(&self.bars).is_empty() && self.incidents.stopped().is_none()
-    }
-
-    /// Guest RAM that somebody has pinned or locked, as far as the kernel tells.
-    pub(super) fn pinned_bytes(&self) -> u64 {
-        hazards::pinned_bytes(&self.vmm).unwrap_or(0)
-    }
-
-    /// Takes note of what forbids eviction now.
-    pub(super) fn set_bars(&self, bars: Vec<String>) {
-        let mut known = lock(&self.bars);
-        if *known != bars {
-            for bar in &bars {
-                tracing::warn!(vm = self.name, "not evicting: {bar}");
-            }
-            if bars.is_empty() {
-                tracing::info!(
-                    vm = self.name,
-                    "evicting again: nothing forbids it any more"
-                );
-            }
-            *known = bars;
-        }
-    }
-
-    pub(super) fn bars(&self) -> Vec<String> {
-        lock(&self.bars).clone()
-    }
-
-    pub(super) fn next_order(&self) -> Option<ReclaimOrder> {
-        self.orders.pop()
-    }
-
-    fn parts(
-        prepared: &Prepared,
-        limit: &Arc<Limit>,
-        incidents: &Arc<VmIncidents>,
-        table: PageTable,
-    ) -> SpaceParts {
-        let place = VmPlace::new(
-            Arc::clone(&prepared.userfaultfd),
-            Arc::clone(&prepared.layout),
-        );
-        SpaceParts {
-            table,
-            place: Arc::new(place),
-            store: Arc::clone(&prepared.store) as _,
-            admission: Arc::clone(limit) as _,
-            incidents: Arc::clone(incidents) as Arc<dyn Incidents>,
-            neighbours_max: NEIGHBOURS_MAX,
-        }
-    }
 }
 
 impl Vm {
@@ -185,9 +100,9 @@ impl Vm {
         let incidents = Arc::new(VmIncidents::new(&identity.name, identity.pid));
         let limit = Arc::new(Limit::new());
         let table = std::mem::replace(&mut prepared.table, table_of(&prepared.pool));
-        let space = Arc::new(AddressSpace::new(VmCore::parts(
-            &prepared, &limit, &incidents, table,
-        )));
+        let neighbours_max = shared.neighbours_max;
+        let parts = space_parts(&prepared, &limit, &incidents, table, neighbours_max);
+        let space = Arc::new(AddressSpace::new(parts));
         let vcpus = VcpuMmu::new(
             Arc::clone(&prepared.userfaultfd),
             Arc::clone(&prepared.layout),
@@ -449,4 +364,25 @@ fn tracker_of(prepared: &Prepared) -> Result<UnmapAndLook, pagetide_vmm::tracker
         .map(|domain| Arc::clone(domain.mapping()))
         .collect();
     UnmapAndLook::new(&prepared.vmm, Arc::clone(&prepared.layout), aliases)
+}
+
+fn space_parts(
+    prepared: &Prepared,
+    limit: &Arc<Limit>,
+    incidents: &Arc<VmIncidents>,
+    table: PageTable,
+    neighbours_max: u32,
+) -> SpaceParts {
+    let place = VmPlace::new(
+        Arc::clone(&prepared.userfaultfd),
+        Arc::clone(&prepared.layout),
+    );
+    SpaceParts {
+        table,
+        place: Arc::new(place),
+        store: Arc::clone(&prepared.store) as _,
+        admission: Arc::clone(limit) as _,
+        incidents: Arc::clone(incidents) as Arc<dyn Incidents>,
+        neighbours_max,
+    }
 }

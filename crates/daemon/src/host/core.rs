@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`VmCore`]: the parts of a VM that all its threads use, and what is known of it.
+
+use super::{alias::AliasGuard, identity::Identity, latency::Latencies, sink::VmIncidents};
+use pagetide_addr::PAGE_BYTES;
+use pagetide_gmem::AddressSpace;
+use pagetide_swap::{Counter, Limit, Pool, PoolStore, reclaim::Reclaimed, sets::Level};
+use pagetide_sys::uffd::Userfaultfd;
+use pagetide_vmm::{hazards, layout::RamLayout, process::VmmProcess};
+use pagetide_vpri::{DmaMmu, Tenant};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+
+/// The lock's content, whatever became of its last holder: each is set whole or not at all.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The parts of a VM that its threads use.
+pub(super) struct VmCore {
+    pub(super) name: String,
+    pub(super) identity: Identity,
+    pub(super) vmm: VmmProcess,
+    pub(super) layout: Arc<RamLayout>,
+    pub(super) pool: Arc<Pool>,
+    pub(super) store: Arc<PoolStore>,
+    pub(super) space: Arc<AddressSpace>,
+    pub(super) limit: Arc<Limit>,
+    pub(super) mmu: Arc<DmaMmu>,
+    pub(super) tenant: Arc<Tenant>,
+    pub(super) latencies: Arc<Latencies>,
+    pub(super) incidents: Arc<VmIncidents>,
+    pub(super) alias: Mutex<Option<AliasGuard>>,
+    pub(super) sets: Mutex<Vec<(Level, u64)>>,
+    pub(super) trouble: Mutex<Option<String>>,
+    pub(super) synced: Mutex<[u64; 10]>,
+    pub(super) bars: Mutex<Vec<String>>,
+    pub(super) orders: Orders,
+    pub(super) userfaultfd: Arc<Userfaultfd>,
+}
+
+/// A request to evict a number of pages now, whatever the limit.
+pub(super) struct ReclaimOrder {
+    pub(super) pages: u64,
+    pub(super) done: mpsc::Sender<Reclaimed>,
+}
+
+/// Orders that wait for the rounds.
+#[derive(Default)]
+pub(super) struct Orders(Mutex<Vec<ReclaimOrder>>);
+
+impl Orders {
+    pub(super) fn push(&self, order: ReclaimOrder) {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(order);
+    }
+
+    pub(super) fn pop(&self) -> Option<ReclaimOrder> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop()
+    }
+}
+
+impl VmCore {
+    /// True while nothing forbids eviction.
+    pub(super) fn may_evict(&self) -> bool {
+        lock(&self.bars).is_empty() && self.incidents.stopped().is_none()
+    }
+
+    /// Guest RAM that somebody has pinned or locked, as far as the kernel tells.
+    pub(super) fn pinned_bytes(&self) -> u64 {
+        hazards::pinned_bytes(&self.vmm).unwrap_or(0)
+    }
+
+    /// Takes note of what forbids eviction now.
+    pub(super) fn set_bars(&self, bars: Vec<String>) {
+        let mut known = lock(&self.bars);
+        if *known != bars {
+            for bar in &bars {
+                tracing::warn!(vm = self.name, "not evicting: {bar}");
+            }
+            if bars.is_empty() {
+                tracing::info!(
+                    vm = self.name,
+                    "evicting again: nothing forbids it any more"
+                );
+            }
+            *known = bars;
+        }
+    }
+
+    pub(super) fn bars(&self) -> Vec<String> {
+        lock(&self.bars).clone()
+    }
+
+    pub(super) fn next_order(&self) -> Option<ReclaimOrder> {
+        self.orders.pop()
+    }
+
+    /// Puts the limit right by what the kernel says is present.
+    pub(super) fn enforce_limit(&self) {
+        match self.layout.allocated_bytes() {
+            Ok(bytes) => {
+                let limit = if self.may_evict() {
+                    self.pool.limit_bytes()
+                } else {
+                    None
+                };
+                self.limit
+                    .put_right(limit.map(|bytes| bytes / PAGE_BYTES), bytes / PAGE_BYTES);
+            }
+            Err(error) => tracing::warn!(vm = self.name, %error, "what is resident cannot be told"),
+        }
+    }
+
+    /// Puts the counts of this process into the pool, where they outlive it.
+    pub(super) fn sync_counters(&self) {
+        use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+        let counters = self.space.counters();
+        let pairs: [(Counter, &AtomicU64, usize); 8] = [
+            (Counter::EvictedPages, &counters.evicted_pages, 0),
+            (Counter::DiscardedPages, &counters.discarded_pages, 1),
+            (Counter::CancelledPages, &counters.cancelled_pages, 2),
+            (Counter::NeighbourPages, &counters.neighbour_pages, 3),
+            (Counter::PoisonedPages, &counters.poisoned_pages, 4),
+            (Counter::FilledPages, &counters.filled_pages, 5),
+            (Counter::JoinedFaults, &counters.joined_faults, 6),
+            (Counter::OverLimitFills, self.limit.over_limit_count(), 7),
+        ];
+        let mut synced = self.synced.lock().unwrap_or_else(PoisonError::into_inner);
+        for (counter, now, index) in pairs {
+            let now = now.load(Relaxed);
+            self.pool
+                .counter(counter)
+                .fetch_add(now - synced[index], Relaxed);
+            synced[index] = now;
+        }
+        let faults = self.tenant.requests();
+        self.pool
+            .counter(Counter::DeviceFaults)
+            .fetch_add(faults - synced[8], Relaxed);
+        synced[8] = faults;
+        let slips = self
+            .alias
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .as_ref()
+            .map_or(synced[9], |a| a.faults());
+        self.pool
+            .counter(Counter::AliasFaults)
+            .fetch_add(slips - synced[9], Relaxed);
+        synced[9] = slips;
+    }
+}
