@@ -99,7 +99,9 @@ pub(super) fn attach(
     let pool = Arc::new(make_pool(&path, &layout, &identity)?);
     pool.set_limit_bytes(request.limit_bytes);
     let undo = UndoPool(Some(Arc::clone(&pool)));
-    let taken = takeover::take_over(&vmm, &layout).map_err(failed)?;
+    // Whatever forbids it, the VM is as it was: another userfaultfd, too little privilege, an old kernel.
+    let taken = takeover::take_over(&vmm, &layout)
+        .map_err(|error| ControlError::refused(error.to_string()))?;
     pool.set_userfaultfd(taken.number, taken.pause_us);
     tracing::info!(
         vm = request.name,
