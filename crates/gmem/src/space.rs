@@ -215,8 +215,9 @@ impl AddressSpace {
         }
         let outcome = self.serve_at_once(fault);
         if outcome.is_none() {
-            // The caller's next try takes room anew.
-            self.admission.give_back(absent);
+            // The caller's next try takes room anew for what is absent still.
+            let still_absent = self.absent_pages(fault.pages);
+            self.admission.give_back(absent.min(still_absent));
         }
         outcome
     }
@@ -282,13 +283,18 @@ impl AddressSpace {
             };
             page = match resolved {
                 Resolved::UpTo(next) => next,
-                Resolved::BeingFilled => match pending {
-                    Some(pending) if !self.waiters.join(&self.table, page, pending) => page,
-                    _ => {
+                Resolved::BeingFilled => {
+                    let joined = match pending {
+                        Some(pending) => self.waiters.join(&self.table, page, pending),
+                        None => self.table.mark_waited(page),
+                    };
+                    if joined {
                         self.counters.joined_faults.fetch_add(1, Relaxed);
                         PageNo(page.0 + 1)
+                    } else {
+                        page
                     }
-                },
+                }
                 Resolved::Failed(outcome) => return outcome,
             };
         }
@@ -329,7 +335,7 @@ impl AddressSpace {
         let event = match self.place.is_present(page) {
             Ok(true) => Event::StillPresent,
             Ok(false) => Event::Punched,
-            Err(error) => return self.failed(page.single(), &error),
+            Err(error) => return self.failed(page, &error),
         };
         let changed = self.table.change(page, word, event);
         if let (Some(_), Event::StillPresent, State::Evicting(content)) =
@@ -356,7 +362,7 @@ impl AddressSpace {
                 Resolved::UpTo(PageNo(page.0 + 1))
             }
             Ok(false) => self.refill_discarded(section, page),
-            Err(error) => self.failed(page.single(), &error),
+            Err(error) => self.failed(page, &error),
         }
     }
 
@@ -380,7 +386,7 @@ impl AddressSpace {
             }
             Err(error) => {
                 self.finish(page, discarding, Event::InstallFailed, FaultOutcome::Lost);
-                self.failed(page.single(), &error)
+                self.failed(page, &error)
             }
         }
     }
@@ -431,7 +437,6 @@ impl AddressSpace {
                 if !first {
                     // Whoever waits for it tries again, and gets to know the reason himself.
                     self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Present);
-                    self.wake(page.single());
                 } else if matches!(error, StoreError::Damaged { .. }) {
                     self.finish(page, claimed, Event::ContentLost, FaultOutcome::Lost);
                 } else {
@@ -485,15 +490,12 @@ impl AddressSpace {
             }
         }
         match is_there {
-            Ok(false) => {
-                self.wake(left);
-                Resolved::UpTo(done)
-            }
+            Ok(false) => Resolved::UpTo(done),
             Ok(true) => {
                 self.incidents.intruder(done);
                 Resolved::Failed(FaultOutcome::Lost)
             }
-            Err(error) => self.failed(left, &error),
+            Err(error) => self.failed(done, &error),
         }
     }
 
@@ -520,7 +522,8 @@ impl AddressSpace {
         self.counters.filled_pages.fetch_add(pages.len(), Relaxed);
     }
 
-    /// Ends a fill that this thread has claimed, and releases who joined it.
+    /// Ends a fill that this thread has claimed, and releases who joined it. A vCPU that joined was
+    /// woken by the install, unless that failed, or the guest gave the page up again at once.
     fn finish(&self, page: PageNo, claimed: PageWord, event: Event, outcome: FaultOutcome) {
         let before = self.table.change(page, claimed, event);
         debug_assert!(
@@ -529,6 +532,7 @@ impl AddressSpace {
         );
         if before.is_some_and(PageWord::is_waited_for) {
             self.waiters.release(page, outcome);
+            self.wake(page.single());
         }
     }
 
@@ -554,12 +558,12 @@ impl AddressSpace {
     }
 
     /// A fault that the kernel would not let us serve: whoever waits tries again.
-    fn failed(&self, pages: PageRange, error: &PlaceError) -> Resolved {
+    fn failed(&self, page: PageNo, error: &PlaceError) -> Resolved {
         if matches!(error, PlaceError::Gone) {
             return Resolved::Failed(FaultOutcome::Gone);
         }
-        self.incidents.fill_failed(pages.start, error);
-        self.wake(pages);
+        self.incidents.fill_failed(page, error);
+        self.wake(page.single());
         Resolved::Failed(FaultOutcome::Lost)
     }
 
@@ -575,10 +579,14 @@ impl AddressSpace {
         if pages.is_empty() {
             return;
         }
-        for (_, mmu) in share(&self.devices).iter().filter(|(id, _)| chosen(*id)) {
+        for (id, mmu) in share(&self.devices).iter().filter(|(id, _)| chosen(*id)) {
             // A grant that fails leaves a device that faults again: nothing is lost.
             if let Err(error) = mmu.grant(pages, Access::Write) {
                 self.incidents.fill_failed(pages.start, &error);
+                if *id == DeviceId::VCPUS {
+                    // A vCPU that sleeps over the protection must look again to fault again.
+                    self.wake(pages);
+                }
             }
         }
     }

@@ -7,7 +7,7 @@
 //!            │                          │ still present        ▼
 //!         Present ◄─────────────────────┘                   Stored
 //!          ▲ │  ▲                                            │ ▲ │
-//!          │ │  │ zeros installed                      claim │ │ │ present though stored:
+//!          │ │  │ zeros installed, or not              claim │ │ │ present though stored:
 //!          │ │  └──────── Discarding ─────────┐              │ │ │ an intruder (no transition)
 //!          │ └ hole though ──►▲    │ left out └──────────────┼─┘
 //!          │   present             └──────────► Stored(zero) │ │ install failed
@@ -218,11 +218,12 @@ impl PageWord {
             (State::Filling(content), Event::InstallFailed) => State::Stored(content),
             (State::Filling(_), Event::ContentLost) => State::Poisoned,
             (State::Present, Event::FoundHole) => State::Discarding,
-            (State::Discarding, Event::LeftOut | Event::InstallFailed) => {
-                State::Stored(Content::ZERO)
-            }
+            (State::Discarding, Event::LeftOut) => State::Stored(Content::ZERO),
+            // Zeros that could not be installed leave a hole to be found again. `Stored` would be
+            // wrong: another fault may have found the same hole and filled it in the meantime.
             (State::Evicting(_), Event::StillPresent)
-            | (State::Filling(_) | State::Discarding, Event::Installed) => State::Present,
+            | (State::Filling(_) | State::Discarding, Event::Installed)
+            | (State::Discarding, Event::InstallFailed) => State::Present,
             _ => return None,
         };
         Some(Self::new(next))
@@ -304,7 +305,7 @@ mod tests {
             (State::Filling(c), Event::InstallFailed) => State::Stored(c),
             (State::Filling(_), Event::ContentLost) => State::Poisoned,
             (State::Discarding, Event::Installed) => State::Present,
-            (State::Discarding, Event::InstallFailed) => State::Stored(Content::ZERO),
+            (State::Discarding, Event::InstallFailed) => State::Present,
             (State::Discarding, Event::LeftOut) => State::Stored(Content::ZERO),
             _ => return None,
         })
