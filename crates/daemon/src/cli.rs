@@ -262,6 +262,18 @@ pub enum BenchPart {
         /// Directory for the engine's lock
         #[arg(long)]
         state_dir: PathBuf,
+        /// Longest time the engine polls before it sleeps, in microseconds
+        #[arg(long, default_value_t = 30)]
+        poll_us: u64,
+    },
+    /// The guest of `bench fault`
+    FaultGuest {
+        /// Pages of its memory
+        #[arg(long)]
+        pages: u64,
+        /// CPU of its vCPU
+        #[arg(long)]
+        cpu: usize,
     },
     /// The front end of `bench blk`
     BlkFrontend {

@@ -192,13 +192,18 @@ fn bench_part(part: BenchPart) -> Result<(), CommandError> {
             socket,
             image,
             state_dir,
+            poll_us,
         } => {
             let options = bench::blk::backend::BackendOptions {
                 socket,
                 image,
                 state_dir,
+                poll_max: std::time::Duration::from_micros(poll_us),
             };
             bench::blk::backend::serve(options).map_err(CommandError::failed)
+        }
+        BenchPart::FaultGuest { pages, cpu } => {
+            bench::fault::guest::run(pages, cpu).map_err(CommandError::failed)
         }
         BenchPart::BlkFrontend { socket } => {
             bench::blk::frontend::serve(&socket).map_err(CommandError::failed)

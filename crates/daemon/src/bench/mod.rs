@@ -6,6 +6,7 @@
 //! one line in [`run`].
 
 pub mod blk;
+pub mod fault;
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -67,10 +68,7 @@ pub enum BenchError {
 /// Runs the bench `name`.
 pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
     match name {
-        BenchName::Fault => Err(BenchError::Unable {
-            name: "fault",
-            reason: "this build does not hold it".into(),
-        }),
+        BenchName::Fault => fault::run(&fault::FaultBenchOptions::default()),
         BenchName::Blk => blk::run(),
     }
 }

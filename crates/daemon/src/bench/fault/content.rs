@@ -40,7 +40,7 @@ impl Content {
                 continue;
             };
             if let Some(stored) = packer.pack(Seed(0), PageNo(0), page)
-                && stored.len() < STORED_BYTES_MAX
+                && stored.len() < STORED_BYTES_MAX * 3 / 4
                 && stored.len() > PAGE / 8
             {
                 content.stored_bytes += stored.len() as u64;

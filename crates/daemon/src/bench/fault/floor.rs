@@ -32,7 +32,7 @@ fn fill(pages: u64) -> Result<Vec<u32>, String> {
     file.punch(0, bytes).map_err(failed)?;
     let mapping = SharedMapping::new(file.as_fd(), bytes).map_err(failed)?;
     let userfaultfd = Userfaultfd::create_here().map_err(failed)?;
-    userfaultfd.api(Features::none()).map_err(failed)?;
+    userfaultfd.api(Features::NONE).map_err(failed)?;
     let start = Hva(mapping.address() as u64);
     userfaultfd
         .register(start, bytes, Watch::Missing)

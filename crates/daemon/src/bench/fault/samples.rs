@@ -21,6 +21,12 @@ impl Samples {
         self.rounds.iter().map(Vec::len).sum()
     }
 
+    /// The mean, in microseconds.
+    pub(super) fn mean_us(&self) -> f64 {
+        let sum: u64 = self.rounds.iter().flatten().map(|ns| u64::from(*ns)).sum();
+        ratio(sum, self.count() as u64) / 1e3
+    }
+
     /// The value that `permille` thousandths are not above, in microseconds.
     pub(super) fn us(&self, permille: usize) -> f64 {
         let mut all: Vec<u32> = self.rounds.iter().flatten().copied().collect();
@@ -30,7 +36,10 @@ impl Samples {
 
     /// The same of each round.
     pub(super) fn us_by_round(&self, permille: usize) -> Vec<f64> {
-        self.rounds.iter().map(|round| at(round, permille)).collect()
+        self.rounds
+            .iter()
+            .map(|round| at(round, permille))
+            .collect()
     }
 
     /// `{p50, p90, p99, n}` in microseconds, less `base_us`.
@@ -42,7 +51,9 @@ impl Samples {
 
 fn at(sorted: &[u32], permille: usize) -> f64 {
     let index = (sorted.len() * permille).div_ceil(1000).saturating_sub(1);
-    sorted.get(index).map_or(f64::NAN, |ns| f64::from(*ns) / 1e3)
+    sorted
+        .get(index)
+        .map_or(f64::NAN, |ns| f64::from(*ns) / 1e3)
 }
 
 /// To a thousandth: no clock here is better than that.

@@ -68,7 +68,9 @@ impl ZramSwap {
         let name = self.device_name();
         swaps
             .lines()
-            .find(|line| line.starts_with(&format!("{name} ")) || line.starts_with(&format!("{name}\t")))
+            .find(|line| {
+                line.starts_with(&format!("{name} ")) || line.starts_with(&format!("{name}\t"))
+            })
             .and_then(|line| line.split_whitespace().nth(3)?.parse::<u64>().ok())
             .map(|kib| kib / 4)
             .ok_or_else(|| format!("/proc/swaps does not tell of {name}"))
@@ -110,7 +112,8 @@ fn read(path: &Path) -> Result<String, String> {
 }
 
 fn write(path: &Path, value: &str) -> Result<(), String> {
-    fs::write(path, value).map_err(|error| format!("writing {value} to {}: {error}", path.display()))
+    fs::write(path, value)
+        .map_err(|error| format!("writing {value} to {}: {error}", path.display()))
 }
 
 fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
@@ -123,5 +126,9 @@ fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
         return Ok(());
     }
     let said = String::from_utf8_lossy(&output.stderr);
-    Err(format!("{program} ended with {}: {}", output.status, said.trim()))
+    Err(format!(
+        "{program} ended with {}: {}",
+        output.status,
+        said.trim()
+    ))
 }

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The stand-in for a VMM: a process whose memory is laid out like a VM's, and one thread that
+//! uses it like a vCPU.
+//!
+//! A real guest would do, but its own clock, kernel and virtualization would be
+//! measured with it, and on the peer's side too. What Pagetide sees is the same:
+//! shared memory in a memfd, mapped once and kept from children, and a thread
+//! called as QEMU calls its vCPUs, on one CPU. Orders come as lines of JSON,
+//! each is answered by one line; the end of input ends the process.
+
+use super::content::{Content, PAGE, random_order, stamp};
+use pagetide_addr::{PAGE_BYTES, PageNo};
+use pagetide_sys::{cpu, lent::LentMemory};
+use serde::{Deserialize, Serialize};
+use std::{
+    io::{BufRead as _, Write as _},
+    os::fd::{AsFd as _, AsRawFd as _},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+use virtio_driver::{
+    VhostUser, VirtioBlkFeatureFlags, VirtioBlkQueue, VirtioBlkTransport, VirtioFeatureFlags,
+};
+
+/// As QEMU calls the thread of its first vCPU.
+const VCPU_THREAD: &str = "CPU 0/KVM";
+/// Entries of the device's queue, of which one request uses three.
+const QUEUE_SIZE: u16 = 64;
+/// Longest wait for one device request.
+const REQUEST_WAIT: Duration = Duration::from_secs(10);
+
+/// What the bench asks of the guest.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(super) enum Order {
+    /// Read each page once in random order, timing each.
+    TouchRandomly {
+        /// Of the order.
+        seed: u64,
+    },
+    /// Read each page once from the first to the last, timing each.
+    TouchInSequence,
+    /// Have a device read a block into each page in random order, timing each from available to
+    /// used. Block and page have the same number and content.
+    ReadByDevice {
+        /// Socket of the device.
+        socket: PathBuf,
+        /// Of the order.
+        seeds: Vec<u64>,
+    },
+    /// Compare each page with what it must hold.
+    Verify,
+}
+
+/// What the guest answers.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(super) enum Answer {
+    /// The memory is filled.
+    Ready {
+        /// Its address.
+        address: u64,
+    },
+    /// It took so long for each page, in nanoseconds.
+    Took {
+        /// In the order of the accesses.
+        ns: Vec<u32>,
+    },
+    /// Every byte is right.
+    Verified,
+    /// It did not work.
+    Failed {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Time since `begun` in nanoseconds; the longest that fits if it is more (4 s).
+pub(super) fn ns_since(begun: Instant) -> u32 {
+    u32::try_from(begun.elapsed().as_nanos()).unwrap_or(u32::MAX)
+}
+
+/// Runs the guest with `pages` pages of memory, its vCPU on `cpu`, until the end of input.
+///
+/// # Errors
+/// A sentence.
+pub fn run(pages: u64, cpu: usize) -> Result<(), String> {
+    let vcpu = std::thread::Builder::new()
+        .name(VCPU_THREAD.into())
+        .spawn(move || Vcpu::start(pages, cpu)?.serve())
+        .map_err(|error| format!("no thread for the vCPU: {error}"))?;
+    vcpu.join()
+        .map_err(|_| "the vCPU has panicked".to_owned())?
+}
+
+struct Vcpu {
+    memory: LentMemory,
+    content: Content,
+    pages: u64,
+}
+
+impl Vcpu {
+    fn start(pages: u64, cpu: usize) -> Result<Self, String> {
+        cpu::set_affinity(&[cpu]).map_err(|error| error.to_string())?;
+        let mut vcpu = Self {
+            memory: LentMemory::new("guest-ram", pages * PAGE_BYTES)
+                .map_err(|error| error.to_string())?,
+            content: Content::of_this_program()?,
+            pages,
+        };
+        for page in (0..pages).map(PageNo) {
+            let content = vcpu.content.page(page);
+            vcpu.bytes(page)?.copy_from_slice(&content);
+        }
+        say(&Answer::Ready {
+            address: vcpu.memory.address() as u64,
+        })?;
+        Ok(vcpu)
+    }
+
+    fn serve(&mut self) -> Result<(), String> {
+        for line in std::io::stdin().lock().lines() {
+            let line = line.map_err(|error| error.to_string())?;
+            let order: Order = serde_json::from_str(&line).map_err(|error| error.to_string())?;
+            let answer = match self.obey(&order) {
+                Ok(answer) => answer,
+                Err(reason) => Answer::Failed { reason },
+            };
+            say(&answer)?;
+        }
+        Ok(())
+    }
+
+    fn obey(&mut self, order: &Order) -> Result<Answer, String> {
+        match order {
+            Order::TouchRandomly { seed } => self.touch(&random_order(self.pages, *seed)),
+            Order::TouchInSequence => self.touch(&(0..self.pages).map(PageNo).collect::<Vec<_>>()),
+            Order::ReadByDevice { socket, seeds } => self.read_by_device(socket, seeds),
+            Order::Verify => self.verify(),
+        }
+    }
+
+    fn bytes(&mut self, page: PageNo) -> Result<&mut [u8], String> {
+        self.memory
+            .bytes_mut(page.byte_offset(), PAGE_BYTES)
+            .ok_or_else(|| format!("{page} is beyond the memory"))
+    }
+
+    fn touch(&mut self, order: &[PageNo]) -> Result<Answer, String> {
+        let mut ns = Vec::with_capacity(order.len());
+        for page in order {
+            let bytes = self.bytes(*page)?;
+            let begun = Instant::now();
+            let first = std::hint::black_box(bytes.first_chunk::<8>().copied());
+            ns.push(ns_since(begun));
+            if first.map(u64::from_ne_bytes) != Some(stamp(*page)) {
+                return Err(format!("{page} came back with wrong content"));
+            }
+        }
+        Ok(Answer::Took { ns })
+    }
+
+    fn verify(&mut self) -> Result<Answer, String> {
+        for page in (0..self.pages).map(PageNo) {
+            let wanted = self.content.page(page);
+            if self.bytes(page)? != wanted {
+                return Err(format!("{page} has wrong content"));
+            }
+        }
+        Ok(Answer::Verified)
+    }
+
+    /// One connection for all passes: the RAM is mapped by the device's process as long as it
+    /// lasts, and no longer.
+    fn read_by_device(&mut self, socket: &Path, seeds: &[u64]) -> Result<Answer, String> {
+        let failed = |error: std::io::Error| format!("the device: {error}");
+        let features = VirtioFeatureFlags::VERSION_1.bits()
+            | VirtioFeatureFlags::RING_EVENT_IDX.bits()
+            | VirtioBlkFeatureFlags::MQ.bits();
+        let path = socket.to_str().ok_or("the socket's path is not UTF-8")?;
+        let mut transport: Box<VirtioBlkTransport> =
+            Box::new(VhostUser::new(path, features).map_err(failed)?);
+        let mut queues =
+            VirtioBlkQueue::setup_queues(transport.as_mut(), 1, QUEUE_SIZE).map_err(failed)?;
+        let len = PageNo(self.pages * PAGE_BYTES).index();
+        let (address, file) = (self.memory.address(), self.memory.as_fd().as_raw_fd());
+        transport
+            .map_mem_region(address, len, file, 0)
+            .map_err(failed)?;
+        let mut queue = queues.swap_remove(0);
+        queue.set_used_notif_enabled(false);
+        let mut ns = Vec::new();
+        for seed in seeds {
+            for page in random_order(self.pages, *seed) {
+                ns.push(self.read_block(transport.as_ref(), &mut queue, page)?);
+            }
+        }
+        Ok(Answer::Took { ns })
+    }
+
+    fn read_block(
+        &mut self,
+        transport: &VirtioBlkTransport,
+        queue: &mut VirtioBlkQueue<'_, ()>,
+        page: PageNo,
+    ) -> Result<u32, String> {
+        let failed = |error: std::io::Error| format!("reading into {page}: {error}");
+        let kick = transport.get_submission_notifier(0);
+        let bytes = self.bytes(page)?;
+        let begun = Instant::now();
+        queue.read(page.byte_offset(), bytes, ()).map_err(failed)?;
+        if queue.avail_notif_needed() {
+            kick.notify().map_err(failed)?;
+        }
+        let mut looks = 0_u32;
+        loop {
+            if let Some(done) = queue.completions().next() {
+                let taken = ns_since(begun);
+                return match done.ret {
+                    0 => Ok(taken),
+                    errno => Err(format!("reading into {page} ended with {errno}")),
+                };
+            }
+            looks = looks.wrapping_add(1);
+            if looks.is_multiple_of(1 << 16) && begun.elapsed() > REQUEST_WAIT {
+                return Err(format!("reading into {page} does not end"));
+            }
+            std::hint::spin_loop();
+        }
+    }
+}
+
+fn say(answer: &Answer) -> Result<(), String> {
+    let line = serde_json::to_string(answer).map_err(|error| error.to_string())?;
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}")
+        .and_then(|()| out.flush())
+        .map_err(|error| error.to_string())
+}
+
+const _: () = assert!(PAGE as u64 == PAGE_BYTES);

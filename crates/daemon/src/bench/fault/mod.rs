@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `bench fault`: how long it takes to get an evicted page back.
+//!
+//! One guest (a stand-in, see [`guest`]) is measured in rounds, and in each
+//! round by all of these in turn, on the same pages with the same content:
+//!
+//! | phase | who fetches each page in random order | served by |
+//! |---|---|---|
+//! | zram | its vCPU | the kernel: swap on zram, lz4, page-cluster 0 |
+//! | cpu | its vCPU | `pagetide run`: fault reader, lz4 tier |
+//! | device | a virtio queue, a 4 KiB read into the page | `pagetide run`: software DPU, I/O page fault |
+//! | device, present | the same on present pages | the same without a fault |
+//! | sequential | its vCPU, in order | `pagetide run`, with and without neighbours |
+//!
+//! Evicting is done by the commands a user has (`vm reclaim`; `MADV_PAGEOUT`
+//! for the peer), and a phase begins only when all pages are out. The daemon is
+//! attached for its phases alone: swap and Pagetide exclude one another.
+//!
+//! `device_us` is a percentile of the requests that fault, less the *median* of
+//! those that do not: what is left is the fault. `cpu_us` and `zram_us` are
+//! whole, as a vCPU sees them. The vCPU stays on one CPU, as vCPUs mostly do;
+//! the product chooses its own places.
+
+mod content;
+mod floor;
+pub mod guest;
+mod process;
+mod samples;
+mod zram;
+
+use self::{
+    content::Content,
+    guest::{Answer, Order},
+    process::{Daemon, Guest},
+    samples::{Samples, ratio, rounded},
+    zram::ZramSwap,
+};
+use super::{BenchError, BenchReport};
+use pagetide_addr::{PAGE_BYTES, PageNo};
+use serde_json::{Map, json};
+use std::{
+    io::Write as _,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+const NAME: &str = "fault";
+/// Pages that a phase may leave in memory, in thousandths: per-CPU batches of the kernel.
+const LEFT_PERMILLE_MAX: u64 = 5;
+
+/// How much is measured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FaultBenchOptions {
+    /// Rounds of all phases.
+    pub rounds: u64,
+    /// Pages of the guest; each phase fetches each once. At least 4,096, as a VM's RAM has.
+    pub pages: u64,
+}
+
+impl Default for FaultBenchOptions {
+    /// 49,152 faults of each kind.
+    fn default() -> Self {
+        Self {
+            rounds: 6,
+            pages: 8192,
+        }
+    }
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn run(options: &FaultBenchOptions) -> Result<BenchReport, BenchError> {
+    let interrupted = listen_for_interrupts().map_err(failed)?;
+    let mut bench =
+        Bench::prepare(*options).map_err(|reason| BenchError::Unable { name: NAME, reason })?;
+    for round in 0..options.rounds {
+        bench.round(round, &interrupted).map_err(failed)?;
+        tracing::info!(round = round + 1, of = options.rounds, "bench fault");
+    }
+    bench.verify().map_err(failed)?;
+    Ok(bench.report())
+}
+
+fn failed(reason: String) -> BenchError {
+    BenchError::Failed { name: NAME, reason }
+}
+
+/// Notes SIGINT and SIGTERM, so that what was set up is taken down in order.
+fn listen_for_interrupts() -> Result<Arc<AtomicBool>, String> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let flag = Arc::new(AtomicBool::new(false));
+    let told = Arc::clone(&flag);
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| error.to_string())?;
+    std::thread::spawn(move || {
+        runtime.block_on(async {
+            let signals = (
+                signal(SignalKind::interrupt()),
+                signal(SignalKind::terminate()),
+            );
+            let (Ok(mut interrupt), Ok(mut terminate)) = signals else {
+                tracing::warn!("signals cannot be caught: do not interrupt the bench");
+                return;
+            };
+            loop {
+                tokio::select! {
+                    _ = interrupt.recv() => {}
+                    _ = terminate.recv() => {}
+                }
+                told.store(true, Ordering::Relaxed);
+            }
+        });
+    });
+    Ok(flag)
+}
+
+/// All latencies.
+#[derive(Default)]
+struct Measured {
+    cpu: Samples,
+    device: Samples,
+    device_present: Samples,
+    zram: Samples,
+    floor: Samples,
+    sequential: Samples,
+    sequential_alone: Samples,
+    faults: u64,
+    reader_cpu_us: f64,
+    daemon_cpu_ns: u64,
+    device_faults: u64,
+    device_cpu_ns: u64,
+    sequential_faults: u64,
+    zram_left_pages: u64,
+}
+
+/// What one run holds. Fields are dropped in this order: nothing is taken away that is in use.
+struct Bench {
+    daemon: Daemon,
+    daemon_alone: Daemon,
+    guest: Guest,
+    zram: Result<ZramSwap, String>,
+    socket: PathBuf,
+    image: PathBuf,
+    cpu: usize,
+    lz4_ratio: f64,
+    options: FaultBenchOptions,
+    measured: Measured,
+    _dirs: [tempfile::TempDir; 2],
+}
+
+/// One phase, given a seed.
+type Phase = fn(&mut Bench, u64) -> Result<(), String>;
+
+impl Bench {
+    fn prepare(options: FaultBenchOptions) -> Result<Self, String> {
+        let in_memory = directory_in(Path::new("/dev/shm"))?;
+        let on_disk = directory_in(&std::env::temp_dir())?;
+        let content = Content::of_this_program()?;
+        let image = in_memory.path().join("image");
+        write_image(&image, &content, options.pages)
+            .map_err(|error| format!("{}: {error}", image.display()))?;
+        let cpus = pagetide_sys::cpu::affinity().map_err(|error| error.to_string())?;
+        let cpu = cpus.last().copied().unwrap_or(0);
+        let dir = |name| in_memory.path().join(name);
+        Ok(Self {
+            daemon: Daemon::start(&dir("daemon"), &[])?,
+            daemon_alone: Daemon::start(&dir("alone"), &["--neighbours", "0"])?,
+            guest: Guest::start(on_disk.path(), options.pages, cpu)?,
+            zram: ZramSwap::prepare(2 * options.pages * PAGE_BYTES),
+            socket: dir("blk.sock"),
+            image,
+            cpu,
+            lz4_ratio: content.lz4_ratio(),
+            options,
+            measured: Measured::default(),
+            _dirs: [in_memory, on_disk],
+        })
+    }
+
+    fn round(&mut self, round: u64, interrupted: &AtomicBool) -> Result<(), String> {
+        let seed = round * 10;
+        let phases: [Phase; 4] = [
+            Self::zram_phase,
+            Self::product_phases,
+            Self::alone_phase,
+            Self::floor_phase,
+        ];
+        for phase in phases {
+            if interrupted.load(Ordering::Relaxed) {
+                return Err("it was interrupted; everything is as before".into());
+            }
+            phase(self, seed)?;
+        }
+        Ok(())
+    }
+
+    fn zram_phase(&mut self, seed: u64) -> Result<(), String> {
+        let pages = self.options.pages;
+        let Ok(zram) = &mut self.zram else {
+            return Ok(());
+        };
+        zram.switch_on()?;
+        self.guest.page_out()?;
+        let left = pages.saturating_sub(zram.used_pages()?);
+        if left > pages * LEFT_PERMILLE_MAX / 1000 {
+            return Err(format!(
+                "the kernel left {left} of {pages} pages in memory instead of zram"
+            ));
+        }
+        self.measured.zram_left_pages += left;
+        let took = self.guest.time(&Order::TouchRandomly { seed })?;
+        self.measured.zram.add(took);
+        zram.switch_off()
+    }
+
+    fn product_phases(&mut self, seed: u64) -> Result<(), String> {
+        self.daemon.attach(&self.guest)?;
+        self.cpu_phase(seed)?;
+        self.device_phase(seed)?;
+        let before = self.daemon.evict_all(self.options.pages)?;
+        let took = self.guest.time(&Order::TouchInSequence)?;
+        self.measured.sequential.add(took);
+        self.measured.sequential_faults += self.daemon.vm()?.vcpu_faults - before.vcpu_faults;
+        self.daemon.detach()
+    }
+
+    fn cpu_phase(&mut self, seed: u64) -> Result<(), String> {
+        let before = self.daemon.evict_all(self.options.pages)?;
+        let cpu_ns = self.daemon.cpu_ns()?;
+        let took = self.guest.time(&Order::TouchRandomly { seed: seed + 1 })?;
+        let measured = &mut self.measured;
+        measured.daemon_cpu_ns += self.daemon.cpu_ns()? - cpu_ns;
+        measured.cpu.add(took);
+        let after = self.daemon.vm()?;
+        measured.faults += after.vcpu_faults - before.vcpu_faults;
+        measured.reader_cpu_us += (after.reader_cpu_seconds - before.reader_cpu_seconds) * 1e6;
+        Ok(())
+    }
+
+    fn device_phase(&mut self, seed: u64) -> Result<(), String> {
+        let pages = PageNo(self.options.pages).index();
+        self.daemon.add_blk(&self.socket, &self.image)?;
+        let before = self.daemon.evict_all(self.options.pages)?;
+        let cpu_ns = self.daemon.cpu_ns()?;
+        // The first pass finds all pages absent, the second all present.
+        let mut took = self.guest.time(&Order::ReadByDevice {
+            socket: self.socket.clone(),
+            seeds: vec![seed + 2, seed + 3],
+        })?;
+        self.measured.device_cpu_ns += self.daemon.cpu_ns()? - cpu_ns;
+        let present = took.split_off(pages.min(took.len()));
+        self.measured.device.add(took);
+        self.measured.device_present.add(present);
+        self.measured.device_faults += self.daemon.vm()?.iopfs - before.iopfs;
+        self.daemon.remove_blk(&self.socket)
+    }
+
+    fn alone_phase(&mut self, _seed: u64) -> Result<(), String> {
+        self.daemon_alone.attach(&self.guest)?;
+        self.daemon_alone.evict_all(self.options.pages)?;
+        let took = self.guest.time(&Order::TouchInSequence)?;
+        self.measured.sequential_alone.add(took);
+        self.daemon_alone.detach()
+    }
+
+    fn floor_phase(&mut self, _seed: u64) -> Result<(), String> {
+        let took = floor::measure(self.options.pages, self.cpu)?;
+        self.measured.floor.add(took);
+        Ok(())
+    }
+
+    fn verify(&mut self) -> Result<(), String> {
+        match self.guest.obey(&Order::Verify)? {
+            Answer::Verified => Ok(()),
+            other => Err(format!("the guest answered {other:?} to a verification")),
+        }
+    }
+
+    fn report(&self) -> BenchReport {
+        let mut report = BenchReport::new(NAME);
+        let measured = &self.measured;
+        self.report_figures(&mut report.figures);
+        match &self.zram {
+            Ok(_) => {
+                let peers = &mut report.peers;
+                peers.insert("zram_us".into(), measured.zram.report(0.0));
+                peers.insert(
+                    "zram_p90_us_by_round".into(),
+                    json!(measured.zram.us_by_round(900)),
+                );
+                peers.insert("zram_left_pages".into(), measured.zram_left_pages.into());
+                self.report_ratios(&mut report.ratios);
+            }
+            Err(reason) => {
+                report.peers.insert("zram_us".into(), json!(reason));
+            }
+        }
+        report
+    }
+
+    fn report_figures(&self, figures: &mut Map<String, serde_json::Value>) {
+        let measured = &self.measured;
+        let present_us = measured.device_present.us(500);
+        let mean = |samples: &Samples| rounded(samples.mean_us());
+        #[expect(
+            clippy::cast_precision_loss,
+            reason = "counts and times far below 2^53"
+        )]
+        let each = |total: f64, count: u64| rounded(total / count.max(1) as f64);
+        let values = [
+            ("cpu_us", measured.cpu.report(0.0)),
+            ("cpu_p90_us_by_round", json!(measured.cpu.us_by_round(900))),
+            ("cpu_faults", measured.faults.into()),
+            (
+                "reader_cpu_us_per_fault",
+                each(measured.reader_cpu_us, measured.faults).into(),
+            ),
+            (
+                "service_cpu_us_per_fault",
+                rounded(ratio(measured.daemon_cpu_ns, measured.faults) / 1e3).into(),
+            ),
+            ("device_us", measured.device.report(present_us)),
+            ("device_whole_us", measured.device.report(0.0)),
+            ("device_present_us", measured.device_present.report(0.0)),
+            ("device_faults", measured.device_faults.into()),
+            (
+                "service_cpu_us_per_device_request",
+                rounded(
+                    ratio(
+                        measured.device_cpu_ns,
+                        2 * self.options.pages * self.options.rounds,
+                    ) / 1e3,
+                )
+                .into(),
+            ),
+            (
+                "sequential_us_per_page",
+                json!({
+                    "with_neighbours": mean(&measured.sequential),
+                    "without": mean(&measured.sequential_alone),
+                }),
+            ),
+            (
+                "sequential_faults_with_neighbours",
+                measured.sequential_faults.into(),
+            ),
+            ("uffdio_copy_us", measured.floor.report(0.0)),
+            ("lz4_ratio", rounded(self.lz4_ratio).into()),
+            ("vcpu_cpu", self.cpu.into()),
+        ];
+        for (name, value) in values {
+            figures.insert(name.into(), value);
+        }
+    }
+
+    fn report_ratios(&self, ratios: &mut Map<String, serde_json::Value>) {
+        let measured = &self.measured;
+        let present_us = measured.device_present.us(500);
+        for (name, permille) in [("p50", 500), ("p90", 900), ("p99", 990)] {
+            let zram_us = measured.zram.us(permille);
+            let device = (measured.device.us(permille) - present_us) / zram_us;
+            ratios.insert(format!("device_over_zram_{name}"), rounded(device).into());
+            let cpu = measured.cpu.us(permille) / zram_us;
+            ratios.insert(format!("cpu_over_zram_{name}"), rounded(cpu).into());
+        }
+    }
+}
+
+fn directory_in(parent: &Path) -> Result<tempfile::TempDir, String> {
+    tempfile::Builder::new()
+        .prefix("pagetide-bench-")
+        .tempdir_in(parent)
+        .map_err(|error| format!("no directory in {}: {error}", parent.display()))
+}
+
+/// Block n of the image is page n of the guest: a read changes nothing.
+fn write_image(path: &Path, content: &Content, pages: u64) -> std::io::Result<()> {
+    let mut file = std::io::BufWriter::new(std::fs::File::create(path)?);
+    for page in (0..pages).map(PageNo) {
+        file.write_all(&content.page(page))?;
+    }
+    file.flush()
+}
