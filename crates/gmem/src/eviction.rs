@@ -224,6 +224,19 @@ impl EvictionRound<'_> {
         set
     }
 
+    /// Takes `pages` out of the round: they stay.
+    pub fn spare(&mut self, pages: &PageSet) {
+        let state = self.space.table.section(self.section);
+        let _owned = own(&state.lock);
+        let mut spared = PageSet::EMPTY;
+        for page in pages.pages(self.section).filter(|page| state.cancel(*page)) {
+            spared.insert(page);
+        }
+        for run in spared.runs(self.section) {
+            self.space.grant_to(run, |_| true);
+        }
+    }
+
     /// Reads pages of the section. What is read of a page is meaningful only if its commit succeeds.
     ///
     /// # Errors

@@ -352,10 +352,12 @@ impl AddressSpace {
         match self.place.is_present(page) {
             Ok(true) => {
                 self.counters.present_faults.fetch_add(1, Relaxed);
-                if section.cancel(page) {
+                let cancelled = section.cancel(page);
+                if cancelled {
                     self.counters.cancelled_pages.fetch_add(1, Relaxed);
                 }
-                if fault.device == DeviceId::VCPUS {
+                // Out of the round, it has its write access back, whoever asked.
+                if cancelled || fault.device == DeviceId::VCPUS {
                     self.grant_to(page.single(), |id| id == DeviceId::VCPUS);
                 }
                 self.grant_to(page.single(), |id| id != DeviceId::VCPUS);

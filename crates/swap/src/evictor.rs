@@ -3,15 +3,20 @@
 //!
 //! ```text
 //!   round begun (devices shut out, vCPUs read-only)
+//!     what was touched since it was chosen is spared
 //!     for each run of up to 16 candidates:
 //!        read ─► zero? pack, CRC ─► store ─► commit (word, punch, word)
 //!   round ended (what was needed meanwhile has stayed)
 //! ```
 //! Content is in the store before its word says so, and the word says so before
-//! the page is punched. Batches are small because a fault in the section waits
+//! the page is punched. Who took a reference to a page through a page table has
+//! mapped it; after the write protection nobody takes one to write. So a page is
+//! looked at once more between the protection and the punch: it goes only if it
+//! is unmapped still. Batches are small because a fault in the section waits
 //! for a commit, and because content packed in vain is work lost.
 
 use crate::{
+    reclaim::TrackerError,
     store::{PoolStore, PutError},
     tier::{PAGE, Packer},
 };
@@ -47,6 +52,9 @@ pub enum EvictorError {
     /// The VM's memory failed.
     #[error(transparent)]
     Place(#[from] PlaceError),
+    /// The tracker failed.
+    #[error("what was accessed cannot be told: {0}")]
+    Tracker(TrackerError),
 }
 
 /// See the module. One a worker: it keeps buffers.
@@ -82,8 +90,9 @@ impl Evictor {
         &self.store
     }
 
-    /// Evicts up to `pages_max` of the `wanted` pages of `section`. `progress` is told after each
-    /// batch how many pages it evicted.
+    /// Evicts up to `pages_max` of the `wanted` pages of `section`. `touched` is asked, when the pages
+    /// are protected, for those that must stay; `progress` is told after each batch how many pages
+    /// it evicted.
     ///
     /// # Errors
     /// [`EvictorError`].
@@ -92,6 +101,7 @@ impl Evictor {
         section: SectionNo,
         wanted: &PageSet,
         pages_max: u64,
+        touched: impl FnOnce() -> Result<PageSet, TrackerError>,
         mut progress: impl FnMut(u64),
     ) -> Result<EvictReport, EvictorError> {
         let space = Arc::clone(&self.space);
@@ -99,6 +109,7 @@ impl Evictor {
         trim_to(&mut wanted, section, pages_max);
         let mut round = space.begin_eviction(section, &wanted)?;
         let mut report = EvictReport::default();
+        round.spare(&touched().map_err(EvictorError::Tracker)?);
         let begun = round.candidates();
         for run in begun.runs(section) {
             let mut first = run.start;

@@ -6,7 +6,8 @@
 //! which were in use since the scan before. A page goes only if it has been
 //! unmapped for at least [`UNMAPPED_MIN`] and was not mapped again: then nobody
 //! took a reference to it through a page table lately, which the write
-//! protection of the eviction round alone would not tell.
+//! protection of the eviction round alone would not tell. This is looked at to
+//! choose, and again when the pages are protected.
 //!
 //! # Which go first
 //! Sections coldest first. A first pass takes sections on the cold side only.
@@ -214,10 +215,14 @@ impl Reclaimer {
         }
         let limit = Arc::clone(&self.limit);
         let mut evicted = 0;
-        let result = self.evictor.evict(section, &wanted, pages, |batch| {
-            evicted += batch;
-            limit.evicted(batch);
-        });
+        let tracker = &self.tracker;
+        let touched = || tracker.mapped(section);
+        let result = self
+            .evictor
+            .evict(section, &wanted, pages, touched, |batch| {
+                evicted += batch;
+                limit.evicted(batch);
+            });
         done.evicted_pages += evicted;
         match result {
             Ok(_)
