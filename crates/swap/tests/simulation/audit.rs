@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What must hold when nobody is in the middle of anything, and what must hold even when a daemon has
+//! just died in the middle of something.
+
+use crate::{
+    content::Stamps,
+    daemon::{Daemon, has_room},
+    random::Random,
+    state::State,
+};
+use pagetide_addr::{PAGE_BYTES, PageNo};
+use pagetide_gmem::{
+    Content, ContentStore, PageWord, State as WordState, StoreError, WordArray,
+    word::{Presence, Recovered},
+};
+use pagetide_swap::{
+    PoolStore, PoolWords,
+    slots::{CHUNK_BYTES, SLOT_UNIT_BYTES},
+    tier::{Located, PAGE},
+};
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Header of a pool, and what it keeps in spare chunks.
+const HEADER_BYTES: u64 = 64 << 10;
+const SPARE_CHUNKS: u64 = 4;
+
+fn words(store: &PoolStore) -> PoolWords {
+    PoolWords(store.pool().clone())
+}
+
+fn word(words: &PoolWords, page: PageNo) -> PageWord {
+    let bits = words.cell(page).load(Relaxed);
+    PageWord::from_bits(bits).unwrap_or_else(|error| panic!("{page:?}: {error}"))
+}
+
+fn pages(state: &State) -> impl Iterator<Item = PageNo> + use<> {
+    (0..state.knobs.page_count).map(PageNo)
+}
+
+fn is_present(state: &State, page: PageNo) -> bool {
+    state.pages[page.index()].content.is_some()
+}
+
+/// At any instant of death each page is present or stored, with content that it may hold, and no
+/// stored content belongs to two pages.
+pub fn audit(state: &State, store: &PoolStore) {
+    let words = words(store);
+    for page in pages(state) {
+        let presence = if is_present(state, page) {
+            Presence::Present
+        } else {
+            Presence::Absent
+        };
+        match word(&words, page).recover(presence) {
+            Recovered::Intruder => panic!("{page:?} is present though its word says stored"),
+            Recovered::Word { word, .. } => check_content(state, store, page, word),
+        }
+    }
+}
+
+fn check_content(state: &State, store: &PoolStore, number: PageNo, word: PageWord) {
+    let page = &state.pages[number.index()];
+    match word.state() {
+        WordState::Poisoned => assert!(page.damaged, "{number:?} is poisoned, never damaged"),
+        WordState::Stored(content) => {
+            let adopted = content.is_zero() || store.adopt(content).is_ok();
+            assert!(adopted, "{number:?} shares its stored content with another");
+            let Some(held) = load(store, number, content) else {
+                assert!(page.damaged, "stored content of {number:?} is damaged");
+                return;
+            };
+            let versions = &page.versions;
+            assert!(
+                versions.contains(&held),
+                "{held:?} is stored for {number:?}, which may hold {versions:?}"
+            );
+        }
+        _ => assert!(page.content.is_some(), "{number:?} is nowhere"),
+    }
+}
+
+fn load(store: &PoolStore, page: PageNo, content: Content) -> Option<Stamps> {
+    if content.is_zero() {
+        return Some(Stamps::ZERO);
+    }
+    let mut bytes = [0; PAGE];
+    match store.load(page, content, &mut bytes) {
+        Ok(()) => {}
+        Err(StoreError::Damaged { .. }) => return None,
+        Err(error) => panic!("{error}"),
+    }
+    Some(Stamps::parse(&bytes).unwrap_or_else(|| panic!("{page:?}: nobody wrote what is stored")))
+}
+
+/// Between two tasks of a daemon that lives.
+pub fn audit_at_rest(state: &State, daemon: &Daemon) {
+    assert!(state.frames.is_empty());
+    assert!(
+        state.unanswered.is_empty(),
+        "page requests stay unanswered: {}",
+        state.describe()
+    );
+    let words = words(&daemon.store);
+    let (mut contents, mut bytes) = (state.quarantined, 0);
+    for page in pages(state) {
+        let content = match word(&words, page).state() {
+            WordState::Filling(_) | WordState::Discarding => panic!("{page:?} is left half done"),
+            WordState::Evicting(content) => {
+                assert!(state.coverage.errors > 0, "{page:?} is left half evicted");
+                content
+            }
+            WordState::Stored(content) => {
+                assert!(!is_present(state, page), "{page:?} is present and stored");
+                content
+            }
+            WordState::Present | WordState::Poisoned => continue,
+        };
+        contents += u64::from(!content.is_zero());
+        bytes += u64::from(Located::of(content).bytes);
+    }
+    audit_counts(state, daemon, contents, bytes);
+    audit_limit(state, daemon);
+    if state.coverage.errors + state.coverage.discards + state.coverage.deaths == 0 {
+        audit_grants(state, &words);
+    }
+}
+
+/// Each stored content belongs to one page, and what belongs to none was freed.
+fn audit_counts(state: &State, daemon: &Daemon, contents: u64, bytes: u64) {
+    let hogs = daemon.hogs.lock().map_or(0, |hogs| hogs.len() as u64);
+    let counts = daemon.store.counts();
+    let stored = counts.lz4_pages.load(Relaxed) + counts.verbatim_pages.load(Relaxed);
+    assert_eq!(
+        stored,
+        contents + hogs,
+        "contents stored, and named by a word ({} of them found damaged)",
+        state.quarantined
+    );
+    if state.quarantined == 0 {
+        let stored_bytes = counts.stored_bytes.load(Relaxed);
+        assert_eq!(stored_bytes, bytes + hogs * 4100, "bytes stored, and named");
+    }
+}
+
+/// The headroom is never more than what is really free. Only a correction sees that a guest takes
+/// pages back that it had given up, or that pages of a long request were evicted while it was served.
+fn audit_limit(state: &State, daemon: &Daemon) {
+    let Some(limit) = state.knobs.limit_pages else {
+        return;
+    };
+    if state.coverage.discards > 0 || !state.devices.is_empty() {
+        return;
+    }
+    let resident = state.resident_pages();
+    let over = match limit.checked_sub(resident) {
+        Some(free) => has_room(&daemon.limit, free + 1),
+        None => has_room(&daemon.limit, 0),
+    };
+    assert!(
+        !over,
+        "{resident} pages of {limit} are present, and the limit believes in more room"
+    );
+}
+
+/// Outside a round every device may use every present page, and no absent one.
+fn audit_grants(state: &State, words: &PoolWords) {
+    for page in pages(state) {
+        let present = word(words, page).state() == WordState::Present;
+        let protected = state.pages[page.index()].protected;
+        assert!(!(present && protected), "{page:?} is left protected");
+        for device in &state.devices {
+            assert_eq!(device.may[page.index()], present, "bit of {page:?}");
+        }
+    }
+}
+
+/// All pages are back: the pool is empty, and its memory given back.
+pub fn audit_nothing_stored(state: &State, store: &PoolStore) {
+    let counts = store.counts();
+    let stored = counts.lz4_pages.load(Relaxed) + counts.verbatim_pages.load(Relaxed);
+    assert_eq!(stored, state.quarantined, "contents left behind");
+    store.trim().expect("a pool that can be punched");
+    let words = (state.knobs.page_count * 8).next_multiple_of(CHUNK_BYTES);
+    let most = HEADER_BYTES + words + (SPARE_CHUNKS + state.quarantined) * CHUNK_BYTES;
+    let bytes = store.pool().allocated_bytes().expect("a file");
+    assert!(
+        bytes <= most.next_multiple_of(PAGE_BYTES),
+        "an empty pool takes up {bytes} bytes"
+    );
+}
+
+/// Damages the stored content of `page`, if it has any; true if so.
+pub fn flip_stored_bit(store: &PoolStore, page: PageNo, random: &mut Random) -> bool {
+    let WordState::Stored(content) = word(&words(store), page).state() else {
+        return false;
+    };
+    if content.is_zero() {
+        return false;
+    }
+    let located = Located::of(content);
+    assert!(located.slot.byte_offset().is_multiple_of(SLOT_UNIT_BYTES));
+    let at = located.slot.byte_offset() + random.below(u64::from(located.bytes));
+    let mut byte = [0];
+    store.pool().read_content(at, &mut byte).expect("stored");
+    byte[0] ^= 1 << random.below(8);
+    store.pool().write_content(at, &byte).expect("stored");
+    true
+}

@@ -1,0 +1,478 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The daemon: the real address space, store, limit, evictor and reclaimer over the simulated kernel.
+
+use crate::{
+    guest::Message,
+    kernel::{Call, DeviceMmu, Life, Tracker, VcpuMmu, Words, World},
+    knobs::{Eviction, Room},
+    state::{Frame, State},
+};
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_gmem::{
+    AddressSpace, Admission, Content, ContentStore, EvictionError, Fault, FaultOutcome, Incidents,
+    PageTable, SpaceParts, StoreError, recovery::recover_words, recovery::set_initial_words,
+};
+use pagetide_swap::{
+    Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer,
+    evictor::EvictorError,
+    reclaim::{Reach, ReclaimStop, UNMAPPED_MIN},
+    store::PutError,
+};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, PoisonError, atomic::AtomicU64},
+    time::Duration,
+};
+
+/// What a daemon can be given to do.
+#[derive(Clone, Copy, Debug)]
+pub enum Task {
+    Vcpu(Message),
+    Device {
+        id: u64,
+        device: usize,
+        pages: PageRange,
+    },
+    Evict {
+        section: SectionNo,
+        wanted: PageSet,
+        pages_max: u64,
+    },
+    Scan,
+    Reclaim {
+        pages: u64,
+        reach: Reach,
+    },
+    Trim,
+    CorrectLimit,
+}
+
+impl Task {
+    /// A fault that waits to be served.
+    pub fn next_fault(state: &mut State) -> Option<Self> {
+        if state.random.coin()
+            && let Some(message) = state.take_message()
+        {
+            return Some(Self::Vcpu(message));
+        }
+        let (id, pages) = state.page_requests.pop_front()?;
+        let request = state.requests.iter().find(|r| r.id == id)?;
+        let device = request.device;
+        state.coverage.page_requests += 1;
+        Some(Self::Device { id, device, pages })
+    }
+
+    /// Some pages of some section; `None` if evicting is the reclaimer's alone.
+    pub fn random_eviction(state: &mut State) -> Option<Self> {
+        if state.knobs.eviction == Eviction::Reclaimer {
+            return None;
+        }
+        let section = state.active_page().section();
+        let mut wanted = PageSet::EMPTY;
+        let density = state.random.pick(&[1, 2, 4]);
+        for page in state.knobs.active.clone() {
+            if page.section() == section && state.random.below(density) == 0 {
+                wanted.insert(page);
+            }
+        }
+        let pages_max = state.random.pick(&[1, 5, 512]);
+        Some(Self::Evict {
+            section,
+            wanted,
+            pages_max,
+        })
+    }
+}
+
+/// One incarnation of the daemon.
+pub struct Daemon {
+    life: Life,
+    pub space: Arc<AddressSpace>,
+    pub store: Arc<PoolStore>,
+    pub limit: Arc<Limit>,
+    reclaimer: Mutex<Reclaimer>,
+    /// Content of others that takes up the room.
+    pub hogs: Mutex<Vec<Content>>,
+}
+
+impl Daemon {
+    /// The first daemon of a VM.
+    pub fn found(world: &Arc<World>, path: &Path) -> Arc<Self> {
+        let page_count = world.lock().knobs.page_count;
+        let pool = Arc::new(Pool::create(path, page_count, 4711, b"{}").expect("a pool"));
+        let life = begin_life(world);
+        let plain = PageTable::new(Box::new(PoolWords(pool.clone())));
+        let troubles = calm_while(world, || {
+            set_initial_words(&plain, &life).expect("a kernel without errors")
+        });
+        assert_eq!(troubles, world.lock().resident_pages());
+        let store = Arc::new(PoolStore::new(pool));
+        Self::assemble(life, store)
+    }
+
+    /// A successor; `None` if the kernel failed it and another try is due.
+    pub fn succeed(world: &Arc<World>, path: &Path) -> Option<Arc<Self>> {
+        let pool = Arc::new(Pool::open(path).expect("the pool of a dead daemon"));
+        pool.count_restart();
+        let life = begin_life(world);
+        let table = hooked_table(&life, &pool);
+        let store = Arc::new(PoolStore::new(pool));
+        let mut stored = Vec::new();
+        let report = recover_words(&table, &life, |_, content| stored.push(content)).ok()?;
+        for content in stored {
+            store.adopt(content).expect("content of one page each");
+        }
+        store.finish_adoption().expect("a pool that can be punched");
+        assert_eq!(
+            report.present_pages + report.stored_pages + report.poisoned_pages,
+            table.page_count()
+        );
+        Some(Self::assemble(life, store))
+    }
+
+    fn assemble(life: Life, store: Arc<PoolStore>) -> Arc<Self> {
+        let knobs = life.world.lock().knobs.clone();
+        let limit = Arc::new(Limit::new());
+        // Nothing waits for time to pass here.
+        limit.stop();
+        let resident = life.world.lock().resident_pages();
+        limit.set(knobs.limit_pages, resident);
+        let space = Arc::new(AddressSpace::new(SpaceParts {
+            table: hooked_table(&life, store.pool()),
+            place: Arc::new(life.clone()),
+            store: Arc::new(Checked {
+                life: life.clone(),
+                store: store.clone(),
+            }),
+            admission: Arc::new(AtTheLimit {
+                life: life.clone(),
+                limit: limit.clone(),
+            }),
+            incidents: Arc::new(Told(life.clone())),
+            neighbours_max: knobs.neighbours_max,
+        }));
+        space.attach_device(DeviceId::VCPUS, Arc::new(VcpuMmu(life.clone())));
+        let evictor = Evictor::new(space.clone(), store.clone());
+        let tracker = Box::new(Tracker(life.clone()));
+        let daemon = Arc::new(Self {
+            reclaimer: Mutex::new(Reclaimer::new(evictor, limit.clone(), tracker)),
+            hogs: Mutex::new(Vec::new()),
+            life,
+            space,
+            store,
+            limit,
+        });
+        daemon.take_room(knobs.room);
+        daemon.life.world.set_daemon(Some(daemon.clone()));
+        for device in 0..knobs.devices {
+            daemon.attach(device);
+        }
+        daemon
+    }
+
+    fn attach(&self, device: usize) {
+        let mmu = Arc::new(DeviceMmu {
+            life: self.life.clone(),
+            device,
+        });
+        self.space.attach_device(device_id(device), mmu.clone());
+        let _frame = self.life.frame(Frame::Setup);
+        if let Err(error) = self.space.grant_present(&*mmu) {
+            self.life.expect_trouble(&error);
+        }
+    }
+
+    fn take_room(&self, room: Room) {
+        if room == Room::Ample {
+            return;
+        }
+        let mut hogs = Vec::new();
+        while let Ok(content) = self.store.put(&[1; 4100]) {
+            hogs.push(content);
+        }
+        let some = self.life.world.lock().random.below(6);
+        for _ in 0..some {
+            self.store.free(hogs.pop().expect("a pool holds more"));
+        }
+        *self.hogs.lock().unwrap_or_else(PoisonError::into_inner) = hogs;
+    }
+
+    /// Does a task to its end, or dies.
+    pub fn perform(&self, task: Task) {
+        self.life.world.lock().tell_all(format_args!("{task:?}"));
+        match task {
+            Task::Vcpu(message) => self.serve_vcpu(message),
+            Task::Device { id, device, pages } => self.serve_device(id, device, pages),
+            Task::Evict {
+                section,
+                wanted,
+                pages_max,
+            } => self.evict(section, &wanted, pages_max),
+            Task::Scan => self.scan(),
+            Task::Reclaim { pages, reach } => self.reclaim(pages, reach),
+            Task::Trim => self.store.trim().expect("a pool that can be punched"),
+            Task::CorrectLimit => {
+                let resident = self.life.world.lock().resident_pages();
+                self.limit.correct(resident);
+            }
+        }
+    }
+
+    fn serve_vcpu(&self, message: Message) {
+        let _frame = self.life.frame(Frame::VcpuFault);
+        let fault = Fault {
+            device: DeviceId::VCPUS,
+            pages: message.page.single(),
+            access: message.access,
+        };
+        let quick = self.life.world.lock().random.coin();
+        if !quick || self.space.fault_without_waiting(&fault).is_none() {
+            self.space.fault(&fault, None);
+        }
+        self.space.bring_neighbours(message.page);
+    }
+
+    fn serve_device(&self, id: u64, device: usize, pages: PageRange) {
+        let _frame = self.life.frame(Frame::DeviceFault);
+        let fault = Fault {
+            device: device_id(device),
+            pages,
+            access: Access::Write,
+        };
+        let (quick, ticket) = {
+            let mut state = self.life.world.lock();
+            let ticket = state.number();
+            state.unanswered.insert(ticket);
+            (state.random.coin(), ticket)
+        };
+        let life = self.life.clone();
+        let reply = move |outcome: FaultOutcome| life.answer(ticket, id, outcome);
+        match quick.then(|| self.space.fault_without_waiting(&fault)) {
+            Some(Some(outcome)) => reply(outcome),
+            Some(None) | None => self.space.fault(&fault, Some(Box::new(reply))),
+        }
+    }
+
+    fn evict(&self, section: SectionNo, wanted: &PageSet, pages_max: u64) {
+        let _frame = self.life.frame(Frame::Evict);
+        let mut evictor = Evictor::new(self.space.clone(), self.store.clone());
+        let limit = &self.limit;
+        let touched = || Ok(PageSet::EMPTY);
+        let done = evictor.evict(section, wanted, pages_max, touched, |pages| {
+            limit.evicted(pages);
+        });
+        match done {
+            Ok(_)
+            | Err(EvictorError::Round(
+                EvictionError::Nothing | EvictionError::Busy | EvictionError::RoundUnderWay,
+            )) => {}
+            Err(EvictorError::Store(PutError::Full { .. })) => self.life.expect_full(),
+            Err(error) => self.life.expect_trouble(&error),
+        }
+    }
+
+    fn scan(&self) {
+        let Ok(mut reclaimer) = self.reclaimer.try_lock() else {
+            return;
+        };
+        let _frame = self.life.frame(Frame::Evict);
+        let now = self.now();
+        if let Err(error) = reclaimer.scan(now) {
+            self.life.expect_trouble(&*error);
+        }
+    }
+
+    fn reclaim(&self, pages: u64, reach: Reach) {
+        let Ok(mut reclaimer) = self.reclaimer.try_lock() else {
+            return;
+        };
+        let _frame = self.life.frame(Frame::Evict);
+        let now = self.now();
+        match reclaimer.reclaim(now, pages, reach, || true).stopped {
+            None => {}
+            Some(ReclaimStop::Store(PutError::Full { .. })) => self.life.expect_full(),
+            Some(error) => self.life.expect_trouble(&error),
+        }
+    }
+
+    /// Room for `pages` more, made by whoever needs it.
+    fn make_room(&self, pages: u64) {
+        if self.life.world.lock().knobs.eviction == Eviction::Reclaimer {
+            self.scan();
+            let wait_ms = u64::try_from(UNMAPPED_MIN.as_millis()).expect("some milliseconds");
+            self.life.world.lock().pass_time(wait_ms);
+            let pages = pages.max(self.limit.pages_to_high_mark());
+            self.reclaim(pages, Reach::AllResting);
+            return;
+        }
+        let task = Task::random_eviction(&mut self.life.world.lock());
+        if let Some(task) = task {
+            self.perform(task);
+        }
+    }
+
+    fn now(&self) -> Duration {
+        Duration::from_millis(self.life.world.lock().now_ms)
+    }
+}
+
+fn begin_life(world: &Arc<World>) -> Life {
+    let mut state = world.lock();
+    state.incarnation += 1;
+    state.alive = true;
+    Life {
+        world: world.clone(),
+        number: state.incarnation,
+    }
+}
+
+fn calm_while<R>(world: &World, act: impl FnOnce() -> R) -> R {
+    let knobs = world.lock().knobs.clone();
+    {
+        let mut state = world.lock();
+        state.knobs.calm();
+        state.knobs.bustle = 0;
+    }
+    let done = act();
+    world.lock().knobs = knobs;
+    done
+}
+
+fn hooked_table(life: &Life, pool: &Arc<Pool>) -> PageTable {
+    PageTable::new(Box::new(Words {
+        life: life.clone(),
+        pool: PoolWords(pool.clone()),
+        nowhere: AtomicU64::new(0),
+    }))
+}
+
+fn device_id(device: usize) -> DeviceId {
+    DeviceId(1 + u32::try_from(device).expect("few devices"))
+}
+
+impl Life {
+    fn answer(&self, ticket: u64, id: u64, outcome: FaultOutcome) {
+        if std::thread::panicking() {
+            return;
+        }
+        let mut state = self.world.lock();
+        if state.alive && state.incarnation == self.number {
+            assert!(
+                state.unanswered.remove(&ticket),
+                "request {id} is answered twice"
+            );
+            state.answer(id, outcome);
+        }
+    }
+
+    /// Something failed; that is only right if something was made to.
+    fn expect_trouble<E: std::fmt::Display + ?Sized>(&self, error: &E) {
+        if !std::thread::panicking() {
+            let errors = self.world.lock().coverage.errors;
+            assert!(errors > 0, "{error}, although nothing was made to fail");
+        }
+    }
+
+    fn expect_full(&self) {
+        let mut state = self.world.lock();
+        assert_eq!(state.knobs.room, Room::Scarce, "the store is full");
+        state.coverage.store_full += 1;
+    }
+}
+
+/// The store, with calls that may fail.
+struct Checked {
+    life: Life,
+    store: Arc<PoolStore>,
+}
+
+impl ContentStore for Checked {
+    fn load(
+        &self,
+        page: PageNo,
+        content: Content,
+        into: &mut [u8; 4096],
+    ) -> Result<(), StoreError> {
+        let fails = self.life.enter(Call::Locked).is_none_or(|mut s| s.fails());
+        if fails {
+            return Err(StoreError::Unreadable {
+                page,
+                source: std::io::Error::other("injected"),
+            });
+        }
+        self.store.load(page, content, into)
+    }
+
+    fn free(&self, content: Content) {
+        let lives = self.life.enter(Call::Locked).is_some();
+        if lives {
+            self.store.free(content);
+        }
+    }
+}
+
+/// The limit; instead of waiting for the reclaimer, a fill that may do so does its work.
+struct AtTheLimit {
+    life: Life,
+    limit: Arc<Limit>,
+}
+
+impl Admission for AtTheLimit {
+    fn admit(&self, pages: u64) {
+        // Outer tasks may hold locks that an eviction needs.
+        let alone = self.life.world.lock().frames.len() == 1;
+        if alone
+            && !has_room(&self.limit, pages)
+            && let Some(daemon) = self.life.world.daemon()
+        {
+            daemon.make_room(pages);
+        }
+        if !has_room(&self.limit, pages) {
+            self.life.world.lock().coverage.over_limit_pages += pages;
+        }
+        self.limit.admit(pages);
+    }
+
+    fn try_admit(&self, pages: u64) -> bool {
+        self.limit.try_admit(pages)
+    }
+
+    fn give_back(&self, pages: u64) {
+        self.limit.give_back(pages);
+    }
+}
+
+/// True if the limit believes in room for `pages` more.
+pub fn has_room(limit: &Limit, pages: u64) -> bool {
+    let has = limit.try_admit(pages);
+    if has {
+        limit.give_back(pages);
+    }
+    has
+}
+
+/// Whoever is told of trouble.
+struct Told(Life);
+
+impl Incidents for Told {
+    fn intruder(&self, page: PageNo) {
+        assert!(
+            std::thread::panicking(),
+            "an intruder is said to be in {page:?}"
+        );
+    }
+
+    fn poisoned(&self, page: PageNo, _why: &StoreError) {
+        if let Some(mut state) = self.0.enter(Call::Locked) {
+            assert!(
+                state.page(page).damaged,
+                "{page:?} was never damaged, and its content is lost"
+            );
+            state.quarantined += 1;
+        }
+    }
+
+    fn fill_failed(&self, _page: PageNo, why: &dyn std::error::Error) {
+        self.0.expect_trouble(why);
+    }
+}

@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Devices that do DMA: bits, leases, parked requests, and transfers that outlive the daemon.
+//!
+//! ```text
+//!   Popped ── bits set ──► Leased ── each page pinned ──► the transfer lands; gone
+//!     ▲  └─ not ─► Parked    │  ▲
+//!     │  answered    │       └──┴ a page is a hole all the same (the guest gave it up):
+//!     └──────────────┘            alias fault, wait for the answer
+//! ```
+//! A pinned page is written whatever the page tables say: that is why it must
+//! not be punched. When the daemon dies, transfers that have all their pages
+//! land later, until the successor holds the ring's lock; it then does every
+//! unfinished request again.
+
+use crate::{content::Sectors, guest::Write, knobs::LeaseUnit, state::State};
+use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo};
+use pagetide_gmem::{FaultOutcome, Restricted};
+
+const REQUESTS_MAX: usize = 4;
+
+/// The bits of a device, and the pages its rings lie in.
+#[derive(Clone, Debug)]
+pub struct Device {
+    pub may: Vec<bool>,
+    pub wired: Vec<PageNo>,
+}
+
+/// Where a request is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Phase {
+    Popped,
+    Parked,
+    Leased,
+    /// Leased, and waiting for an alias fault.
+    Faulted,
+}
+
+/// A request of the guest to a device: read or write the same sectors of each page.
+#[derive(Clone, Debug)]
+pub struct Request {
+    pub id: u64,
+    pub device: usize,
+    pub pages: PageRange,
+    pub phase: Phase,
+    write: Option<Write>,
+    /// Instances of the first pages, pinned.
+    pins: Vec<u32>,
+}
+
+impl Device {
+    pub fn new(page_count: usize) -> Self {
+        Self {
+            may: vec![false; page_count],
+            wired: Vec::new(),
+        }
+    }
+
+    fn allows(&self, pages: PageRange) -> bool {
+        pages.iter().all(|page| self.may[page.index()])
+    }
+}
+
+impl Request {
+    fn holds_lease(&self) -> bool {
+        matches!(self.phase, Phase::Leased | Phase::Faulted)
+    }
+
+    fn is_submitted(&self) -> bool {
+        self.pins.len() as u64 == self.pages.len()
+    }
+
+    fn pinned(&self) -> impl Iterator<Item = (PageNo, u32)> {
+        self.pages.iter().zip(self.pins.iter().copied())
+    }
+}
+
+impl State {
+    pub fn device_step(&mut self) {
+        if self.devices.is_empty() || !self.alive {
+            return;
+        }
+        if self.requests.len() < REQUESTS_MAX && self.random.below(3) == 0 {
+            self.pop();
+        } else if !self.requests.is_empty() {
+            let at = self.random.index(self.requests.len());
+            self.advance(at);
+        }
+    }
+
+    fn pop(&mut self) {
+        let start = self.active_page();
+        let len = self.random.pick(&[1, 1, 2, 5, 18]);
+        let end = PageNo((start.0 + len).min(self.knobs.page_count));
+        let write = self.random.coin().then(|| self.write());
+        let request = Request {
+            id: self.number(),
+            device: self.random.index(self.devices.len()),
+            pages: PageRange::new(start, end),
+            phase: Phase::Popped,
+            write,
+            pins: Vec::new(),
+        };
+        self.requests.push(request);
+    }
+
+    /// One step of one request.
+    pub fn advance(&mut self, at: usize) {
+        let request = &mut self.requests[at];
+        match request.phase {
+            Phase::Parked | Phase::Faulted => {}
+            Phase::Popped if self.devices[request.device].allows(request.pages) => {
+                request.phase = Phase::Leased;
+            }
+            Phase::Popped => {
+                request.phase = Phase::Parked;
+                self.page_requests.push_back((request.id, request.pages));
+            }
+            Phase::Leased if request.is_submitted() => {
+                let request = self.requests.swap_remove(at);
+                self.land(&request);
+            }
+            Phase::Leased => self.pin_next(at),
+        }
+    }
+
+    fn pin_next(&mut self, at: usize) {
+        let request = &mut self.requests[at];
+        let next = PageNo(request.pages.start.0 + request.pins.len() as u64);
+        let page = &mut self.pages[next.index()];
+        page.dma = true;
+        if page.content.is_some() {
+            request.pins.push(page.instance);
+            return;
+        }
+        assert!(
+            self.coverage.discards > 0,
+            "DMA meets a hole at {next:?}, which nobody gave up"
+        );
+        request.phase = Phase::Faulted;
+        self.page_requests.push_back((request.id, next.single()));
+        self.coverage.alias_faults += 1;
+    }
+
+    fn land(&mut self, request: &Request) {
+        self.coverage.transfers += 1;
+        for (number, instance) in request.pinned() {
+            let page = &self.pages[number.index()];
+            let Some(content) = page.content.filter(|_| page.instance == instance) else {
+                // The guest gave the page up under its own transfer.
+                continue;
+            };
+            match request.write {
+                Some(write) => self.complete_write(number, write, "a device"),
+                None => self.observe(number, content, "a device"),
+            }
+        }
+    }
+
+    /// A page request is answered.
+    pub fn answer(&mut self, id: u64, outcome: FaultOutcome) {
+        let Some(at) = self.requests.iter().position(|r| r.id == id) else {
+            panic!("request {id} is answered but not there");
+        };
+        let request = &mut self.requests[at];
+        request.phase = match (outcome, request.phase) {
+            (FaultOutcome::Present, Phase::Parked) => Phase::Popped,
+            (FaultOutcome::Present, Phase::Faulted) => Phase::Leased,
+            // The guest gets an I/O error; its memory is as it was.
+            (FaultOutcome::Lost | FaultOutcome::Gone, Phase::Parked | Phase::Faulted) => {
+                self.requests.swap_remove(at);
+                return;
+            }
+            (outcome, phase) => panic!("request {id} in {phase:?} is answered {outcome:?}"),
+        };
+    }
+
+    /// The pages that a device keeps.
+    pub fn wired_in(&self, device: usize, section: SectionNo) -> PageSet {
+        let mut set = PageSet::EMPTY;
+        for page in &self.devices[device].wired {
+            if page.section() == section {
+                set.insert(*page);
+            }
+        }
+        set
+    }
+
+    /// A queue is enabled, or disabled: its ring stays where it is meanwhile.
+    pub fn change_wiring(&mut self) {
+        if self.devices.is_empty() {
+            return;
+        }
+        let number = self.random.index(self.devices.len());
+        let page = self.active_page();
+        let present = self.pages[page.index()].content.is_some();
+        let device = &mut self.devices[number];
+        if device.wired.pop().is_none() && present && device.may[page.index()] {
+            device.wired.push(page);
+        }
+    }
+
+    /// The device clears its bits, and looks for leases.
+    pub fn restrict_device(
+        &mut self,
+        device: usize,
+        section: SectionNo,
+        pages: &PageSet,
+    ) -> Restricted {
+        let mut pages = *pages;
+        pages.subtract(&self.wired_in(device, section));
+        for page in pages.pages(section) {
+            self.devices[device].may[page.index()] = false;
+            self.tell(page, format_args!("taken from device {device}"));
+        }
+        let unit = self.knobs.lease_unit;
+        let leased = self
+            .requests
+            .iter()
+            .filter(|r| r.device == device && r.holds_lease())
+            .any(|r| {
+                let leased = PageSet::of_range(section, r.pages);
+                match unit {
+                    LeaseUnit::Page => leased.intersects(&pages),
+                    LeaseUnit::Section => !leased.is_empty(),
+                }
+            });
+        let busy = self.knobs.busy;
+        if leased || self.random.happens(busy) {
+            self.coverage.busy += 1;
+            Restricted::Busy
+        } else {
+            Restricted::Done
+        }
+    }
+
+    /// Why a present page must not be punched now, if so.
+    pub fn held_by_a_device(&self, number: PageNo) -> Option<String> {
+        let instance = self.pages[number.index()].instance;
+        let holds = |r: &&Request| r.pinned().any(|pin| pin == (number, instance));
+        if let Some(request) = self.requests.iter().find(holds) {
+            return Some(format!("request {} does DMA there", request.id));
+        }
+        if self.dead_io.iter().any(|r| holds(&r)) {
+            return Some("a transfer of a dead daemon is under way there".into());
+        }
+        let granted = (0..self.devices.len()).find(|d| self.devices[*d].may[number.index()]);
+        granted.map(|device| format!("device {device} may use it"))
+    }
+
+    /// The daemon's process is gone: bits, leases and parked requests with it.
+    pub fn devices_die(&mut self) {
+        for device in &mut self.devices {
+            device.may.fill(false);
+            device.wired.clear();
+        }
+        for request in &mut self.requests {
+            if request.holds_lease() && request.is_submitted() {
+                self.dead_io.push(request.clone());
+            }
+            request.phase = Phase::Popped;
+            request.pins.clear();
+        }
+    }
+
+    /// A transfer of a dead daemon lands.
+    pub fn land_dead_io(&mut self) {
+        if self.dead_io.is_empty() {
+            return;
+        }
+        let at = self.random.index(self.dead_io.len());
+        let request = self.dead_io.swap_remove(at);
+        self.land(&request);
+        self.coverage.dead_io_landed += 1;
+    }
+
+    /// The sectors a request writes, for messages.
+    pub fn describe(&self) -> String {
+        let sectors = |w: Write| -> Sectors { w.sectors };
+        let requests: Vec<_> = self
+            .requests
+            .iter()
+            .map(|r| (r.id, r.pages, r.phase, r.write.map(sectors)))
+            .collect();
+        let vcpus: Vec<_> = self
+            .vcpus
+            .iter()
+            .map(|v| (v.asleep, v.pending.map(|a| (a.page, a.write.is_some()))))
+            .collect();
+        format!("vCPUs (asleep, access) {vcpus:?}; requests {requests:?}")
+    }
+}

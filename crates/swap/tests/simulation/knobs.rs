@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What kind of run a seed makes: most runs lack most troubles, so that each is also met alone.
+
+use crate::random::{OneIn, Random};
+use pagetide_addr::PageNo;
+
+/// Who chooses what is evicted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Eviction {
+    /// The run, any pages at any time.
+    AtRandom,
+    /// The reclaimer, by its tracker; then the VMM may also hold kernel pins for a while.
+    Reclaimer,
+}
+
+/// How finely a device counts its leases.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LeaseUnit {
+    Page,
+    Section,
+}
+
+/// How the pool fares.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Room {
+    Ample,
+    /// Others have all but filled it.
+    Scarce,
+}
+
+/// The settings of one run.
+#[derive(Clone, Debug)]
+pub struct Knobs {
+    pub steps: u32,
+    pub vcpus: usize,
+    pub devices: usize,
+    pub page_count: u64,
+    /// Pages the guest uses.
+    pub active: Vec<PageNo>,
+    pub eviction: Eviction,
+    pub lease_unit: LeaseUnit,
+    pub room: Room,
+    pub limit_pages: Option<u64>,
+    pub neighbours_max: u32,
+    /// Most steps of guest and devices at one call into the kernel.
+    pub bustle: u64,
+    /// Deaths, in calls into the kernel.
+    pub deaths: OneIn,
+    /// Failures of the kernel and the store, in calls.
+    pub errors: OneIn,
+    /// Devices that are busy for no reason seen here, in restrictions.
+    pub busy: OneIn,
+    /// Pages given up by the guest, in its steps.
+    pub discards: OneIn,
+    /// Bits flipped in the pool, in steps of the run.
+    pub flips: OneIn,
+}
+
+impl Knobs {
+    pub fn of(random: &mut Random) -> Self {
+        let active = active_pages(random);
+        let eviction = random.pick(&[Eviction::AtRandom, Eviction::AtRandom, Eviction::Reclaimer]);
+        let limit = 4 + random.below(active.len() as u64);
+        Self {
+            steps: random.pick(&[60, 150, 300]),
+            vcpus: random.pick(&[1, 2, 4]),
+            devices: random.pick(&[0, 1, 1, 2]),
+            page_count: PAGE_COUNT,
+            active,
+            eviction,
+            lease_unit: random.pick(&[LeaseUnit::Page, LeaseUnit::Section]),
+            room: random.pick(&[
+                Room::Ample,
+                Room::Ample,
+                Room::Ample,
+                Room::Ample,
+                Room::Ample,
+                Room::Ample,
+                Room::Ample,
+                Room::Scarce,
+            ]),
+            limit_pages: random.pick(&[None, Some(limit)]),
+            neighbours_max: random.pick(&[0, 2, 16]),
+            bustle: random.pick(&[0, 1, 3]),
+            deaths: OneIn(random.pick(&[0, 0, 1500, 300, 100])),
+            errors: OneIn(random.pick(&[0, 0, 200, 40, 12])),
+            busy: OneIn(random.pick(&[0, 10])),
+            discards: OneIn(random.pick(&[0, 0, 60, 15])),
+            flips: OneIn(random.pick(&[0, 0, 0, 40])),
+        }
+    }
+
+    /// Switches every trouble off: the end of a run.
+    pub fn calm(&mut self) {
+        for trouble in [
+            &mut self.deaths,
+            &mut self.errors,
+            &mut self.busy,
+            &mut self.discards,
+            &mut self.flips,
+        ] {
+            *trouble = OneIn(0);
+        }
+    }
+}
+
+/// Two whole sections and a piece of one.
+const PAGE_COUNT: u64 = 1024 + 21;
+
+/// Clusters of neighbours across both borders, at the end, and a few pages alone.
+fn active_pages(random: &mut Random) -> Vec<PageNo> {
+    let cluster = random.pick(&[3, 8, 20]);
+    let mut pages: Vec<u64> = (512 - cluster / 2..512 + cluster).collect();
+    pages.extend(1024..1024 + cluster);
+    pages.push(PAGE_COUNT - 1);
+    for _ in 0..cluster {
+        pages.push(random.below(PAGE_COUNT));
+    }
+    pages.sort_unstable();
+    pages.dedup();
+    pages.into_iter().map(PageNo).collect()
+}
