@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use pagetide_guest::params::Params;
-use pagetide_guest::shared::{Counters, Shared};
+use pagetide_guest::shared::{Counters, Extent, Order, Shared};
 use pagetide_guest::wire::{Command, Phase, progress_line};
 use pagetide_guest::{disk, memory};
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
@@ -68,7 +68,15 @@ fn work_on_disk(params: &Params, shared: &Shared) {
         shared.disk.filled.store(true, Relaxed);
         return;
     }
-    if let Err(error) = disk::run(Path::new(DISK), params, shared) {
+    let disk = Path::new(DISK);
+    // It may be plugged in later.
+    while !disk.exists() {
+        if shared.order() == Order::Finish {
+            return;
+        }
+        thread::sleep(REPORT_EVERY / 10);
+    }
+    if let Err(error) = disk::run(disk, params, shared) {
         Counters::add(&shared.disk.errors, 1);
         eprintln!("guest-work: the disk loop ends: {error}");
     }
@@ -84,6 +92,8 @@ fn report_until_stop(
             Ok(Command::Status) | Err(RecvTimeoutError::Timeout) => {}
             Ok(Command::Quiet) => shared.quiet(),
             Ok(Command::Go) => shared.go(),
+            Ok(Command::Give) => shared.resize(Extent::Half),
+            Ok(Command::Take) => shared.resize(Extent::Whole),
             Ok(Command::Stop) => {
                 shared.stop();
                 return Ok(());

@@ -5,13 +5,18 @@
 //! would make none cold. Real guests do both and keep a small set hot, so each
 //! step takes one stride of the sweep, a few random pages and a few pages of
 //! the hot set.
+//!
+//! The memory is two halves, each an allocation of its own. When the host asks,
+//! the upper half is freed, and later taken anew with new content: a balloon that
+//! reports free pages then has some to report. The allocator gives an allocation
+//! of more than 32 MiB back to the kernel at once.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use crate::params::Params;
 use crate::pattern::{self, PAGE_BYTES, PAGE_WORDS};
-use crate::shared::{Counters, Order, Shared};
+use crate::shared::{Counters, Extent, Order, Shared};
 
 /// Pages of one stride of the sweep.
 const STRIDE_PAGES: usize = 64;
@@ -22,12 +27,41 @@ const HOT_PAGES_A_STEP: usize = 16;
 /// Pages of the hot set (2 MiB).
 const HOT_PAGES: usize = 512;
 
-/// The memory under work and what it should hold.
+/// Pages that lie together.
 #[derive(Debug)]
-pub struct Memory {
+struct Pages {
     words: Vec<u64>,
     /// Words before the first page boundary.
     skew_words: usize,
+}
+
+impl Pages {
+    /// Room for so many pages, untouched.
+    fn new(pages: usize) -> Self {
+        let words = vec![0; (pages + 1) * PAGE_WORDS];
+        let skew_words = words.as_ptr().align_offset(PAGE_BYTES).min(PAGE_WORDS);
+        Self { words, skew_words }
+    }
+
+    fn page(&self, index: usize) -> &[u64] {
+        let start = self.skew_words + index * PAGE_WORDS;
+        &self.words[start..start + PAGE_WORDS]
+    }
+
+    fn page_mut(&mut self, index: usize) -> &mut [u64] {
+        let start = self.skew_words + index * PAGE_WORDS;
+        &mut self.words[start..start + PAGE_WORDS]
+    }
+}
+
+/// The memory under work and what it should hold.
+#[derive(Debug)]
+pub struct Memory {
+    lower: Pages,
+    /// Absent while its memory is given up.
+    upper: Option<Pages>,
+    lower_pages: usize,
+    /// Of all pages, those given up included.
     generations: Vec<u32>,
     seed: u64,
     random: u64,
@@ -39,11 +73,11 @@ impl Memory {
     #[must_use]
     pub fn new(params: &Params) -> Self {
         let pages = usize::try_from(params.mem_bytes).unwrap_or(usize::MAX) / PAGE_BYTES;
-        let words = vec![0; (pages + 1) * PAGE_WORDS];
-        let skew_words = words.as_ptr().align_offset(PAGE_BYTES).min(PAGE_WORDS);
+        let lower_pages = pages.div_ceil(2);
         Self {
-            words,
-            skew_words,
+            lower: Pages::new(lower_pages),
+            upper: Some(Pages::new(pages - lower_pages)),
+            lower_pages,
             generations: vec![0; pages],
             seed: params.seed,
             random: pattern::mix(params.seed ^ 0x6d65_6d6f_7279) | 1,
@@ -54,7 +88,28 @@ impl Memory {
     /// Number of pages under work.
     #[must_use]
     pub fn pages(&self) -> usize {
-        self.generations.len()
+        match self.upper {
+            Some(_) => self.generations.len(),
+            None => self.lower_pages,
+        }
+    }
+
+    /// Frees the upper half, or takes it again and fills it with a new generation.
+    pub fn resize(&mut self, extent: Extent) {
+        match (extent, &self.upper) {
+            (Extent::Half, Some(_)) => {
+                self.upper = None;
+                self.cursor = 0;
+            }
+            (Extent::Whole, None) => {
+                let all = self.generations.len();
+                self.upper = Some(Pages::new(all - self.lower_pages));
+                for number in self.lower_pages..all {
+                    self.rewrite(number);
+                }
+            }
+            _ => {}
+        }
     }
 
     /// Writes the first generation of every page.
@@ -105,9 +160,18 @@ impl Memory {
         usize::try_from(self.random >> 8).unwrap_or(0) % below
     }
 
-    fn bounds(&self, number: usize) -> std::ops::Range<usize> {
-        let start = self.skew_words + number * PAGE_WORDS;
-        start..start + PAGE_WORDS
+    fn page(&self, number: usize) -> &[u64] {
+        match (number.checked_sub(self.lower_pages), &self.upper) {
+            (Some(index), Some(upper)) => upper.page(index),
+            _ => self.lower.page(number),
+        }
+    }
+
+    fn page_mut(&mut self, number: usize) -> &mut [u64] {
+        match (number.checked_sub(self.lower_pages), &mut self.upper) {
+            (Some(index), Some(upper)) => upper.page_mut(index),
+            _ => self.lower.page_mut(number),
+        }
     }
 
     fn key(&self, number: usize) -> u64 {
@@ -115,8 +179,8 @@ impl Memory {
     }
 
     fn write(&mut self, number: usize) {
-        let (key, bounds) = (self.key(number), self.bounds(number));
-        pattern::fill(&mut self.words[bounds], key);
+        let key = self.key(number);
+        pattern::fill(self.page_mut(number), key);
     }
 
     fn rewrite(&mut self, number: usize) {
@@ -125,7 +189,7 @@ impl Memory {
     }
 
     fn verify(&self, number: usize, counters: &Counters) {
-        let page = &self.words[self.bounds(number)];
+        let page = self.page(number);
         if let Err(wrong) = pattern::check(page, self.key(number))
             && counters.count_error()
         {
@@ -142,11 +206,17 @@ impl Memory {
 /// Fills, works until told to stop, verifies everything.
 pub fn run(params: &Params, shared: &Shared) {
     let counters = &shared.memory;
-    counters.bytes.store(params.mem_bytes, Relaxed);
     let mut memory = Memory::new(params);
+    let tell = |memory: &Memory| {
+        let bytes = (memory.pages() * PAGE_BYTES) as u64;
+        counters.bytes.store(bytes, Relaxed);
+    };
+    tell(&memory);
     memory.fill();
     counters.filled.store(true, Relaxed);
     while shared.order() == Order::Step {
+        memory.resize(shared.extent());
+        tell(&memory);
         memory.step(counters);
         rest(params.pace_us);
     }
@@ -189,22 +259,47 @@ mod tests {
     #[test]
     fn page_of_an_older_generation_is_an_error() {
         let (mut memory, counters) = (memory(64), Counters::default());
-        let bounds = memory.bounds(5);
-        let old = memory.words[bounds.clone()].to_vec();
-        while pattern::kind(memory.key(5)) != pattern::Kind::Text
-            || old == memory.words[bounds.clone()]
-        {
+        let old = memory.page(5).to_vec();
+        while pattern::kind(memory.key(5)) != pattern::Kind::Text || old == memory.page(5) {
             memory.rewrite(5);
         }
-        memory.words[bounds].copy_from_slice(&old);
+        memory.page_mut(5).copy_from_slice(&old);
         memory.verify_all(&counters);
         assert_eq!(counters.errors.load(Relaxed), 1);
     }
 
     #[test]
+    fn upper_half_given_up_and_taken_again_is_sound_and_new() {
+        let (mut memory, counters) = (memory(1001), Counters::default());
+        let before = memory.generations.clone();
+        memory.resize(Extent::Half);
+        assert_eq!(memory.pages(), 501);
+        for _ in 0..20 {
+            memory.step(&counters);
+        }
+        memory.resize(Extent::Whole);
+        assert_eq!(memory.pages(), 1001);
+        memory.verify_all(&counters);
+        assert_eq!(counters.errors.load(Relaxed), 0);
+        let upper = 501..1001;
+        assert!(
+            upper
+                .clone()
+                .all(|n| memory.generations[n] == before[n] + 1)
+        );
+        memory.resize(Extent::Whole);
+        assert!(
+            upper
+                .clone()
+                .all(|n| memory.generations[n] == before[n] + 1)
+        );
+    }
+
+    #[test]
     fn pages_begin_on_page_boundaries() {
         let memory = memory(3);
-        let first = memory.words[memory.bounds(0)].as_ptr();
-        assert_eq!(first.align_offset(PAGE_BYTES), 0);
+        for number in 0..3 {
+            assert_eq!(memory.page(number).as_ptr().align_offset(PAGE_BYTES), 0);
+        }
     }
 }

@@ -19,10 +19,21 @@ pub enum Order {
     Finish,
 }
 
+/// How much of the memory is to be under work.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Extent {
+    /// All of it.
+    #[default]
+    Whole,
+    /// The lower half; the upper is free.
+    Half,
+}
+
 #[derive(Debug, Default)]
 struct Control {
     quiet: bool,
     stop: bool,
+    extent: Extent,
 }
 
 /// Counters of one loop.
@@ -81,6 +92,17 @@ impl Shared {
         } else {
             Order::Step
         }
+    }
+
+    /// How much memory the host wants under work.
+    pub fn extent(&self) -> Extent {
+        let control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+        control.extent
+    }
+
+    /// Has the memory loop change to `extent` at its next step.
+    pub fn resize(&self, extent: Extent) {
+        self.change(|control| control.extent = extent);
     }
 
     /// Pauses both loops at their next step.

@@ -30,7 +30,7 @@ pub enum Phase {
 pub struct Progress {
     /// Where the work stands.
     pub phase: Phase,
-    /// Bytes of anonymous memory under work.
+    /// Bytes of anonymous memory under work now.
     pub memory_bytes: u64,
     /// Bytes of the disk under work; 0 without a disk.
     pub disk_bytes: u64,
@@ -63,9 +63,23 @@ pub enum Command {
     Quiet,
     /// Go on after [`Command::Quiet`].
     Go,
+    /// Free half of the memory under work.
+    Give,
+    /// Take that half again, and fill it anew.
+    Take,
 }
 
 impl Command {
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::Status,
+        Self::Stop,
+        Self::Quiet,
+        Self::Go,
+        Self::Give,
+        Self::Take,
+    ];
+
     /// The word on the line.
     #[must_use]
     pub const fn word(self) -> &'static str {
@@ -74,13 +88,15 @@ impl Command {
             Self::Stop => "stop",
             Self::Quiet => "quiet",
             Self::Go => "go",
+            Self::Give => "give",
+            Self::Take => "take",
         }
     }
 
     /// The command of a line, or `None` if it is no command.
     #[must_use]
     pub fn parse(line: &str) -> Option<Self> {
-        [Self::Status, Self::Stop, Self::Quiet, Self::Go]
+        Self::ALL
             .into_iter()
             .find(|command| command.word() == line.trim())
     }
@@ -125,7 +141,7 @@ mod tests {
 
     #[test]
     fn every_command_word_parses_back() {
-        for command in [Command::Status, Command::Stop, Command::Quiet, Command::Go] {
+        for command in Command::ALL {
             assert_eq!(
                 Command::parse(&format!("{}\r\n", command.word())),
                 Some(command)
