@@ -24,6 +24,7 @@ use crate::control::{AttachRequest, ControlError};
 use pagetide_addr::{Access, PageNo, PageRange, SectionNo};
 use pagetide_gmem::{Mmu, Place, recovery};
 use pagetide_swap::{Pool, PoolError, PoolStore, limit::LIMIT_PAGES_MIN, pool::Phase};
+use pagetide_sys::memory_file::FileError;
 use pagetide_vmm::{
     Refusal, hazards,
     layout::RamLayout,
@@ -150,12 +151,16 @@ pub(super) fn attach(
 
 fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Pool, ControlError> {
     let json = serde_json::to_vec(identity).map_err(failed)?;
-    Pool::create(path, layout.page_count(), random_seed()?, &json).map_err(|error| match &error {
-        PoolError::File { .. } => ControlError::failed(format!(
-            "{error}; the pool of this VM needs {} bytes to begin with: make the tmpfs of the state directory larger",
-            layout.page_count() * 8
+    Pool::create(path, layout.page_count(), random_seed()?, &json).map_err(|error| match error {
+        PoolError::File {
+            source: FileError::NoSpace { len_bytes, .. },
+            ..
+        } => ControlError::refused(format!(
+            "the tmpfs of {} has no room for the pool of this VM, which takes {len_bytes} bytes to begin with: \
+             make it larger (mount -o remount,size=…), or give the daemon another --state-dir",
+            path.display()
         )),
-        _ => failed(error),
+        other => failed(other),
     })
 }
 
