@@ -40,13 +40,15 @@ pub(super) enum Order {
     /// Read each page once from the first to the last, timing each.
     TouchInSequence,
     /// Have a device read a block into each page in random order, timing each from available to
-    /// used. Block and page have the same number and content.
+    /// used. All blocks are zeros.
     ReadByDevice {
         /// Socket of the device.
         socket: PathBuf,
         /// Of the order.
         seeds: Vec<u64>,
     },
+    /// Write to each page what it must hold.
+    Fill,
     /// Compare each page with what it must hold.
     Verify,
 }
@@ -64,8 +66,8 @@ pub(super) enum Answer {
         /// In the order of the accesses.
         ns: Vec<u32>,
     },
-    /// Every byte is right.
-    Verified,
+    /// It is done, and every byte that was looked at is right.
+    Done,
     /// It did not work.
     Failed {
         /// Why.
@@ -106,10 +108,7 @@ impl Vcpu {
             content: Content::of_this_program()?,
             pages,
         };
-        for page in (0..pages).map(PageNo) {
-            let content = vcpu.content.page(page);
-            vcpu.bytes(page)?.copy_from_slice(&content);
-        }
+        vcpu.fill()?;
         say(&Answer::Ready {
             address: vcpu.memory.address() as u64,
         })?;
@@ -134,6 +133,7 @@ impl Vcpu {
             Order::TouchRandomly { seed } => self.touch(&random_order(self.pages, *seed)),
             Order::TouchInSequence => self.touch(&(0..self.pages).map(PageNo).collect::<Vec<_>>()),
             Order::ReadByDevice { socket, seeds } => self.read_by_device(socket, seeds),
+            Order::Fill => self.fill(),
             Order::Verify => self.verify(),
         }
     }
@@ -158,6 +158,14 @@ impl Vcpu {
         Ok(Answer::Took { ns })
     }
 
+    fn fill(&mut self) -> Result<Answer, String> {
+        for page in (0..self.pages).map(PageNo) {
+            let content = self.content.page(page);
+            self.bytes(page)?.copy_from_slice(&content);
+        }
+        Ok(Answer::Done)
+    }
+
     fn verify(&mut self) -> Result<Answer, String> {
         for page in (0..self.pages).map(PageNo) {
             let wanted = self.content.page(page);
@@ -165,7 +173,7 @@ impl Vcpu {
                 return Err(format!("{page} has wrong content"));
             }
         }
-        Ok(Answer::Verified)
+        Ok(Answer::Done)
     }
 
     /// One connection for all passes: the RAM is mapped by the device's process as long as it
@@ -214,8 +222,10 @@ impl Vcpu {
         loop {
             if let Some(done) = queue.completions().next() {
                 let taken = ns_since(begun);
+                let first = self.bytes(page)?.first_chunk::<8>();
                 return match done.ret {
-                    0 => Ok(taken),
+                    0 if first == Some(&[0; 8]) => Ok(taken),
+                    0 => Err(format!("{page} did not get what the device read")),
                     errno => Err(format!("reading into {page} ended with {errno}")),
                 };
             }

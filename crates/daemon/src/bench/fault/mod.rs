@@ -20,6 +20,9 @@
 //! those that do not: what is left is the fault. `cpu_us` and `zram_us` are
 //! whole, as a vCPU sees them. The vCPU stays on one CPU, as vCPUs mostly do;
 //! the product chooses its own places.
+//!
+//! The device's image is one hole: what storage costs is the same with and
+//! without a fault, but its variance would hide the fault's.
 
 mod content;
 mod floor;
@@ -39,7 +42,6 @@ use super::{BenchError, BenchReport};
 use pagetide_addr::{PAGE_BYTES, PageNo};
 use serde_json::{Map, json};
 use std::{
-    io::Write as _,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -163,14 +165,21 @@ impl Bench {
         let in_memory = directory_in(Path::new("/dev/shm"))?;
         let on_disk = directory_in(&std::env::temp_dir())?;
         let content = Content::of_this_program()?;
-        let image = in_memory.path().join("image");
-        write_image(&image, &content, options.pages)
+        let image = on_disk.path().join("image");
+        std::fs::File::create(&image)
+            .and_then(|file| file.set_len(options.pages * PAGE_BYTES))
             .map_err(|error| format!("{}: {error}", image.display()))?;
         let cpus = pagetide_sys::cpu::affinity().map_err(|error| error.to_string())?;
         let cpu = cpus.last().copied().unwrap_or(0);
         let dir = |name| in_memory.path().join(name);
         Ok(Self {
-            daemon: Daemon::start(&dir("daemon"), &[])?,
+            daemon: Daemon::start(
+                &dir("daemon"),
+                &std::env::var("XSET")
+                    .unwrap_or_default()
+                    .split_whitespace()
+                    .collect::<Vec<_>>(),
+            )?,
             daemon_alone: Daemon::start(&dir("alone"), &["--neighbours", "0"])?,
             guest: Guest::start(on_disk.path(), options.pages, cpu)?,
             zram: ZramSwap::prepare(2 * options.pages * PAGE_BYTES),
@@ -259,7 +268,8 @@ impl Bench {
         self.measured.device.add(took);
         self.measured.device_present.add(present);
         self.measured.device_faults += self.daemon.vm()?.iopfs - before.iopfs;
-        self.daemon.remove_blk(&self.socket)
+        self.daemon.remove_blk(&self.socket)?;
+        self.have_done(&Order::Fill)
     }
 
     fn alone_phase(&mut self, _seed: u64) -> Result<(), String> {
@@ -276,11 +286,15 @@ impl Bench {
         Ok(())
     }
 
-    fn verify(&mut self) -> Result<(), String> {
-        match self.guest.obey(&Order::Verify)? {
-            Answer::Verified => Ok(()),
-            other => Err(format!("the guest answered {other:?} to a verification")),
+    fn have_done(&mut self, order: &Order) -> Result<(), String> {
+        match self.guest.obey(order)? {
+            Answer::Done => Ok(()),
+            other => Err(format!("the guest answered {other:?} to {order:?}")),
         }
+    }
+
+    fn verify(&mut self) -> Result<(), String> {
+        self.have_done(&Order::Verify)
     }
 
     fn report(&self) -> BenchReport {
@@ -378,13 +392,4 @@ fn directory_in(parent: &Path) -> Result<tempfile::TempDir, String> {
         .prefix("pagetide-bench-")
         .tempdir_in(parent)
         .map_err(|error| format!("no directory in {}: {error}", parent.display()))
-}
-
-/// Block n of the image is page n of the guest: a read changes nothing.
-fn write_image(path: &Path, content: &Content, pages: u64) -> std::io::Result<()> {
-    let mut file = std::io::BufWriter::new(std::fs::File::create(path)?);
-    for page in (0..pages).map(PageNo) {
-        file.write_all(&content.page(page))?;
-    }
-    file.flush()
 }
