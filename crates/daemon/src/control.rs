@@ -162,8 +162,6 @@ pub enum VmState {
     Attached,
     /// Its faults are served, but nothing is evicted; `eviction_bars` says why.
     ServingOnly,
-    /// A successor of a killed daemon is taking it up again.
-    Recovering,
     /// Its pages are being brought back before it is let go.
     Detaching,
     /// Stopped, because going on could hand out wrong bytes.
@@ -239,7 +237,7 @@ report! {
         over_limit_fills: u64 => counter,
         /// Evictions of a page cancelled by a write to it.
         wp_cancels: u64 => counter,
-        /// Faults of our own mapping: each is an access without a lease, a bug.
+        /// Faults of our own mapping: pages the guest gave up, or, without a balloon, a bug.
         alias_faults: u64 => counter,
         /// Pages whose stored copy failed its check and that are lost.
         poisoned_pages: u64 => counter,

@@ -72,13 +72,15 @@ enum Cell {
 }
 const FIRST_COUNTER: usize = 32;
 
-/// How far the attach that made the pool has come. Numbers are on disk.
+/// How far a VM is on its way in or out. Numbers are on disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Phase {
     /// Words are not set yet and nothing was evicted: a successor lets the VM go.
     Attaching,
     /// Words are true.
     Attached,
+    /// All content is back in its place: a successor lets the VM go.
+    LettingGo,
 }
 
 /// Counts that go on where a dead daemon left them. Numbers are on disk: add at the end.
@@ -398,19 +400,24 @@ impl Pool {
         self.cell(Cell::PauseUs).load(Ordering::Relaxed)
     }
 
-    /// How far the attach has come.
+    /// How far attach or detach have come.
     #[must_use]
     pub fn phase(&self) -> Phase {
-        if self.cell(Cell::Phase).load(Ordering::Acquire) == 0 {
-            Phase::Attaching
-        } else {
-            Phase::Attached
+        match self.cell(Cell::Phase).load(Ordering::Acquire) {
+            0 => Phase::Attaching,
+            1 => Phase::Attached,
+            _ => Phase::LettingGo,
         }
     }
 
     /// From now on the words are true.
     pub fn set_attached(&self) {
         self.cell(Cell::Phase).store(1, Ordering::Release);
+    }
+
+    /// From now on nothing is stored any more, but for zeros.
+    pub fn set_letting_go(&self) {
+        self.cell(Cell::Phase).store(2, Ordering::Release);
     }
 
     /// How often a successor took this pool over.

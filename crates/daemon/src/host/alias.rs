@@ -6,7 +6,8 @@
 //! kernel would hand it a fresh page of zeros, and the guest would find that in
 //! place of its data. So the mapping carries a userfaultfd of its own: a slip
 //! becomes an event that is counted and served like any fault, by a thread that
-//! is never an engine.
+//! is never an engine. The same happens, rightly, to DMA into a page that the
+//! guest gave up to a balloon and took again without touching it.
 
 use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo, PageRange};
 use pagetide_gmem::{AddressSpace, Fault};
@@ -100,7 +101,8 @@ impl AliasGuard {
         Ok(())
     }
 
-    /// Accesses of ours without a lease so far: each one is a bug.
+    /// Accesses of ours to absent pages so far: pages that the guest gave up (balloon, free page
+    /// reporting) while its device kept access; without a balloon each one is a bug of ours.
     pub(super) fn faults(&self) -> u64 {
         self.faults.load(Ordering::Relaxed)
     }
@@ -159,7 +161,7 @@ impl AliasServer {
     fn slip(&self, address: Hva) {
         let count = self.faults.fetch_add(1, Ordering::Relaxed);
         if count == 0 {
-            tracing::error!(%address, "guest RAM was touched without a lease: a bug; it was caught and is counted");
+            tracing::error!(%address, "our DMA touched an absent page; it is served and counted. Without a balloon or free page reporting in the guest this is a bug");
         }
         let userfaultfd = Arc::clone(&self.userfaultfd);
         let wake = move || {

@@ -13,7 +13,7 @@
 //! ```
 //! A failure undoes what was done, in reverse. A daemon that dies between 3 and
 //! 5 leaves a pool that says *attaching*: nothing was evicted, so its successor
-//! simply lets the VM go.
+//! simply lets the VM go. The same holds for one that dies while letting go.
 
 use super::{
     alias::AliasGuard,
@@ -328,7 +328,7 @@ pub(super) fn recover(
             identity.name
         )));
     }
-    if pool.phase() == Phase::Attaching {
+    if pool.phase() != Phase::Attached {
         abandon(&pool, &vmm, &layout)?;
         return Ok(Found::Removed);
     }
@@ -401,16 +401,25 @@ fn adopt_words(
     Ok(())
 }
 
-/// A daemon died in the middle of an attach: nothing was evicted, so the VM is let go.
+/// A daemon died in the middle of an attach or a detach: nothing is stored, so the VM is let go.
 fn abandon(pool: &Pool, vmm: &VmmProcess, layout: &RamLayout) -> Result<(), ControlError> {
     let number = match pool.userfaultfd_number() {
         Some(number) => Some(number),
         None => takeover::find_inside(vmm).map_err(failed)?,
     };
     if let Some(number) = number {
-        let userfaultfd = takeover::resume(vmm, layout, number).map_err(failed)?;
-        takeover::let_go(vmm, layout, &userfaultfd, number).map_err(failed)?;
+        match takeover::resume(vmm, layout, number) {
+            Ok(userfaultfd) => {
+                takeover::let_go(vmm, layout, &userfaultfd, number).map_err(failed)?;
+            }
+            // The dead had come as far as closing it.
+            Err(takeover::TakeOverError::NotOurs { .. }) => {}
+            Err(error) => return Err(failed(error)),
+        }
     }
-    tracing::info!(pid = vmm.pid(), "an attach that did not finish was undone");
+    tracing::info!(
+        pid = vmm.pid(),
+        "an attach or detach that did not finish was ended: the VM is let go"
+    );
     pool.remove().map_err(failed)
 }

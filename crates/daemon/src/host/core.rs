@@ -31,7 +31,8 @@ pub(super) struct VmCore {
     pub(super) incidents: Arc<VmIncidents>,
     pub(super) alias: Mutex<Option<AliasGuard>>,
     pub(super) sets: Mutex<Vec<(Level, u64)>>,
-    pub(super) trouble: Mutex<Option<String>>,
+    /// Why eviction rests for now, though no hazard forbids it: a full pool, a kernel that refuses.
+    pub(super) suspended: Mutex<Option<String>>,
     pub(super) synced: Mutex<[u64; 10]>,
     pub(super) bars: Mutex<Vec<String>>,
     pub(super) orders: Orders,
@@ -64,12 +65,23 @@ impl Orders {
 impl VmCore {
     /// True while nothing forbids eviction.
     pub(super) fn may_evict(&self) -> bool {
-        lock(&self.bars).is_empty() && self.incidents.stopped().is_none()
+        lock(&self.bars).is_empty()
+            && lock(&self.suspended).is_none()
+            && self.incidents.stopped().is_none()
     }
 
     /// Guest RAM that somebody has pinned or locked, as far as the kernel tells.
     pub(super) fn pinned_bytes(&self) -> u64 {
         hazards::pinned_bytes(&self.vmm).unwrap_or(0)
+    }
+
+    /// Lets eviction rest; said once. The limit is not enforced meanwhile: a fill would only wait.
+    pub(super) fn suspend(&self, why: String) {
+        let mut suspended = lock(&self.suspended);
+        if suspended.as_ref() != Some(&why) {
+            tracing::warn!(vm = self.name, "not evicting for now: {why}");
+            *suspended = Some(why);
+        }
     }
 
     /// Takes note of what forbids eviction now.

@@ -13,6 +13,7 @@ use crate::{
     settings::RunSettings,
 };
 use pagetide_addr::{DeviceId, FileKey};
+use pagetide_dpu::dpu::POLL_MAX;
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, Writes, wait_for_dead_engines};
 use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, FaultService, LookUp, ServiceThread};
 use serde::{Deserialize, Serialize};
@@ -53,9 +54,17 @@ impl Devices {
             tracing::info!(lock = %path.display(), "waiting for I/O of a dead engine to finish");
         })
         .map_err(failed)?;
+        let poll_max = Duration::from_micros(u64::from(settings.engine_poll_us));
+        if poll_max > POLL_MAX {
+            return Err(ControlError::wrong_use(format!(
+                "engine-poll-us is {}; it must be at most {}",
+                settings.engine_poll_us,
+                POLL_MAX.as_micros()
+            )));
+        }
         let config = DpuConfig {
             engine_count: settings.engines.get(),
-            poll_max: Duration::from_micros(u64::from(settings.engine_poll_us)),
+            poll_max,
             ..DpuConfig::new(settings.state_dir.clone())
         };
         let bell = Arc::new(Doorbell::new().map_err(failed)?);
@@ -138,7 +147,7 @@ impl Devices {
 
     fn save(&self, list: &[BlkRequest]) -> Result<(), ControlError> {
         let json = serde_json::to_vec_pretty(&DeviceList { blk: list.to_vec() }).map_err(failed)?;
-        let unfinished = self.list_path.with_extension("new");
+        let unfinished = self.list_path.with_extension("json.new");
         let saved =
             fs::write(&unfinished, json).and_then(|()| fs::rename(&unfinished, &self.list_path));
         saved.map_err(|error| {

@@ -22,7 +22,7 @@ impl Vm {
         let stored_pages = self.stored_pages();
         let mut bars = core.bars();
         bars.extend(core.incidents.stopped());
-        bars.extend(lock(&core.trouble).clone());
+        bars.extend(lock(&core.suspended).clone());
         let sets = lock(&core.sets).clone();
         let files = core
             .layout

@@ -8,10 +8,10 @@
 //!     below the low mark      reclaim to the high mark: cold sections, then resting
 //!                             pages, then scan again and a moment later once more
 //! ```
-//! While a hazard forbids eviction the limit is not enforced: a fill would only
+//! While a hazard forbids eviction, or it rests because the pool is full, the limit is not enforced: a fill would only
 //! wait for what cannot come.
 
-use super::core::{ReclaimOrder, VmCore};
+use super::core::{ReclaimOrder, VmCore, lock};
 use pagetide_swap::{
     Reclaimer,
     limit::Wake,
@@ -19,12 +19,14 @@ use pagetide_swap::{
 };
 use pagetide_vmm::{hazards, threads};
 use std::{
-    sync::{Arc, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 /// Hazards are looked for, and counts put right, this often at most.
 const LOOK_ROUND: Duration = Duration::from_secs(1);
+/// Eviction that was stopped by a full pool, or by the kernel, is tried again after this time.
+const SUSPENSION: Duration = Duration::from_secs(5);
 /// Sections drift among the sets this often when nothing presses.
 const SCAN_ROUND: Duration = Duration::from_secs(5);
 /// Scans of one reclaim before it gives up for this time: each costs every mapped page a small fault.
@@ -37,7 +39,7 @@ pub(super) struct Rounds {
     started: Instant,
     looked_at: Option<Instant>,
     scanned_at: Option<Instant>,
-    told: Option<String>,
+    suspended_at: Option<Instant>,
 }
 
 impl Rounds {
@@ -48,7 +50,7 @@ impl Rounds {
             started: Instant::now(),
             looked_at: None,
             scanned_at: None,
-            told: None,
+            suspended_at: None,
         }
     }
 
@@ -80,6 +82,7 @@ impl Rounds {
 
     fn look_round(&mut self) {
         self.looked_at = Some(Instant::now());
+        self.end_suspension();
         match hazards::check(&self.vm.vmm, &self.vm.layout) {
             Ok(bars) => self
                 .vm
@@ -94,18 +97,33 @@ impl Rounds {
         let cpus = threads::cpus_of(pid, &threads::vcpu_threads(pid));
         self.vm.tenant.set_cpus(cpus);
         if let Err(error) = self.reclaimer.trim_store() {
-            self.tell(format!(
-                "memory of the pool could not be given back: {error}"
-            ));
+            tracing::warn!(vm = self.vm.name, %error, "memory of the pool could not be given back");
         }
         let counts = self.reclaimer.sets().counts();
-        *self.vm.sets.lock().unwrap_or_else(PoisonError::into_inner) = counts.to_vec();
+        *lock(&self.vm.sets) = counts.to_vec();
+    }
+
+    /// Eviction rests for a round: what stopped it will not have changed sooner.
+    fn suspend(&mut self, why: String) {
+        self.suspended_at = Some(Instant::now());
+        self.vm.suspend(why);
+        self.vm.enforce_limit();
+    }
+
+    fn end_suspension(&mut self) {
+        if self
+            .suspended_at
+            .is_some_and(|at| at.elapsed() >= SUSPENSION)
+        {
+            self.suspended_at = None;
+            *lock(&self.vm.suspended) = None;
+        }
     }
 
     fn scan(&mut self) {
         self.scanned_at = Some(Instant::now());
         if let Err(error) = self.reclaimer.scan(self.started.elapsed()) {
-            self.tell(format!("accesses cannot be told: {error}"));
+            self.suspend(format!("accesses cannot be told: {error}"));
         }
     }
 
@@ -134,10 +152,8 @@ impl Rounds {
                 total.evicted_pages += part.evicted_pages;
                 total.busy_sections += part.busy_sections;
                 if let Some(stop) = part.stopped {
-                    self.tell(stop.to_string());
+                    self.suspend(stop.to_string());
                     total.stopped = Some(stop);
-                    // Not again at once: nothing here will have changed.
-                    self.vm.limit.rest(UNMAPPED_MIN);
                     return total;
                 }
             }
@@ -176,19 +192,6 @@ impl Rounds {
         self.vm.sync_counters();
         if order.done.send(done).is_err() {
             tracing::debug!(vm = self.vm.name, "whoever asked for a reclaim has left");
-        }
-    }
-
-    /// Logs trouble once until it changes.
-    fn tell(&mut self, trouble: String) {
-        if self.told.as_ref() != Some(&trouble) {
-            tracing::warn!(vm = self.vm.name, "{trouble}");
-            *self
-                .vm
-                .trouble
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner) = Some(trouble.clone());
-            self.told = Some(trouble);
         }
     }
 }

@@ -5,6 +5,7 @@ use super::latency::Latencies;
 use pagetide_addr::{DeviceId, PageNo};
 use pagetide_gmem::{AddressSpace, Fault, Incidents, StoreError};
 use pagetide_swap::{Counter, Pool};
+use pagetide_sys::uffd::{Features, Userfaultfd};
 use pagetide_vmm::reader::{FaultSink, ReaderError, VcpuFault};
 use rustix::process::{Pid, Signal, kill_process};
 use std::{
@@ -125,6 +126,11 @@ impl Incidents for VmIncidents {
 
     fn poisoned(&self, page: PageNo, why: &StoreError) {
         tracing::error!(vm = self.name, %page, %why, "the page's content is lost; accesses to it fail from now on");
+        if !Userfaultfd::supported().is_ok_and(|features| features.contains(Features::POISON)) {
+            self.stop_vm(format!(
+                "page {page} is lost ({why}), and this kernel (before Linux 6.6) cannot make accesses to it fail"
+            ));
+        }
     }
 
     fn fill_failed(&self, page: PageNo, why: &dyn Error) {

@@ -20,7 +20,7 @@ use super::{
     tracker::Looks,
 };
 use crate::control::{ControlError, VmState};
-use pagetide_addr::{Access, DeviceId, PageNo, PageRange};
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange, SectionNo};
 use pagetide_gmem::{
     AddressSpace, Fault, FaultOutcome, Incidents, Mmu, PageTable, SpaceParts, State,
 };
@@ -134,7 +134,7 @@ impl Vm {
             incidents,
             alias: Mutex::new(Some(prepared.alias)),
             sets: Mutex::default(),
-            trouble: Mutex::default(),
+            suspended: Mutex::default(),
             synced: Mutex::default(),
             bars: Mutex::default(),
             orders: Orders::default(),
@@ -246,7 +246,15 @@ impl Vm {
         self.stop_rounds();
         let core = &self.core;
         core.limit.put_right(None, 0);
-        let filled = self.fill_all()?;
+        let filled = match self.fill_all() {
+            Ok(filled) => filled,
+            Err(error) => {
+                core.suspend(error.message.clone());
+                *lock(&self.state) = VmState::ServingOnly;
+                return Err(error);
+            }
+        };
+        core.pool.set_letting_go();
         let Some(number) = core.pool.userfaultfd_number() else {
             return Err(failed(
                 "the pool has lost the number of the userfaultfd in the VMM",
@@ -274,6 +282,7 @@ impl Vm {
     /// they read when nobody watches.
     fn fill_all(&self) -> Result<u64, ControlError> {
         let table = self.core.space.table();
+        self.refuse_if_poisoned()?;
         let mut filled = 0;
         let mut page = PageNo(0);
         let mut said = Instant::now();
@@ -297,6 +306,27 @@ impl Vm {
             }
         }
         Ok(filled)
+    }
+
+    /// A lost page must not come to read as zeros: it stays forbidden as long as the VM lives.
+    fn refuse_if_poisoned(&self) -> Result<(), ControlError> {
+        let table = self.core.space.table();
+        let poisoned = |section| {
+            table
+                .pages_in_state(section, |state| state == State::Poisoned)
+                .len()
+        };
+        let lost: u64 = (0..table.section_count())
+            .map(|number| poisoned(SectionNo(number)))
+            .sum();
+        if lost == 0 {
+            return Ok(());
+        }
+        Err(ControlError::refused(format!(
+            "{lost} pages of {} are lost, and would read as zeros if the VM were let go: save what you can inside \
+             the guest and power it off; until then it is served, without eviction",
+            self.core.name
+        )))
     }
 
     fn stored_run(&self, start: PageNo) -> PageRange {
