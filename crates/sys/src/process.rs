@@ -4,7 +4,7 @@
 
 use pagetide_addr::Hva;
 use rustix::event::{PollFd, PollFlags};
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 /// Most ranges one `process_madvise` takes (`UIO_MAXIOV`).
@@ -65,6 +65,27 @@ impl ProcessFd {
         let fd = rustix::process::pidfd_open(id, PidfdFlags::empty())
             .map_err(|e| explain("pidfd_open", pid, e.into()))?;
         Ok(Self { pid: id, fd })
+    }
+
+    /// Another descriptor of the same process; unlike [`ProcessFd::open`] it can find no other.
+    ///
+    /// # Errors
+    /// [`ProcessError::Kernel`] when this process has no descriptors left.
+    pub fn try_clone(&self) -> Result<Self, ProcessError> {
+        let fd = self.fd.try_clone();
+        Ok(Self {
+            pid: self.pid,
+            fd: fd.map_err(|e| explain("duplicating the pidfd", self.pid(), e))?,
+        })
+    }
+
+    /// Sends a signal, to this process and never to one that got its pid later.
+    ///
+    /// # Errors
+    /// [`ProcessError::NoSuchProcess`] once it has ended, [`ProcessError::NotPermitted`].
+    pub fn signal(&self, signal: Signal) -> Result<(), ProcessError> {
+        rustix::process::pidfd_send_signal(&self.fd, signal)
+            .map_err(|e| explain("sending a signal", self.pid(), e.into()))
     }
 
     /// Its pid.
@@ -223,6 +244,22 @@ mod tests {
         assert!(process.has_ended().unwrap());
         assert!(matches!(
             ProcessFd::open(child.id()),
+            Err(ProcessError::NoSuchProcess { .. })
+        ));
+    }
+
+    #[test]
+    fn a_signal_through_a_cloned_descriptor_reaches_the_process_until_it_has_ended() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = ProcessFd::open(child.id()).unwrap();
+        let again = process.try_clone().unwrap();
+        assert_eq!(again.pid(), process.pid());
+        drop(process);
+        again.signal(Signal::KILL).unwrap();
+        child.wait().unwrap();
+        assert!(again.has_ended().unwrap());
+        assert!(matches!(
+            again.signal(Signal::KILL),
             Err(ProcessError::NoSuchProcess { .. })
         ));
     }

@@ -258,6 +258,11 @@ impl<'p> StoppedThread<'p> {
                 tried += 1;
                 match seize(pid, thread)? {
                     Seized::Stopped { since } => {
+                        // Seized by number: it is the process's if that had not ended afterwards.
+                        if process.has_ended()? {
+                            detach(thread)?;
+                            return Err(PtraceError::Gone { pid });
+                        }
                         let registers = get_registers(thread)?;
                         if registers.cs != USER_CS_64 {
                             detach(thread)?;

@@ -150,6 +150,7 @@ pub fn check(vmm: &VmmProcess, layout: &RamLayout) -> Result<Vec<EvictionBar>, R
     );
     let reach = swap::in_reach(pid).map_err(|e| Refusal::looking(pid, "find the cgroup", e))?;
     bars.extend(reach.map(EvictionBar::Swap));
+    vmm.still_runs()?;
     Ok(bars)
 }
 

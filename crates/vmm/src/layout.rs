@@ -150,6 +150,7 @@ impl RamLayout {
             }
         })?;
         layout.warnings.extend(huge_page_warning(&found.flags));
+        vmm.still_runs()?;
         Ok(layout)
     }
 

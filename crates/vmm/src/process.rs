@@ -4,6 +4,7 @@
 use crate::Refusal;
 use pagetide_sys::process::{ProcessError, ProcessFd};
 use procfs::process::{FDTarget, Process};
+use rustix::process::Signal;
 
 /// Programs that are VMMs even without KVM, by the start of their names.
 const EMULATORS: [&str; 6] = [
@@ -77,6 +78,38 @@ impl VmmProcess {
             });
         }
         Ok(found)
+    }
+
+    /// The same process, held once more: it can never come to be another.
+    ///
+    /// # Errors
+    /// [`ProcessError::Kernel`] when this process has no descriptors left.
+    pub fn try_clone(&self) -> Result<Self, ProcessError> {
+        Ok(Self {
+            process: self.process.try_clone()?,
+            identity: self.identity,
+            name: self.name.clone(),
+        })
+    }
+
+    /// Sends it a signal; never to a process that got its pid later.
+    ///
+    /// # Errors
+    /// [`ProcessError::NoSuchProcess`] once it has ended, [`ProcessError::NotPermitted`].
+    pub fn signal(&self, signal: Signal) -> Result<(), ProcessError> {
+        self.process.signal(signal)
+    }
+
+    /// To be asked after something was found in `/proc` by pid: if it says that the process still
+    /// runs, then what was found is its.
+    ///
+    /// # Errors
+    /// [`Refusal::NoSuchProcess`] if it has ended.
+    pub(crate) fn still_runs(&self) -> Result<(), Refusal> {
+        match self.process.has_ended() {
+            Ok(false) => Ok(()),
+            Ok(true) | Err(_) => Err(Refusal::NoSuchProcess { pid: self.pid() }),
+        }
     }
 
     /// Its pid.
@@ -166,6 +199,28 @@ mod tests {
                 Err(Refusal::NoSuchProcess { .. })
             ));
         }
+    }
+
+    #[test]
+    fn a_vmm_held_twice_is_one_process_and_is_told_when_it_has_ended() {
+        let mut child = std::process::Command::new("sleep")
+            .arg("1000")
+            .spawn()
+            .unwrap();
+        let vmm = VmmProcess::open(child.id()).unwrap();
+        let again = vmm.try_clone().unwrap();
+        assert_eq!(again.identity(), vmm.identity());
+        assert!(again.still_runs().is_ok());
+        vmm.signal(Signal::KILL).unwrap();
+        child.wait().unwrap();
+        assert!(matches!(
+            again.still_runs(),
+            Err(Refusal::NoSuchProcess { .. })
+        ));
+        assert!(matches!(
+            again.signal(Signal::STOP),
+            Err(ProcessError::NoSuchProcess { .. })
+        ));
     }
 
     #[test]

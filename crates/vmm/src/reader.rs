@@ -151,7 +151,7 @@ impl FaultReader {
         let mut reading = Reading {
             userfaultfd,
             layout,
-            vmm: ProcessFd::open(vmm.pid())?,
+            vmm: vmm.fd().try_clone()?,
             stop: stop
                 .try_clone()
                 .map_err(kernel("duplicating a descriptor"))?,

@@ -125,9 +125,14 @@ impl UnmapAndLook {
                 files: files.len(),
             });
         }
+        let vmm_map = Pagemap::of_process(vmm.pid())?;
+        // Opened by pid: it is the VMM's if that had not ended even afterwards.
+        if vmm.fd().has_ended()? {
+            return Err(PagemapError::Gone.into());
+        }
         Ok(Self {
-            vmm: ProcessFd::open(vmm.pid())?,
-            vmm_map: Pagemap::of_process(vmm.pid())?,
+            vmm: vmm.fd().try_clone()?,
+            vmm_map,
             own_map: Pagemap::of_self()?,
             layout,
             aliases,
