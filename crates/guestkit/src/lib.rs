@@ -9,6 +9,7 @@
 //!
 //! It uses the daemon only as a user does, by its command line.
 
+pub mod borrowed;
 pub mod cpio;
 pub mod demo;
 pub mod guest;
@@ -21,4 +22,5 @@ pub mod qmp;
 pub mod report;
 pub mod sampler;
 pub mod stage;
+pub mod steps;
 pub mod swapless;

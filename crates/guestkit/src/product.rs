@@ -8,6 +8,8 @@
 use std::ffi::OsStr;
 use std::fs::{self, OpenOptions};
 use std::io;
+use std::os::unix::fs::chown;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
@@ -113,7 +115,23 @@ pub struct Product {
     binary: PathBuf,
     state_dir: PathBuf,
     log: PathBuf,
+    user: Option<User>,
     child: Option<Child>,
+}
+
+/// A user without any right, as `nobody` of most systems.
+pub const NOBODY: User = User {
+    uid: 65_534,
+    gid: 65_534,
+};
+
+/// Whom a daemon runs as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct User {
+    /// User number.
+    pub uid: u32,
+    /// Group number; no further groups.
+    pub gid: u32,
 }
 
 impl Product {
@@ -137,11 +155,38 @@ impl Product {
     /// # Errors
     /// It cannot be started or does not answer.
     pub fn start(binary: &Path, state_dir: &Path, log: &Path) -> Result<Self, ProductError> {
+        Self::start_by(None, binary, state_dir, log)
+    }
+
+    /// As [`Product::start`], the daemon being `user` from its first instruction on.
+    ///
+    /// # Errors
+    /// As there; `user` must be able to run `binary`.
+    pub fn start_as(
+        user: User,
+        binary: &Path,
+        state_dir: &Path,
+        log: &Path,
+    ) -> Result<Self, ProductError> {
+        Self::start_by(Some(user), binary, state_dir, log)
+    }
+
+    fn start_by(
+        user: Option<User>,
+        binary: &Path,
+        state_dir: &Path,
+        log: &Path,
+    ) -> Result<Self, ProductError> {
         fs::create_dir_all(state_dir).map_err(|source| file_error(state_dir, source))?;
+        if let Some(user) = user {
+            chown(state_dir, Some(user.uid), Some(user.gid))
+                .map_err(|source| file_error(state_dir, source))?;
+        }
         let mut product = Self {
             binary: binary.to_owned(),
             state_dir: state_dir.to_owned(),
             log: log.to_owned(),
+            user,
             child: None,
         };
         product.run()?;
@@ -158,7 +203,11 @@ impl Product {
             .append(true)
             .open(&self.log)
             .map_err(|source| file_error(&self.log, source))?;
-        let child = Command::new(&self.binary)
+        let mut command = Command::new(&self.binary);
+        if let Some(user) = self.user {
+            command.uid(user.uid).gid(user.gid);
+        }
+        let child = command
             .arg("run")
             .arg("--state-dir")
             .arg(&self.state_dir)
@@ -223,6 +272,18 @@ impl Product {
             printed: String::from_utf8_lossy(&output.stdout).into_owned(),
             said: String::from_utf8_lossy(&output.stderr).into_owned(),
             command: command_line(&command),
+        })
+    }
+
+    /// Every device, as `dpu list` tells of it.
+    ///
+    /// # Errors
+    /// The daemon does not answer.
+    pub fn devices(&self) -> Result<Vec<Value>, ProductError> {
+        let mut list = self.client(["dpu", "list", "--json"])?.json()?;
+        Ok(match list["devices"].take() {
+            Value::Array(devices) => devices,
+            _ => Vec::new(),
         })
     }
 

@@ -50,6 +50,18 @@ impl Version {
         Self::parse(&text).ok_or(QemuError::NoVersion(text))
     }
 
+    /// Name and value of the option by which a socket connects again after a fifth of a second, or
+    /// a second at least where only whole ones can be said.
+    #[must_use]
+    pub fn reconnect(self) -> (&'static str, u32) {
+        // 9.2 renamed the option to milliseconds, and later versions drop the old one.
+        if (self.major, self.minor) >= (9, 2) {
+            ("reconnect-ms", 200)
+        } else {
+            ("reconnect", 1)
+        }
+    }
+
     fn parse(text: &str) -> Option<Self> {
         let words = text.split_once("version ")?.1;
         let number = words
@@ -129,6 +141,8 @@ pub enum Ram {
     SharedMemfd,
     /// A memfd mapped privately.
     PrivateMemfd,
+    /// A shared memfd of huge pages, 2 MiB each.
+    HugetlbMemfd,
     /// Anonymous memory: QEMU's default.
     Anonymous,
 }
@@ -275,6 +289,7 @@ fn memory(spec: &GuestSpec) -> (Option<String>, String) {
     let share = match spec.ram {
         Ram::SharedMemfd => "on",
         Ram::PrivateMemfd => "off",
+        Ram::HugetlbMemfd => "on,hugetlb=on,hugetlbsize=2M",
         Ram::Anonymous => return (None, "q35".to_owned()),
     };
     let object = format!("memory-backend-memfd,id=ram,size={size},share={share}");
@@ -295,13 +310,8 @@ fn disk(spec: &GuestSpec, version: Version) -> Vec<(&'static str, String)> {
             ("-device", "virtio-blk-pci,drive=blk0".to_owned()),
         ],
         Disk::VhostUser(socket) => {
-            // 9.2 renamed the option to milliseconds, and later versions drop the old one.
-            let renamed = (version.major, version.minor) >= (9, 2);
-            let reconnect = if renamed {
-                "reconnect-ms=200"
-            } else {
-                "reconnect=1"
-            };
+            let (name, value) = version.reconnect();
+            let reconnect = format!("{name}={value}");
             let queues = spec.disk_queues;
             vec![
                 (

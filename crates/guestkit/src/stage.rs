@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use crate::borrowed::Tmpfs;
 use crate::guest::{Guest, GuestError};
 use crate::image::{self, Image};
 use crate::product::{Product, ProductError};
@@ -60,8 +61,18 @@ pub struct Stage {
     pub product: Product,
     image: Image,
     disks: Vec<DiskFile>,
+    _small: Option<Tmpfs>,
     folder: RunFolder,
     guests: u32,
+}
+
+/// How much room the daemon's state has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Room {
+    /// All of `/dev/shm`.
+    Ample,
+    /// A tmpfs of so many bytes.
+    Bytes(u64),
 }
 
 /// A disk image, gone on drop.
@@ -85,6 +96,21 @@ impl Stage {
     /// # Panics
     /// All is there and the daemon does not start: that is a failure and no reason to skip.
     pub fn set() -> Result<Self, Skip> {
+        Self::set_with(Room::Ample)
+    }
+
+    /// As [`Stage::set`], the daemon's state being on a tmpfs of `bytes`.
+    ///
+    /// # Errors
+    /// As there, and where nothing can be mounted.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn set_on_tmpfs_of(bytes: u64) -> Result<Self, Skip> {
+        Self::set_with(Room::Bytes(bytes))
+    }
+
+    fn set_with(room: Room) -> Result<Self, Skip> {
         let skip = |reason: String| Skip(reason);
         if !rustix::process::geteuid().is_root() {
             return Err(skip("take-over needs root".to_owned()));
@@ -97,15 +123,21 @@ impl Stage {
         })?;
         let image = image::prepare().map_err(|error| skip(format!("no guest image: {error}")))?;
         let folder = RunFolder::new().map_err(|error| skip(format!("/dev/shm: {error}")))?;
-        let (state, log) = (
-            folder.path().join("state"),
-            folder.path().join("pagetide.log"),
-        );
+        let small = match room {
+            Room::Ample => None,
+            Room::Bytes(bytes) => Some(
+                Tmpfs::mount(&folder.path().join("small"), &format!("size={bytes}"))
+                    .map_err(|error| skip(error.to_string()))?,
+            ),
+        };
+        let state = small.as_ref().map_or(folder.path(), Tmpfs::path);
+        let (state, log) = (state.join("state"), folder.path().join("pagetide.log"));
         match Product::start(&binary, &state, &log) {
             Ok(product) => Ok(Self {
                 product,
                 image,
                 disks: Vec::new(),
+                _small: small,
                 folder,
                 guests: 0,
             }),
@@ -126,11 +158,12 @@ impl Stage {
     pub fn new_disk(&mut self, bytes: u64) -> io::Result<(PathBuf, PathBuf)> {
         let images = image::repository().join("target/guest/disks");
         fs::create_dir_all(&images)?;
+        let number = self.disks.len();
         let name = self.folder().file_name().unwrap_or_default();
-        let image = images.join(name).with_extension("raw");
+        let image = images.join(format!("{}-{number}.raw", name.to_string_lossy()));
         fs::File::create(&image)?.set_len(bytes)?;
         self.disks.push(DiskFile(image.clone()));
-        Ok((self.folder().join("disk.sock"), image))
+        Ok((self.folder().join(format!("disk{number}.sock")), image))
     }
 
     /// Boots a guest with files of its own.

@@ -1,131 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The product with real guests: each test boots stock QEMU and asks the guest whether all is well.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
-
-use pagetide_guest::params::Params;
 use pagetide_guest::wire::Progress;
-use pagetide_guestkit::guest::Guest;
 use pagetide_guestkit::peer::StorageDaemon;
 use pagetide_guestkit::product::is_listening;
 use pagetide_guestkit::qemu::{Disk, GuestSpec, Ram};
 use pagetide_guestkit::report::Report;
-use pagetide_guestkit::stage::{Skip, Stage};
-use serde_json::Value;
-
-const PATIENCE: Duration = Duration::from_secs(180);
-const DISK_BYTES: u64 = 128 << 20;
-
-/// Emulated guests and two CPUs: one at a time.
-static TURN: Mutex<()> = Mutex::new(());
-
-fn stage() -> Option<(MutexGuard<'static, ()>, Stage)> {
-    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    match Stage::set() {
-        Ok(stage) => Some((turn, stage)),
-        Err(Skip(reason)) => {
-            eprintln!("SKIPPED: {reason}");
-            None
-        }
-    }
-}
-
-fn small() -> GuestSpec {
-    let work = Params {
-        mem_bytes: 96 << 20,
-        pace_us: 2_000,
-        ..Params::default()
-    };
-    GuestSpec {
-        ram_bytes: 256 << 20,
-        work,
-        ..GuestSpec::default()
-    }
-}
-
-fn with_disk(disk: Disk) -> GuestSpec {
-    let work = Params {
-        mem_bytes: 64 << 20,
-        file_bytes: DISK_BYTES,
-        ..small().work
-    };
-    GuestSpec {
-        disk,
-        work,
-        ..small()
-    }
-}
-
-fn number(vm: &Value, name: &str) -> u64 {
-    vm[name]
-        .as_u64()
-        .unwrap_or_else(|| panic!("no number {name} in {vm}"))
-}
-
-/// Attaches, limits to half, waits until it is so; returns the limit.
-fn squeeze(stage: &Stage, guest: &Guest) -> u64 {
-    stage.product.attach(guest.pid(), "vm").expect("attach");
-    let limit = guest.resident_bytes().expect("resident") / 2;
-    stage.product.limit("vm", limit).expect("limit");
-    let ceiling = Report::ceiling_bytes(limit);
-    let below = || Ok(guest.resident_bytes().is_ok_and(|bytes| bytes <= ceiling));
-    stage
-        .until("resident below the limit", PATIENCE, below)
-        .expect("squeezed");
-    limit
-}
-
-/// Lets the guest work until it has compared so much more, memory and disk together.
-fn work(guest: &mut Guest, bytes: u64) {
-    let verified = |p: &Progress| p.memory_bytes_verified + p.disk_bytes_verified;
-    let goal = guest.progress().map_or(0, |p| verified(&p)) + bytes;
-    guest
-        .wait_for("more work", PATIENCE, |p| verified(p) >= goal)
-        .expect("work goes on");
-}
-
-/// Detaches, and has the guest verify all and power off.
-fn let_go(stage: &Stage, guest: &mut Guest) {
-    let vm = stage.product.show("vm").expect("show");
-    assert_eq!(number(&vm, "alias_faults"), 0, "{vm}");
-    stage.product.detach("vm").expect("detach");
-    sound_end(guest);
-}
-
-fn sound_end(guest: &mut Guest) {
-    let last = guest.finish(PATIENCE).expect("a sound end");
-    assert_eq!(
-        (last.memory_errors, last.disk_errors),
-        (0, 0),
-        "{}",
-        guest.log_tails()
-    );
-    assert_eq!(last.final_memory_bytes, last.memory_bytes);
-    assert_eq!(last.final_disk_bytes, last.disk_bytes);
-}
-
-/// A client that must be refused: exit status 2 and a sentence.
-fn refused(stage: &Stage, words: &[&str]) -> String {
-    let answer = stage.product.client(words).expect("a client");
-    assert_eq!(
-        answer.status.code(),
-        Some(2),
-        "{words:?}: {}{}",
-        answer.printed,
-        answer.said
-    );
-    assert!(
-        answer.said.trim().len() > 20,
-        "{words:?} says only: {}",
-        answer.said
-    );
-    answer.said
-}
+use pagetide_guestkit::stage::Stage;
+use pagetide_guestkit::steps::{
+    DISK_BYTES, PATIENCE, let_go, number, refused, small, sound_end, squeeze, take_turn, with_disk,
+    work,
+};
 
 #[test]
 fn guest_squeezed_to_half_daemon_killed_and_restarted_verifies_all() {
-    let Some((_turn, mut stage)) = stage() else {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
     };
     let mut guest = stage.boot(&small()).expect("a guest");
@@ -145,7 +34,7 @@ fn guest_squeezed_to_half_daemon_killed_and_restarted_verifies_all() {
 
 #[test]
 fn guest_with_disk_squeezed_daemon_killed_in_the_middle_verifies_all() {
-    let Some((_turn, mut stage)) = stage() else {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
     };
     let (socket, image) = stage.new_disk(DISK_BYTES).expect("an image");
@@ -172,7 +61,7 @@ fn guest_with_disk_squeezed_daemon_killed_in_the_middle_verifies_all() {
 
 #[test]
 fn daemon_told_to_end_detaches_and_the_guest_verifies_all() {
-    let Some((_turn, mut stage)) = stage() else {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
     };
     let mut guest = stage.boot(&small()).expect("a guest");
@@ -184,7 +73,7 @@ fn daemon_told_to_end_detaches_and_the_guest_verifies_all() {
 
 #[test]
 fn qemu_not_root_and_sandboxed_is_taken_over_and_verifies_all() {
-    let Some((_turn, mut stage)) = stage() else {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
     };
     let sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
@@ -206,7 +95,7 @@ fn qemu_not_root_and_sandboxed_is_taken_over_and_verifies_all() {
 
 #[test]
 fn guest_that_reports_free_pages_squeezed_verifies_all() {
-    let Some((_turn, mut stage)) = stage() else {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
     };
     let (socket, image) = stage.new_disk(DISK_BYTES).expect("an image");
@@ -224,7 +113,7 @@ fn guest_that_reports_free_pages_squeezed_verifies_all() {
 
 #[test]
 fn qemu_killed_while_attached_is_dropped_and_the_daemon_lives_on() {
-    let Some((_turn, mut stage)) = stage() else {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
     };
     let mut guest = stage.boot(&small()).expect("a guest");
@@ -245,39 +134,45 @@ fn qemu_killed_while_attached_is_dropped_and_the_daemon_lives_on() {
 
 #[test]
 fn wrong_attaches_are_refused_with_status_2_and_the_vm_is_unharmed() {
-    let Some((_turn, mut stage)) = stage() else {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
     };
     let mut guest = stage.boot(&small()).expect("a guest");
     guest.wait_for_work(PATIENCE).expect("work");
     let pid = guest.pid().to_string();
     let this = std::process::id().to_string();
-    refused(&stage, &["attach", "--pid", "4194303"]);
-    refused(&stage, &["attach", "--pid", &this]);
-    refused(&stage, &["attach", "--pid", &pid, "--limit", "4K"]);
-    refused(&stage, &["vm", "detach", "nobody"]);
+    refused(&stage.product, &["attach", "--pid", "4194303"]);
+    refused(&stage.product, &["attach", "--pid", &this]);
+    refused(&stage.product, &["attach", "--pid", &pid, "--limit", "4K"]);
+    refused(&stage.product, &["vm", "detach", "nobody"]);
     stage.product.attach(guest.pid(), "vm").expect("attach");
-    refused(&stage, &["attach", "--pid", &pid, "--name", "again"]);
-    refused(&stage, &["vm", "limit", "vm", "4K"]);
+    refused(
+        &stage.product,
+        &["attach", "--pid", &pid, "--name", "again"],
+    );
+    refused(&stage.product, &["vm", "limit", "vm", "4K"]);
     let_go(&stage, &mut guest);
 }
 
 #[test]
 fn ram_that_is_not_shared_is_refused_and_the_vm_is_unharmed() {
-    let Some((_turn, mut stage)) = stage() else {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
     };
     for ram in [Ram::PrivateMemfd, Ram::Anonymous] {
         let mut guest = stage.boot(&GuestSpec { ram, ..small() }).expect("a guest");
         guest.wait_for_work(PATIENCE).expect("work");
-        refused(&stage, &["attach", "--pid", &guest.pid().to_string()]);
+        refused(
+            &stage.product,
+            &["attach", "--pid", &guest.pid().to_string()],
+        );
         sound_end(&mut guest);
     }
 }
 
 #[test]
 fn vmm_with_a_direct_io_image_is_served_but_not_evicted_and_says_so() {
-    let Some((_turn, mut stage)) = stage() else {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
     };
     let (_socket, image) = stage.new_disk(DISK_BYTES).expect("an image");
@@ -302,7 +197,7 @@ fn vmm_with_a_direct_io_image_is_served_but_not_evicted_and_says_so() {
 
 #[test]
 fn ram_that_a_third_process_maps_is_refused_and_the_process_named() {
-    let Some((_turn, mut stage)) = stage() else {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
     };
     let (socket, image) = stage.new_disk(DISK_BYTES).expect("an image");
@@ -317,7 +212,10 @@ fn ram_that_a_third_process_maps_is_refused_and_the_process_named() {
         .boot(&with_disk(Disk::VhostUser(socket)))
         .expect("a guest");
     guest.wait_for_work(PATIENCE).expect("work");
-    let said = refused(&stage, &["attach", "--pid", &guest.pid().to_string()]);
+    let said = refused(
+        &stage.product,
+        &["attach", "--pid", &guest.pid().to_string()],
+    );
     assert!(said.contains(&daemon.pid().to_string()), "{said}");
     sound_end(&mut guest);
 }

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a test borrows from the machine: a mount, huge pages. Given back on drop.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::image::command_line;
+
+/// Huge pages of 2 MiB that the kernel keeps, by number.
+const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+
+/// The machine does not lend it.
+#[derive(Debug, thiserror::Error)]
+pub enum BorrowError {
+    /// A program failed.
+    #[error("`{command}`: {said}")]
+    Failed {
+        /// The command line.
+        command: String,
+        /// What it said, or why it could not be started.
+        said: String,
+    },
+    /// A file could not be read or written.
+    #[error("{path}: {source}", path = path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Fewer huge pages than asked for.
+    #[error("the kernel finds {free} free huge pages of 2 MiB, and {wanted} are needed")]
+    TooFewHugePages {
+        /// Free now.
+        free: u64,
+        /// Needed.
+        wanted: u64,
+    },
+}
+
+/// A tmpfs of our own.
+#[derive(Debug)]
+pub struct Tmpfs(PathBuf);
+
+impl Tmpfs {
+    /// Mounts one at `path`, which is made for it, with the words of `options`.
+    ///
+    /// # Errors
+    /// Not permitted, or an option that this kernel does not know.
+    pub fn mount(path: &Path, options: &str) -> Result<Self, BorrowError> {
+        fs::create_dir_all(path).map_err(|source| file_error(path, source))?;
+        run(Command::new("mount")
+            .args(["-t", "tmpfs", "-o", options, "pagetide-guestkit"])
+            .arg(path))?;
+        Ok(Self(path.to_owned()))
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        // A ring of a killed process holds its lock file a moment longer, hence lazily.
+        if let Err(error) = run(Command::new("umount").arg("--lazy").arg(&self.0)) {
+            eprintln!("guestkit: {} stays mounted: {error}", self.0.display());
+            return;
+        }
+        if let Err(error) = fs::remove_dir(&self.0) {
+            eprintln!("guestkit: {} stays: {error}", self.0.display());
+        }
+    }
+}
+
+/// Huge pages for whoever asks the kernel next; their number is put back as it was.
+#[derive(Debug)]
+pub struct HugePages {
+    before: u64,
+}
+
+impl HugePages {
+    /// Has at least `wanted` free huge pages of 2 MiB.
+    ///
+    /// # Errors
+    /// Not permitted, or memory is too scattered.
+    pub fn of_2_mib(wanted: u64) -> Result<Self, BorrowError> {
+        let before = read_number("nr_hugepages")?;
+        let borrowed = Self { before };
+        let missing = wanted.saturating_sub(read_number("free_hugepages")?);
+        write_number("nr_hugepages", before + missing)?;
+        let free = read_number("free_hugepages")?;
+        if free < wanted {
+            return Err(BorrowError::TooFewHugePages { free, wanted });
+        }
+        Ok(borrowed)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if let Err(error) = write_number("nr_hugepages", self.before) {
+            eprintln!("guestkit: {error}: the number of huge pages stays changed");
+        }
+    }
+}
+
+fn read_number(name: &str) -> Result<u64, BorrowError> {
+    let path = Path::new(HUGE_PAGES).join(name);
+    let text = fs::read_to_string(&path).map_err(|source| file_error(&path, source))?;
+    let number = text.trim().parse().map_err(io::Error::other);
+    number.map_err(|source| file_error(&path, source))
+}
+
+fn write_number(name: &str, number: u64) -> Result<(), BorrowError> {
+    let path = Path::new(HUGE_PAGES).join(name);
+    fs::write(&path, number.to_string()).map_err(|source| file_error(&path, source))
+}
+
+fn run(command: &mut Command) -> Result<(), BorrowError> {
+    let said = match command.output() {
+        Ok(output) if output.status.success() => return Ok(()),
+        Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        Err(error) => error.to_string(),
+    };
+    let command = command_line(command);
+    Err(BorrowError::Failed { command, said })
+}
+
+fn file_error(path: &Path, source: io::Error) -> BorrowError {
+    BorrowError::File {
+        path: path.to_owned(),
+        source,
+    }
+}
