@@ -173,13 +173,7 @@ impl Bench {
         let cpu = cpus.last().copied().unwrap_or(0);
         let dir = |name| in_memory.path().join(name);
         Ok(Self {
-            daemon: Daemon::start(
-                &dir("daemon"),
-                &std::env::var("XSET")
-                    .unwrap_or_default()
-                    .split_whitespace()
-                    .collect::<Vec<_>>(),
-            )?,
+            daemon: Daemon::start(&dir("daemon"), &[])?,
             daemon_alone: Daemon::start(&dir("alone"), &["--neighbours", "0"])?,
             guest: Guest::start(on_disk.path(), options.pages, cpu)?,
             zram: ZramSwap::prepare(2 * options.pages * PAGE_BYTES),
