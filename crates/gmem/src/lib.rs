@@ -12,6 +12,7 @@
 //! [`table`] (locks), [`space`] (faults), [`eviction`], [`recovery`].
 
 pub mod eviction;
+pub mod fault;
 pub mod mmu;
 #[cfg(all(test, loom))]
 mod model;
@@ -26,9 +27,10 @@ pub mod waiters;
 pub mod word;
 
 pub use eviction::{Committed, EvictionError, EvictionRound};
+pub use fault::{Fault, FaultOutcome, SpaceCounters};
 pub use mmu::{Mmu, MmuError, MmuLimits, OnAbsent, Restrict, Restricted};
 pub use place::{Installed, Place, PlaceError};
-pub use space::{AddressSpace, Fault, FaultOutcome, SpaceCounters, SpaceParts};
+pub use space::{AddressSpace, SpaceParts};
 pub use store::{Admission, ContentStore, Incidents, StoreError, Unlimited};
 pub use table::{PageTable, VolatileWords, WordArray};
 pub use waiters::Reply;

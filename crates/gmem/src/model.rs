@@ -110,6 +110,9 @@ impl Incidents for Model {
     fn poisoned(&self, page: PageNo, _why: &StoreError) {
         panic!("{page} poisoned");
     }
+    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
+        panic!("{page}: {why}");
+    }
     fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
         panic!("{page}: {why}");
     }

@@ -12,6 +12,7 @@
 //! really absent.
 
 use crate::{
+    fault::{Fault, FaultOutcome, SpaceCounters},
     mmu::{Mmu, OnAbsent},
     neighbours,
     place::{Installed, Place, PlaceError},
@@ -22,57 +23,18 @@ use crate::{
     word::{Content, Event, PageWord, State},
 };
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange};
-use std::sync::atomic::{AtomicU64 as Count, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 
 const ZERO_PAGE: [u8; 4096] = [0; 4096];
 
 /// Most pages that are filled in one go, and under one hold of the section's lock.
 pub(crate) const FILL_PAGES_MAX: u64 = 16;
 
-/// Why a fault could not be served.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum FaultOutcome {
-    /// All pages were made present; the next access may find one evicted again, and fault again.
-    Present,
-    /// The pages are not all part of the address space.
-    OutOfRange,
-    /// The content of one of them is lost, or cannot be installed.
-    Lost,
-    /// The memory itself is gone: the VM ended.
-    Gone,
-}
-
-/// A page fault of a device or vCPU.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Fault {
-    /// Who faulted.
-    pub device: DeviceId,
-    /// Pages wanted.
-    pub pages: PageRange,
-    /// Access wanted.
-    pub access: Access,
-}
-
-/// Counts of what befell an address space since it was made in this process.
-#[derive(Debug, Default)]
-pub struct SpaceCounters {
-    /// Pages that a fault made present from stored content, zeros included.
-    pub filled_pages: Count,
-    /// Pages brought along with a faulting neighbour.
-    pub neighbour_pages: Count,
-    /// Faults that joined a fill under way.
-    pub joined_faults: Count,
-    /// Faults on pages that were present: protected, granted late, or woken needlessly.
-    pub present_faults: Count,
-    /// Pages taken out of an eviction round because somebody needed them.
-    pub cancelled_pages: Count,
-    /// Pages the guest had given up, found by a fault or a round.
-    pub discarded_pages: Count,
-    /// Pages evicted.
-    pub evicted_pages: Count,
-    /// Pages whose content was lost.
-    pub poisoned_pages: Count,
-}
+/// Most absent pages that are filled by whoever asks not to wait: at some microseconds each, more
+/// would make others wait for this one.
+const AT_ONCE_PAGES_MAX: u64 = 64;
+/// How often the same page may be looked at in one fault without any progress.
+const STILL_MAX: u32 = 64;
 
 /// What an address space is made of.
 pub struct SpaceParts {
@@ -210,20 +172,21 @@ impl AddressSpace {
             return Some(FaultOutcome::OutOfRange);
         }
         let absent = self.absent_pages(fault.pages);
-        if absent > 0 && !self.admission.try_admit(absent) {
+        if absent > AT_ONCE_PAGES_MAX || (absent > 0 && !self.admission.try_admit(absent)) {
             return None;
         }
         let outcome = self.serve_at_once(fault);
         if outcome.is_none() {
             // The caller's next try takes room anew for what is absent still.
-            let still_absent = self.absent_pages(fault.pages);
-            self.admission.give_back(absent.min(still_absent));
+            self.admission
+                .give_back(absent.min(self.absent_pages(fault.pages)));
         }
         outcome
     }
 
     fn serve_at_once(&self, fault: &Fault) -> Option<FaultOutcome> {
         let mut page = fault.pages.start;
+        let mut still = 0;
         while page < fault.pages.end {
             let section = self.table.section(page.section());
             let shared = match section.lock.try_read() {
@@ -233,7 +196,13 @@ impl AddressSpace {
             let resolved = self.resolve(section, page, fault);
             drop(shared);
             match resolved {
-                Resolved::UpTo(next) => page = next,
+                Resolved::UpTo(next) if next > page => (page, still) = (next, 0),
+                Resolved::UpTo(_) => {
+                    still += 1;
+                    if still > STILL_MAX {
+                        return Some(self.without_progress(page));
+                    }
+                }
                 Resolved::BeingFilled => return None,
                 Resolved::Failed(outcome) => return Some(outcome),
             }
@@ -275,6 +244,7 @@ impl AddressSpace {
             self.admission.admit(absent);
         }
         let mut page = fault.pages.start;
+        let mut still = 0;
         while page < fault.pages.end {
             let section = self.table.section(page.section());
             let resolved = {
@@ -282,7 +252,15 @@ impl AddressSpace {
                 self.resolve(section, page, fault)
             };
             page = match resolved {
-                Resolved::UpTo(next) => next,
+                Resolved::UpTo(next) if next > page => {
+                    still = 0;
+                    next
+                }
+                Resolved::UpTo(_) if still == STILL_MAX => return self.without_progress(page),
+                Resolved::UpTo(_) => {
+                    still += 1;
+                    page
+                }
                 Resolved::BeingFilled => {
                     let joined = match pending {
                         Some(pending) => self.waiters.join(&self.table, page, pending),
@@ -356,7 +334,7 @@ impl AddressSpace {
                 if cancelled {
                     self.counters.cancelled_pages.fetch_add(1, Relaxed);
                 }
-                // Out of the round, it has its write access back, whoever asked.
+                // Out of the round: it has its write access back.
                 if cancelled || fault.device == DeviceId::VCPUS {
                     self.grant_to(page.single(), |id| id == DeviceId::VCPUS);
                 }
@@ -554,8 +532,26 @@ impl AddressSpace {
     }
 
     fn poison_for_kernel(&self, page: PageNo) {
-        if let Err(error) = self.place.poison(page) {
-            self.incidents.fill_failed(page, &error);
+        match self.place.poison(page) {
+            Ok(()) | Err(PlaceError::Gone) => {}
+            Err(error) => self.incidents.cannot_poison(page, &error),
+        }
+    }
+
+    /// The kernel neither installs the page nor says that it is there: a page that was allocated
+    /// without ever being written, or a kernel out of memory.
+    fn without_progress(&self, page: PageNo) -> FaultOutcome {
+        let source = std::io::Error::from(std::io::ErrorKind::TimedOut);
+        let (start, end) = (page, PageNo(page.0 + 1));
+        let error = PlaceError::Kernel {
+            operation: "installing",
+            start,
+            end,
+            source,
+        };
+        match self.failed(page, &error) {
+            Resolved::Failed(outcome) => outcome,
+            Resolved::UpTo(_) | Resolved::BeingFilled => FaultOutcome::Lost,
         }
     }
 
@@ -581,14 +577,12 @@ impl AddressSpace {
         if pages.is_empty() {
             return;
         }
-        for (id, mmu) in share(&self.devices).iter().filter(|(id, _)| chosen(*id)) {
+        for (_, mmu) in share(&self.devices).iter().filter(|(id, _)| chosen(*id)) {
             // A grant that fails leaves a device that faults again: nothing is lost.
             if let Err(error) = mmu.grant(pages, Access::Write) {
                 self.incidents.fill_failed(pages.start, &error);
-                if *id == DeviceId::VCPUS {
-                    // A vCPU that sleeps over the protection must look again to fault again.
-                    self.wake(pages);
-                }
+                // Nor does a vCPU sleep on over the protection: it looks again, and faults again.
+                self.wake(pages);
             }
         }
     }

@@ -75,6 +75,10 @@ pub trait Incidents: Send + Sync {
     /// The content of `page` is lost; accesses to it fail from now on.
     fn poisoned(&self, page: PageNo, why: &StoreError);
 
+    /// The kernel cannot make accesses to `page`, whose content is lost, fail: the VM must stop before
+    /// it waits for ever, or reads something else.
+    fn cannot_poison(&self, page: PageNo, why: &crate::PlaceError);
+
     /// A fill of `page` failed and its waiters were told to try again or given up.
     fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error);
 }

@@ -17,7 +17,7 @@
 //! that the page is not being installed any more and looks again.
 
 use crate::{
-    space::FaultOutcome,
+    fault::FaultOutcome,
     sync::{Arc, Mutex},
     table::PageTable,
 };

@@ -137,6 +137,11 @@ pub enum PoolError {
         "pool {0} is not on tmpfs: it must survive the daemon but not the host; choose a state directory on tmpfs, such as one under /dev/shm"
     )]
     NotTmpfs(PathBuf),
+    /// There is one already.
+    #[error(
+        "pool {0} is there already: it holds the evicted pages of a VM that could not be taken up; start the daemon anew to try again, or remove the file when that VM is gone"
+    )]
+    Exists(PathBuf),
     /// Another daemon has it.
     #[error("pool {0} is in use by another daemon")]
     InUse(PathBuf),
@@ -193,7 +198,7 @@ impl Pool {
                 .store(u64::from(seed), Ordering::Relaxed);
             pool.write_identity(identity)?;
             pool.cell(Cell::Magic).store(MAGIC, Ordering::Release);
-            rustix::fs::rename(&unfinished, path).map_err(|source| at(path, "rename", source))?;
+            keep_as(&unfinished, path)?;
             Ok(Self {
                 path: path.to_owned(),
                 ..pool
@@ -543,6 +548,16 @@ fn open_locked(path: &Path, flags: OFlags) -> Result<GuestFile, PoolError> {
     }
 }
 
+/// Gives a finished pool its name, unless there is one of that name: it may be a VM's only memory.
+fn keep_as(unfinished: &Path, path: &Path) -> Result<(), PoolError> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    match renameat_with(CWD, unfinished, CWD, path, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(()),
+        Err(rustix::io::Errno::EXIST) => Err(PoolError::Exists(path.to_owned())),
+        Err(source) => Err(at(path, "rename", source)),
+    }
+}
+
 fn map(path: &Path, file: &GuestFile, length: u64) -> Result<SharedMapping, PoolError> {
     SharedMapping::new(file.as_fd(), length).map_err(|source| PoolError::Map {
         path: path.to_owned(),
@@ -608,6 +623,19 @@ mod tests {
         pool.read_content(3 * CHUNK_BYTES, &mut bytes).unwrap();
         assert_eq!(&bytes, b"bytes");
         assert_eq!(pool.seed(), crate::tier::Seed(7));
+    }
+
+    #[test]
+    fn pool_that_is_there_is_never_replaced() {
+        let dir = directory();
+        let path = dir.path().join("vm.pool");
+        drop(Pool::create(&path, 10, 3, b"first").unwrap());
+        assert!(matches!(
+            Pool::create(&path, 10, 4, b"second"),
+            Err(PoolError::Exists(_))
+        ));
+        assert_eq!(Pool::open(&path).unwrap().identity().unwrap(), b"first");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
     #[test]

@@ -132,15 +132,19 @@ impl Reclaimer {
         self.scanned_at
     }
 
-    /// Looks at every section and moves it among the sets.
+    /// Looks at every section and moves it among the sets. `clock` is read when all are unmapped.
     ///
     /// # Errors
     /// The tracker's; the sets are then as before.
-    pub fn scan(&mut self, now: Duration) -> Result<(), TrackerError> {
+    pub fn scan(&mut self, clock: impl Fn() -> Duration) -> Result<(), TrackerError> {
         let sections: Vec<SectionNo> = (0..self.evictor.space().table().section_count())
             .map(SectionNo)
             .collect();
+        // A look that fails half-way has unmapped some pages just now.
+        self.scanned_at = None;
         let touched = self.tracker.look(&sections)?;
+        // Only now: pages must have rested since the last of them was unmapped.
+        let now = clock();
         let drift = self
             .drifted_at
             .is_none_or(|at| now.saturating_sub(at) >= DRIFT_MIN);

@@ -13,7 +13,7 @@ use crate::{
 use pagetide_addr::{Access, DomainId, FileKey, PAGE_BYTES, PageRange};
 use pagetide_sys::mapping::SharedMapping;
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     os::fd::BorrowedFd,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
@@ -52,6 +52,11 @@ pub enum DomainError {
         /// Number of such ports.
         devices: u32,
     },
+    /// The file belongs to a VM that could not be taken up again.
+    #[error(
+        "RAM file {0} belongs to a VM whose evicted pages wait in a pool that could not be taken up: no device may touch it until then"
+    )]
+    Barred(FileKey),
     /// Two VMs cannot own one file.
     #[error("RAM file {0} belongs to a VM that is attached already")]
     AttachedAlready(FileKey),
@@ -160,6 +165,7 @@ pub struct DomainTable {
 #[derive(Debug, Default)]
 struct Entries {
     next_id: u32,
+    barred: HashSet<FileKey>,
     by_key: HashMap<FileKey, Weak<DmaDomain>>,
 }
 
@@ -194,6 +200,9 @@ impl DomainTable {
             return Err(DomainError::TooLarge(bytes));
         }
         let mut entries = self.lock();
+        if entries.barred.contains(&key) {
+            return Err(DomainError::Barred(key));
+        }
         if let Some(domain) = entries.by_key.get(&key).and_then(Weak::upgrade) {
             return Ok(domain);
         }
@@ -219,6 +228,12 @@ impl DomainTable {
         entries.by_key.retain(|_, known| known.strong_count() > 0);
         entries.by_key.insert(key, Arc::downgrade(&domain));
         Ok(domain)
+    }
+
+    /// From now on nobody gets a domain of this file: pages of it are away, and nobody brings them
+    /// back.
+    pub fn bar(&self, key: FileKey) {
+        self.lock().barred.insert(key);
     }
 
     /// The domain of a file, if anybody has it.

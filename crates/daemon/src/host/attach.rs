@@ -94,6 +94,7 @@ pub(super) fn attach(
         vmm: vmm.name().to_owned(),
         mappings: mappings_of(&layout),
     };
+    refuse_unseen_pages(&layout)?;
     let claim = Claim::take(&layout, domains, shared)?;
     claim.drain()?;
     let path = pool_path(state_dir, &request.name);
@@ -116,8 +117,8 @@ pub(super) fn attach(
         let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&layout));
         let table = table_of(&pool);
         recovery::set_initial_words(&table, &place).map_err(failed)?;
-        pool.set_attached();
         fill_wired(&table, &place, &claim.mmu)?;
+        pool.set_attached();
         let prepared = Prepared {
             identity,
             vmm: VmmProcess::open(request.pid).map_err(|r| refused(&r))?,
@@ -135,6 +136,7 @@ pub(super) fn attach(
         Ok(vm) => {
             undo.keep();
             claim.keep();
+            vm.core.look_for_hazards();
             vm.core.enforce_limit();
             vm.core.limit.want_reclaim();
             Ok(vm)
@@ -162,6 +164,21 @@ fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Poo
         )),
         other => failed(other),
     })
+}
+
+/// Pages that were allocated without ever being written look like holes, but cannot be filled.
+fn refuse_unseen_pages(layout: &RamLayout) -> Result<(), ControlError> {
+    match unseen_pages(layout).map_err(failed)? {
+        0 => Ok(()),
+        pages => Err(ControlError::refused(format!(
+            "{pages} pages of the guest's RAM are allocated but were never written (fallocate), which cannot be told \
+             from absent ones: start the VMM without preallocation, or let the guest touch its memory first"
+        ))),
+    }
+}
+
+fn unseen_pages(_layout: &RamLayout) -> Result<u64, pagetide_sys::memory_file::FileError> {
+    Ok(0)
 }
 
 fn random_seed() -> Result<u32, ControlError> {
@@ -291,6 +308,23 @@ pub(super) enum Found {
     Removed,
 }
 
+/// Whose pool lies at `path`.
+///
+/// # Errors
+/// A sentence: it cannot be told.
+pub(super) fn identity_of(path: &Path) -> Result<Identity, ControlError> {
+    read_identity(&Pool::open(path).map_err(failed)?)
+}
+
+fn read_identity(pool: &Pool) -> Result<Identity, ControlError> {
+    serde_json::from_slice(&pool.identity().map_err(failed)?).map_err(|error| {
+        failed(format!(
+            "pool {}: its identity cannot be read: {error}",
+            pool.path().display()
+        ))
+    })
+}
+
 /// Takes up the VM of the pool at `path` again.
 ///
 /// # Errors
@@ -301,13 +335,7 @@ pub(super) fn recover(
     shared: &Shared,
 ) -> Result<Found, ControlError> {
     let pool = Arc::new(Pool::open(path).map_err(failed)?);
-    let identity: Identity =
-        serde_json::from_slice(&pool.identity().map_err(failed)?).map_err(|error| {
-            failed(format!(
-                "pool {}: its identity cannot be read: {error}",
-                path.display()
-            ))
-        })?;
+    let identity = read_identity(&pool)?;
     let vmm = match VmmProcess::reopen(identity.process()) {
         Ok(vmm) => vmm,
         Err(Refusal::NoSuchProcess { .. } | Refusal::PidUsedAgain { .. }) => {
@@ -408,14 +436,8 @@ fn abandon(pool: &Pool, vmm: &VmmProcess, layout: &RamLayout) -> Result<(), Cont
         None => takeover::find_inside(vmm).map_err(failed)?,
     };
     if let Some(number) = number {
-        match takeover::resume(vmm, layout, number) {
-            Ok(userfaultfd) => {
-                takeover::let_go(vmm, layout, &userfaultfd, number).map_err(failed)?;
-            }
-            // The dead had come as far as closing it.
-            Err(takeover::TakeOverError::NotOurs { .. }) => {}
-            Err(error) => return Err(failed(error)),
-        }
+        let userfaultfd = takeover::resume(vmm, layout, number).map_err(failed)?;
+        takeover::let_go(vmm, layout, &userfaultfd, number).map_err(failed)?;
     }
     tracing::info!(
         pid = vmm.pid(),

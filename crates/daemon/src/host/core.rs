@@ -45,20 +45,34 @@ pub(super) struct ReclaimOrder {
     pub(super) done: mpsc::Sender<Reclaimed>,
 }
 
-/// Orders that wait for the rounds.
+/// Orders that wait for the rounds, for as long as those run.
 #[derive(Default)]
-pub(super) struct Orders(Mutex<Vec<ReclaimOrder>>);
+pub(super) struct Orders(Mutex<OrderList>);
+
+#[derive(Default)]
+struct OrderList {
+    waiting: Vec<ReclaimOrder>,
+    closed: bool,
+}
 
 impl Orders {
+    /// Gives an order to the rounds; it is dropped unanswered if they have ended.
     pub(super) fn push(&self, order: ReclaimOrder) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(order);
+        let mut list = lock(&self.0);
+        if !list.closed {
+            list.waiting.push(order);
+        }
     }
 
     pub(super) fn pop(&self) -> Option<ReclaimOrder> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop()
+        lock(&self.0).waiting.pop()
+    }
+
+    /// From now on nobody obeys; whoever waits for an answer learns it.
+    pub(super) fn close(&self) {
+        let mut list = lock(&self.0);
+        list.closed = true;
+        list.waiting.clear();
     }
 }
 
@@ -73,6 +87,14 @@ impl VmCore {
     /// Guest RAM that somebody has pinned or locked, as far as the kernel tells.
     pub(super) fn pinned_bytes(&self) -> u64 {
         hazards::pinned_bytes(&self.vmm).unwrap_or(0)
+    }
+
+    /// Looks for what forbids eviction now.
+    pub(super) fn look_for_hazards(&self) {
+        match hazards::check(&self.vmm, &self.layout) {
+            Ok(bars) => self.set_bars(bars.iter().map(ToString::to_string).collect()),
+            Err(error) => self.set_bars(vec![format!("the VM cannot be looked at: {error}")]),
+        }
     }
 
     /// Lets eviction rest; said once. The limit is not enforced meanwhile: a fill would only wait.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Identity`]: what a pool remembers of the VM it belongs to, as JSON in its header.
 
+use pagetide_addr::{FileKey, Hva};
 use pagetide_vmm::{layout::RamLayout, process::VmmIdentity};
 use serde::{Deserialize, Serialize};
 
@@ -18,9 +19,9 @@ pub(super) struct Identity {
 /// One mapping of the RAM, as it was when words were made for it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(super) struct MappingIdentity {
-    hva: u64,
+    hva: Hva,
     len_bytes: u64,
-    file: pagetide_addr::FileKey,
+    file: FileKey,
     file_offset: u64,
 }
 
@@ -32,6 +33,11 @@ impl Identity {
         }
     }
 
+    /// The RAM files.
+    pub(super) fn files(&self) -> impl Iterator<Item = FileKey> + '_ {
+        self.mappings.iter().map(|mapping| mapping.file)
+    }
+
     /// True if `layout` is the one the words were made for.
     pub(super) fn fits(&self, layout: &RamLayout) -> bool {
         self.mappings == mappings_of(layout)
@@ -40,7 +46,7 @@ impl Identity {
 
 pub(super) fn mappings_of(layout: &RamLayout) -> Vec<MappingIdentity> {
     let of = |mapping: &pagetide_vmm::layout::RamMapping| MappingIdentity {
-        hva: mapping.hva.0,
+        hva: mapping.hva,
         len_bytes: mapping.len_bytes,
         file: layout.files()[mapping.file].key(),
         file_offset: mapping.file_offset,

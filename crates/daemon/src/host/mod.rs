@@ -14,14 +14,15 @@ mod devices;
 mod identity;
 mod latency;
 mod report;
+mod roster;
 mod rounds;
 mod sink;
 mod tracker;
 mod vm;
 
 use self::{
-    core::lock,
     devices::Devices,
+    roster::Roster,
     sink::VmEvent,
     vm::{Shared, Vm, failed},
 };
@@ -35,9 +36,8 @@ use crate::{
 use pagetide_addr::PAGE_BYTES;
 use pagetide_vpri::DomainTable;
 use std::{
-    collections::BTreeMap,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, mpsc},
+    sync::{Arc, mpsc},
     time::Instant,
 };
 
@@ -47,15 +47,7 @@ struct Host {
     domains: Arc<DomainTable>,
     shared: Shared,
     devices: Devices,
-    vms: Mutex<BTreeMap<String, Slot>>,
-}
-
-/// A name in use.
-enum Slot {
-    /// Its attach is under way.
-    Attaching(u32),
-    /// The VM.
-    There(Arc<Vm>),
+    vms: Roster,
 }
 
 /// Starts the running system and takes up again what a predecessor left.
@@ -76,10 +68,11 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         domains,
         shared,
         devices,
-        vms: Mutex::default(),
+        vms: Roster::default(),
     });
-    host.recover_all()?;
-    host.devices.restore()?;
+    if host.recover_all()? == Taken::AllKnown {
+        host.devices.restore()?;
+    }
     let janitor = Arc::downgrade(&host);
     let spawned = std::thread::Builder::new()
         .name("pt-janitor".into())
@@ -98,7 +91,8 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
 impl Host {
     /// Takes up every VM whose pool is there. One that cannot be taken up is said so and left: its
     /// pool is its memory.
-    fn recover_all(&self) -> Result<(), ControlError> {
+    fn recover_all(&self) -> Result<Taken, ControlError> {
+        let mut taken = Taken::AllKnown;
         let listing = std::fs::read_dir(&self.state_dir).map_err(|error| {
             failed(format!("cannot list {}: {error}", self.state_dir.display()))
         })?;
@@ -112,127 +106,122 @@ impl Host {
             }
             match attach::recover(&path, &self.domains, &self.shared) {
                 Ok(attach::Found::Recovered(vm)) => {
-                    let name = vm.core.name.clone();
-                    lock(&self.vms).insert(name, Slot::There(Arc::new(*vm)));
+                    self.vms.put(vm.core.name.clone(), Arc::new(*vm));
                 }
                 Ok(attach::Found::Removed) => {}
-                Err(error) => tracing::error!(
-                    pool = %path.display(),
-                    %error,
-                    "a VM could not be taken up again; it waits, and its pool is kept"
-                ),
+                Err(error) => {
+                    tracing::error!(
+                        pool = %path.display(),
+                        %error,
+                        "a VM could not be taken up again; it waits, and its pool is kept"
+                    );
+                    if self.leave_waiting(&path, &error) == Taken::SomeUnknown {
+                        taken = Taken::SomeUnknown;
+                    }
+                }
             }
         }
-        Ok(())
+        Ok(taken)
+    }
+
+    /// Keeps the name of a VM that could not be taken up, and all devices away from its RAM: their
+    /// DMA would fill holes whose content is in the pool.
+    fn leave_waiting(&self, path: &Path, why: &ControlError) -> Taken {
+        let name = path
+            .file_stem()
+            .map(|stem| stem.to_string_lossy().into_owned())
+            .unwrap_or_default();
+        match attach::identity_of(path) {
+            Ok(identity) => {
+                identity.files().for_each(|key| self.domains.bar(key));
+                self.vms
+                    .put_waiting(name, Some(identity.pid), why.message.clone());
+                Taken::AllKnown
+            }
+            Err(error) => {
+                tracing::error!(
+                    pool = %path.display(),
+                    %error,
+                    "nor can it be told whose RAM it is; no device is served until that pool is gone"
+                );
+                self.vms.put_waiting(name, None, why.message.clone());
+                Taken::SomeUnknown
+            }
+        }
     }
 
     fn hear(&self, event: VmEvent) {
         match event {
-            VmEvent::Gone(name) => {
-                let vm = match lock(&self.vms).get(&name) {
-                    Some(Slot::There(vm)) => Arc::clone(vm),
-                    _ => return,
-                };
-                tracing::info!(
-                    vm = name,
-                    pid = vm.core.vmm.pid(),
-                    "the VMM has ended; dropping the VM"
-                );
-                vm.forget(&self.shared);
-                lock(&self.vms).remove(&name);
+            VmEvent::Gone(process) => {
+                if let Some((name, vm)) = self.vms.of_process(process) {
+                    tracing::info!(
+                        vm = name,
+                        pid = process.pid,
+                        "the VMM has ended; dropping the VM"
+                    );
+                    vm.forget(&self.shared);
+                    self.vms.remove(&name);
+                }
             }
-            VmEvent::ReaderFailed(name, why) => {
-                tracing::error!(
-                    vm = name,
-                    why,
-                    "faults of the VM are not served any more; restart the daemon to take it up again"
-                );
+            VmEvent::ReaderFailed(process, why) => {
+                if let Some((_, vm)) = self.vms.of_process(process) {
+                    vm.core.incidents.stop_vm(format!(
+                        "its faults are not served any more ({why}); restart the daemon to take it up again, then continue it (SIGCONT)"
+                    ));
+                }
             }
         }
     }
+}
 
-    fn get(&self, name: &str) -> Result<Arc<Vm>, ControlError> {
-        match lock(&self.vms).get(name) {
-            Some(Slot::There(vm)) => Ok(Arc::clone(vm)),
-            Some(Slot::Attaching(_)) => Err(ControlError::refused(format!(
-                "VM '{name}' is just being attached"
-            ))),
-            None => Err(ControlError::not_found(format!(
-                "there is no VM '{name}' here: see `pagetide vm list`, or attach it by `pagetide attach --pid N --name {name}`"
-            ))),
-        }
-    }
-
-    /// Keeps the name and the pid for an attach.
-    fn reserve(&self, request: &AttachRequest) -> Result<(), ControlError> {
-        let mut vms = lock(&self.vms);
-        for (name, slot) in vms.iter() {
-            let pid = match slot {
-                Slot::Attaching(pid) => *pid,
-                Slot::There(vm) => vm.core.vmm.pid(),
-            };
-            if pid == request.pid {
-                return Err(ControlError::refused(format!(
-                    "process {pid} is attached already, as VM '{name}'"
-                )));
-            }
-            if *name == request.name {
-                return Err(ControlError::refused(format!(
-                    "there is a VM '{name}' already (process {pid}): give another name by --name"
-                )));
-            }
-        }
-        vms.insert(request.name.clone(), Slot::Attaching(request.pid));
-        Ok(())
-    }
-
-    fn all(&self) -> Vec<Arc<Vm>> {
-        let there = |slot: &Slot| match slot {
-            Slot::There(vm) => Some(Arc::clone(vm)),
-            Slot::Attaching(_) => None,
-        };
-        lock(&self.vms).values().filter_map(there).collect()
-    }
+/// What is known of the VMs whose pools were found.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Taken {
+    /// Each was taken up, or at least its RAM is known and kept from devices.
+    AllKnown,
+    /// The RAM of one is not known.
+    SomeUnknown,
 }
 
 impl Control for Host {
     fn attach(&self, request: AttachRequest) -> Result<VmReport, ControlError> {
         crate::name::check_name(&request.name)?;
-        self.reserve(&request)?;
+        self.vms.reserve(&request)?;
         match attach::attach(&request, &self.state_dir, &self.domains, &self.shared) {
             Ok(vm) => {
                 let vm = Arc::new(vm);
                 let report = vm.report(&self.devices);
-                lock(&self.vms).insert(request.name, Slot::There(vm));
+                self.vms.put(request.name, vm);
                 Ok(report)
             }
             Err(error) => {
-                lock(&self.vms).remove(&request.name);
+                self.vms.remove(&request.name);
                 Err(error)
             }
         }
     }
 
     fn vms(&self) -> Vec<VmReport> {
-        self.all()
+        self.vms
+            .all()
             .iter()
             .map(|vm| vm.report(&self.devices))
             .collect()
     }
 
     fn vm(&self, name: &str) -> Result<VmReport, ControlError> {
-        Ok(self.get(name)?.report(&self.devices))
+        Ok(self.vms.get(name)?.report(&self.devices))
     }
 
     fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmReport, ControlError> {
-        let vm = self.get(name)?;
+        let vm = self.vms.get(name)?;
         attach::check_limit(limit_bytes, vm.core.layout.len_bytes())?;
         vm.set_limit(limit_bytes);
         Ok(vm.report(&self.devices))
     }
 
     fn reclaim(&self, name: &str, bytes: Option<u64>) -> Result<ReclaimReport, ControlError> {
-        let vm = self.get(name)?;
+        let vm = self.vms.get(name)?;
         let pages = bytes.map_or(u64::MAX, |bytes| bytes.div_ceil(PAGE_BYTES));
         let (evicted, shortfall) = vm.reclaim(pages);
         Ok(ReclaimReport {
@@ -245,7 +234,7 @@ impl Control for Host {
     }
 
     fn detach(&self, name: &str) -> Result<DetachReport, ControlError> {
-        let vm = self.get(name)?;
+        let vm = self.vms.get(name)?;
         let begun = Instant::now();
         let before = vm.report(&self.devices);
         let filled_pages = vm.detach(&self.shared)?;
@@ -256,7 +245,7 @@ impl Control for Host {
             alias_faults: after.alias_faults,
             ..before
         };
-        lock(&self.vms).remove(name);
+        self.vms.remove(name);
         tracing::info!(vm = name, filled_pages, "let go");
         Ok(DetachReport {
             name: name.to_owned(),
@@ -281,8 +270,9 @@ impl Control for Host {
     }
 
     fn shut_down(&self) -> Result<(), ControlError> {
+        self.vms.close();
         let mut first = None;
-        for vm in self.all() {
+        for vm in self.vms.all() {
             let name = vm.core.name.clone();
             match self.detach(&name) {
                 Ok(_) => {}
@@ -309,6 +299,6 @@ impl Host {
                 .map(|file| (file.key(), name.clone()))
                 .collect::<Vec<_>>()
         };
-        self.all().iter().flat_map(keys).collect()
+        self.vms.all().iter().flat_map(keys).collect()
     }
 }

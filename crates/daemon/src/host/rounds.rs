@@ -17,7 +17,7 @@ use pagetide_swap::{
     limit::Wake,
     reclaim::{Reach, Reclaimed, UNMAPPED_MIN},
 };
-use pagetide_vmm::{hazards, threads};
+use pagetide_vmm::threads;
 use std::{
     sync::Arc,
     time::{Duration, Instant},
@@ -25,6 +25,8 @@ use std::{
 
 /// Hazards are looked for, and counts put right, this often at most.
 const LOOK_ROUND: Duration = Duration::from_secs(1);
+/// How long a look for hazards holds: a pass of a reclaim is no longer than this.
+const HAZARDS_HOLD: Duration = Duration::from_millis(100);
 /// Eviction that was stopped by a full pool, or by the kernel, is tried again after this time.
 const SUSPENSION: Duration = Duration::from_secs(5);
 /// Sections drift among the sets this often when nothing presses.
@@ -32,12 +34,22 @@ const SCAN_ROUND: Duration = Duration::from_secs(5);
 /// Scans of one reclaim before it gives up for this time: each costs every mapped page a small fault.
 const PRESSED_SCANS_MAX: u32 = 4;
 
+/// Closes the orders when the rounds end, be it by a panic: nobody may wait for an answer then.
+struct CloseOrders(Arc<VmCore>);
+
+impl Drop for CloseOrders {
+    fn drop(&mut self) {
+        self.0.orders.close();
+    }
+}
+
 /// What the rounds need beside the VM.
 pub(super) struct Rounds {
     vm: Arc<VmCore>,
     reclaimer: Reclaimer,
     started: Instant,
     looked_at: Option<Instant>,
+    synced_at: Option<Instant>,
     scanned_at: Option<Instant>,
     suspended_at: Option<Instant>,
 }
@@ -49,6 +61,7 @@ impl Rounds {
             reclaimer,
             started: Instant::now(),
             looked_at: None,
+            synced_at: None,
             scanned_at: None,
             suspended_at: None,
         }
@@ -56,12 +69,13 @@ impl Rounds {
 
     /// Until the VM's limit is stopped.
     pub(super) fn run(mut self) {
+        let _closing = CloseOrders(Arc::clone(&self.vm));
         loop {
             let wake = self.vm.limit.wait_for_work(LOOK_ROUND);
             if wake == Wake::Stopped {
                 break;
             }
-            if is_due(self.looked_at, LOOK_ROUND) {
+            if is_due(self.synced_at, LOOK_ROUND) {
                 self.look_round();
             }
             if !self.vm.may_evict() {
@@ -81,16 +95,18 @@ impl Rounds {
     }
 
     fn look_round(&mut self) {
-        self.looked_at = Some(Instant::now());
         self.end_suspension();
-        match hazards::check(&self.vm.vmm, &self.vm.layout) {
-            Ok(bars) => self
-                .vm
-                .set_bars(bars.iter().map(ToString::to_string).collect()),
-            Err(error) => self
-                .vm
-                .set_bars(vec![format!("the VM cannot be looked at: {error}")]),
-        }
+        self.look_for_hazards();
+        self.sync();
+    }
+
+    fn look_for_hazards(&mut self) {
+        self.looked_at = Some(Instant::now());
+        self.vm.look_for_hazards();
+    }
+
+    fn sync(&mut self) {
+        self.synced_at = Some(Instant::now());
         self.vm.enforce_limit();
         self.vm.sync_counters();
         let pid = self.vm.vmm.pid();
@@ -110,6 +126,14 @@ impl Rounds {
         self.vm.enforce_limit();
     }
 
+    /// Looks for hazards anew, if the last look is not of just now: before each pass of a reclaim.
+    fn may_evict_now(&mut self) -> bool {
+        if is_due(self.looked_at, HAZARDS_HOLD) {
+            self.look_for_hazards();
+        }
+        self.vm.may_evict()
+    }
+
     fn end_suspension(&mut self) {
         if self
             .suspended_at
@@ -122,7 +146,8 @@ impl Rounds {
 
     fn scan(&mut self) {
         self.scanned_at = Some(Instant::now());
-        if let Err(error) = self.reclaimer.scan(self.started.elapsed()) {
+        let started = self.started;
+        if let Err(error) = self.reclaimer.scan(|| started.elapsed()) {
             self.suspend(format!("accesses cannot be told: {error}"));
         }
     }
@@ -137,17 +162,17 @@ impl Rounds {
     fn reclaim(&mut self, wanted: impl Fn(u64) -> u64) -> Reclaimed {
         let mut total = Reclaimed::default();
         let mut scans = 0;
-        while self.vm.may_evict() {
+        while self.may_evict_now() {
             for reach in [Reach::ColdOnly, Reach::AllResting] {
                 let pages = wanted(total.evicted_pages);
                 if pages == 0 {
                     return total;
                 }
-                let vm = Arc::clone(&self.vm);
+                let (vm, begun) = (Arc::clone(&self.vm), Instant::now());
                 let part = self
                     .reclaimer
                     .reclaim(self.started.elapsed(), pages, reach, || {
-                        !vm.limit.is_stopped()
+                        !vm.limit.is_stopped() && begun.elapsed() < HAZARDS_HOLD
                     });
                 total.evicted_pages += part.evicted_pages;
                 total.busy_sections += part.busy_sections;

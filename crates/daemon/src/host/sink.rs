@@ -3,10 +3,12 @@
 
 use super::latency::Latencies;
 use pagetide_addr::{DeviceId, PageNo};
-use pagetide_gmem::{AddressSpace, Fault, Incidents, StoreError};
+use pagetide_gmem::{AddressSpace, Fault, Incidents, PlaceError, StoreError};
 use pagetide_swap::{Counter, Pool};
-use pagetide_sys::uffd::{Features, Userfaultfd};
-use pagetide_vmm::reader::{FaultSink, ReaderError, VcpuFault};
+use pagetide_vmm::{
+    process::VmmIdentity,
+    reader::{FaultSink, ReaderError, VcpuFault},
+};
 use rustix::process::{Pid, Signal, kill_process};
 use std::{
     error::Error,
@@ -21,15 +23,15 @@ use std::{
 /// What the janitor is to see to.
 #[derive(Debug)]
 pub(super) enum VmEvent {
-    /// The VMM has ended.
-    Gone(String),
-    /// Faults are not served any more, for this reason.
-    ReaderFailed(String, String),
+    /// This VMM has ended.
+    Gone(VmmIdentity),
+    /// Faults of this VMM are not served any more, for this reason.
+    ReaderFailed(VmmIdentity, String),
 }
 
 /// Serves the faults of one VM's vCPUs, on the reader's thread.
 pub(super) struct VmSink {
-    pub(super) name: String,
+    pub(super) vmm: VmmIdentity,
     pub(super) space: Arc<AddressSpace>,
     pub(super) pool: Arc<Pool>,
     pub(super) latencies: Arc<Latencies>,
@@ -54,18 +56,18 @@ impl FaultSink for VmSink {
     }
 
     fn vmm_gone(&self) {
-        self.tell(VmEvent::Gone(self.name.clone()));
+        self.tell(VmEvent::Gone(self.vmm));
     }
 
     fn reader_failed(&self, error: &ReaderError) {
-        self.tell(VmEvent::ReaderFailed(self.name.clone(), error.to_string()));
+        self.tell(VmEvent::ReaderFailed(self.vmm, error.to_string()));
     }
 }
 
 impl VmSink {
     fn tell(&self, event: VmEvent) {
         if self.events.send(event).is_err() {
-            tracing::debug!(vm = self.name, "the daemon is ending already");
+            tracing::debug!(pid = self.vmm.pid, "the daemon is ending already");
         }
     }
 }
@@ -126,11 +128,12 @@ impl Incidents for VmIncidents {
 
     fn poisoned(&self, page: PageNo, why: &StoreError) {
         tracing::error!(vm = self.name, %page, %why, "the page's content is lost; accesses to it fail from now on");
-        if !Userfaultfd::supported().is_ok_and(|features| features.contains(Features::POISON)) {
-            self.stop_vm(format!(
-                "page {page} is lost ({why}), and this kernel (before Linux 6.6) cannot make accesses to it fail"
-            ));
-        }
+    }
+
+    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
+        self.stop_vm(format!(
+            "page {page} is lost, and accesses to it cannot be made to fail: {why}"
+        ));
     }
 
     fn fill_failed(&self, page: PageNo, why: &dyn Error) {

@@ -41,6 +41,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// Passes over all pages before a detach gives up; the second finds nothing, unless a fill failed.
+const DETACH_PASSES: u32 = 8;
 /// Pages asked for at once when a VM is let go.
 const DETACH_PAGES: u64 = 16;
 
@@ -145,14 +147,18 @@ impl Vm {
             threads: Mutex::default(),
             state: Mutex::new(VmState::Attached),
         };
-        vm.start_threads(tracker, shared)?;
+        if let Err(error) = vm.start_threads(tracker, shared) {
+            shared.service.remove_tenant(&vm.core.tenant);
+            vm.core.limit.stop();
+            return Err(error);
+        }
         Ok(vm)
     }
 
     fn start_threads(&self, tracker: UnmapAndLook, shared: &Shared) -> Result<(), ControlError> {
         let core = &self.core;
         let sink = VmSink {
-            name: core.name.clone(),
+            vmm: core.identity.process(),
             space: Arc::clone(&core.space),
             pool: Arc::clone(&core.pool),
             latencies: Arc::clone(&core.latencies),
@@ -263,15 +269,19 @@ impl Vm {
         // From here on page requests wait; once the RAM is watched no more, all are fine.
         shared.service.remove_tenant(&core.tenant);
         let gone = takeover::let_go(&core.vmm, &core.layout, &core.userfaultfd, number);
-        if let Err(error) = &gone {
-            // The registration ends with the descriptor, at the latest with the VMM.
-            tracing::warn!(vm = core.name, %error, "the VMM keeps a descriptor of ours");
-        }
         drop(lock(&core.alias).take());
         for domain in core.mmu.domains() {
             domain.detach();
         }
         shared.service.release(&core.mmu);
+        if let Err(error) = gone {
+            // Somebody must go on serving zeros to what is watched still.
+            *lock(&self.state) = VmState::ServingOnly;
+            return Err(failed(format!(
+                "all pages of {} are back, but the VMM still has our watch: {error}",
+                core.name
+            )));
+        }
         drop(lock(&self.threads).reader.take());
         core.sync_counters();
         core.pool.remove().map_err(failed)?;
@@ -281,6 +291,23 @@ impl Vm {
     /// Makes every page present whose content is stored. Pages of zeros may stay holes: that is how
     /// they read when nobody watches.
     fn fill_all(&self) -> Result<u64, ControlError> {
+        let mut filled = 0;
+        for _ in 0..DETACH_PASSES {
+            let pass = self.fill_pass()?;
+            filled += pass;
+            // A pass that found nothing more has seen every page back.
+            if pass == 0 {
+                self.refuse_if_poisoned()?;
+                return Ok(filled);
+            }
+        }
+        Err(failed(format!(
+            "pages of {} do not stay where they are brought back",
+            self.core.name
+        )))
+    }
+
+    fn fill_pass(&self) -> Result<u64, ControlError> {
         let table = self.core.space.table();
         self.refuse_if_poisoned()?;
         let mut filled = 0;
@@ -331,7 +358,10 @@ impl Vm {
 
     fn stored_run(&self, start: PageNo) -> PageRange {
         let table = self.core.space.table();
-        let is_stored = |page: &PageNo| matches!(table.word(*page).state(), State::Stored(content) | State::Filling(content) if !content.is_zero());
+        let is_stored = |page: &PageNo| {
+            matches!(table.word(*page).state(), State::Stored(content) | State::Filling(content) | State::Evicting(content)
+                    if !content.is_zero())
+        };
         let most = PageNo((start.0 + DETACH_PAGES).min(table.page_count()));
         let count = PageRange::new(start, most)
             .iter()

@@ -37,7 +37,7 @@ impl Stamps {
         let mut stamps = Self::ZERO;
         let mut expected = [0; SECTOR_BYTES];
         for (stamp, sector) in stamps.0.iter_mut().zip(bytes.chunks_exact(SECTOR_BYTES)) {
-            *stamp = u32::from_le_bytes(sector[..4].try_into().ok()?);
+            *stamp = u32::from_le_bytes([sector[0], sector[1], sector[2], sector[3]]);
             render_sector(*stamp, &mut expected);
             if sector != expected {
                 return None;

@@ -118,7 +118,13 @@ impl Daemon {
         let table = hooked_table(&life, &pool);
         let store = Arc::new(PoolStore::new(pool));
         let mut stored = Vec::new();
-        let report = recover_words(&table, &life, |_, content| stored.push(content)).ok()?;
+        let report = match recover_words(&table, &life, |_, content| stored.push(content)) {
+            Ok(report) => report,
+            Err(error) => {
+                life.expect_trouble(&error);
+                return None;
+            }
+        };
         for content in stored {
             store.adopt(content).expect("content of one page each");
         }
@@ -277,7 +283,7 @@ impl Daemon {
         };
         let _frame = self.life.frame(Frame::Evict);
         let now = self.now();
-        if let Err(error) = reclaimer.scan(now) {
+        if let Err(error) = reclaimer.scan(|| now) {
             self.life.expect_trouble(&*error);
         }
     }
@@ -470,6 +476,10 @@ impl Incidents for Told {
             );
             state.quarantined += 1;
         }
+    }
+
+    fn cannot_poison(&self, page: PageNo, why: &pagetide_gmem::PlaceError) {
+        self.fill_failed(page, why);
     }
 
     fn fill_failed(&self, _page: PageNo, why: &dyn std::error::Error) {

@@ -42,7 +42,9 @@ const SEEDS_VARIABLE: &str = "PAGETIDE_SIM_SEEDS";
 
 /// The seeds that the environment names, as `from..to` or one number.
 fn seeds_wanted() -> Option<Range<u64>> {
-    let text = std::env::var(SEEDS_VARIABLE).ok()?;
+    let Ok(text) = std::env::var(SEEDS_VARIABLE) else {
+        return None;
+    };
     let number = |text: &str| -> u64 {
         text.parse()
             .unwrap_or_else(|_| panic!("{SEEDS_VARIABLE}={text} is neither N nor FROM..TO"))

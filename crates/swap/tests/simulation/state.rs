@@ -137,7 +137,9 @@ pub struct State {
 }
 
 fn page_to_tell_of() -> Option<PageNo> {
-    let text = std::env::var("PAGETIDE_SIM_PAGE").ok()?;
+    let Ok(text) = std::env::var("PAGETIDE_SIM_PAGE") else {
+        return None;
+    };
     Some(PageNo(text.parse().expect("the number of a page")))
 }
 
