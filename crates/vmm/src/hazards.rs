@@ -2,18 +2,20 @@
 //! Who else touches a VM's RAM: what forbids a take-over, and what forbids eviction for now.
 //!
 //! Copies that the kernel makes through page tables fault like a CPU and are
-//! safe. Two others are not:
+//! safe. Three others are not:
 //!
 //! - **A process that maps the same file.** Its touch of a hole allocates a page
 //!   of zeros that the VMM's userfaultfd never hears of. Refused at attach, and
 //!   looked for again before each round.
+//! - **A further mapping in the VMM itself**, which its userfaultfd does not watch
+//!   either. No layout has one at attach; it is looked for before each round.
 //! - **Kernel pins.** A page pinned for direct I/O or a device keeps taking DMA
 //!   after it has been punched from its file: the data is lost. Whoever might
 //!   pin (direct I/O files, vfio, vhost-scsi, vdpa, RDMA, locked memory) bars
 //!   eviction: the VM is served, but nothing of it is evicted, and it says so.
 
 use crate::Refusal;
-use crate::layout::RamLayout;
+use crate::layout::{MapsChange, RamLayout};
 use crate::process::{VmmProcess, in_proc, name_of};
 use crate::refusal::NO_SUCH_PROCESS;
 use crate::swap::{self, SwapReach};
@@ -81,6 +83,15 @@ pub enum EvictionBar {
         /// What it is.
         name: String,
     },
+    /// The VMM maps its RAM in another way than when it was taken over.
+    #[error(
+        "the VMM maps the guest's RAM otherwise than when it was taken over: {change}; detach the \
+         VM, and attach it again when that has ended"
+    )]
+    MapsChanged {
+        /// How.
+        change: MapsChange,
+    },
     /// Swap has come into reach.
     #[error("the guest's RAM can go to kernel swap: {0}")]
     Swap(SwapReach),
@@ -142,6 +153,8 @@ pub fn check(vmm: &VmmProcess, layout: &RamLayout) -> Result<Vec<EvictionBar>, R
             .map(|kib| EvictionBar::Locked { kib }),
     );
     descriptors(pid, &mut bars).map_err(|e| Refusal::looking(pid, "list the descriptors", e))?;
+    let change = layout.maps_change(vmm)?;
+    bars.extend(change.map(|change| EvictionBar::MapsChanged { change }));
     let others = who_else_maps(vmm, layout)?;
     bars.extend(
         others

@@ -15,6 +15,10 @@
 //! Every byte of a file is mapped exactly once: a page that the VMM maps nowhere
 //! could not be installed, one mapped twice would have to be protected twice.
 
+mod recorded;
+
+pub use recorded::{MapsChange, RecordedMapping};
+
 use crate::Refusal;
 use crate::process::{VmmProcess, in_proc};
 use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange};
@@ -55,6 +59,19 @@ pub enum LayoutError {
         /// Where.
         offset: u64,
     },
+    /// The file has become shorter.
+    #[error("RAM file {key} has {len_bytes:#x} bytes, of which {recorded_bytes:#x} were mapped")]
+    Short {
+        /// The file.
+        key: FileKey,
+        /// Its length now.
+        len_bytes: u64,
+        /// What it had.
+        recorded_bytes: u64,
+    },
+    /// No mapping at all.
+    #[error("no mapping of RAM is recorded")]
+    Nothing,
     /// A file could not be asked.
     #[error(transparent)]
     File(#[from] FileError),
@@ -162,15 +179,31 @@ impl RamLayout {
         files: Vec<GuestFile>,
         mappings: &[RamMapping],
     ) -> Result<Self, LayoutError> {
+        let whole = |file: GuestFile| {
+            let len_bytes = file.len_bytes()?;
+            Ok((file, len_bytes))
+        };
+        let files: Result<Vec<_>, LayoutError> = files.into_iter().map(whole).collect();
+        Self::build(files?, mappings)
+    }
+
+    /// From files and how much of each is RAM, from its first byte on.
+    fn build(files: Vec<(GuestFile, u64)>, mappings: &[RamMapping]) -> Result<Self, LayoutError> {
         let mut layout = Self {
             files: Vec::new(),
             mappings: Vec::new(),
             warnings: Vec::new(),
         };
         let mut next = PageNo(0);
-        for (file, guest_file) in files.into_iter().enumerate() {
+        for (file, (guest_file, len_bytes)) in files.into_iter().enumerate() {
             let key = guest_file.key()?;
-            let len_bytes = guest_file.len_bytes()?;
+            if guest_file.len_bytes()? < len_bytes {
+                return Err(LayoutError::Short {
+                    key,
+                    len_bytes: guest_file.len_bytes()?,
+                    recorded_bytes: len_bytes,
+                });
+            }
             if !len_bytes.is_multiple_of(PAGE_BYTES) {
                 return Err(LayoutError::Unaligned {
                     key,
@@ -178,33 +211,9 @@ impl RamLayout {
                 });
             }
             let first = next;
-            let mut of_file: Vec<_> = mappings.iter().filter(|m| m.file == file).collect();
-            of_file.sort_unstable_by_key(|m| m.file_offset);
-            let mut covered = 0;
-            for mapping in of_file {
-                let offset = mapping.file_offset;
-                if !(offset | mapping.len_bytes | mapping.hva.0).is_multiple_of(PAGE_BYTES) {
-                    return Err(LayoutError::Unaligned { key, offset });
-                }
-                if offset > covered {
-                    return Err(LayoutError::Hole {
-                        key,
-                        offset: covered,
-                    });
-                }
-                if offset < covered {
-                    return Err(LayoutError::Twice { key, offset });
-                }
-                covered += mapping.len_bytes;
-                layout
-                    .mappings
-                    .push((PageNo(first.0 + (offset >> PAGE_SHIFT)), *mapping));
-            }
-            if covered < len_bytes {
-                return Err(LayoutError::Hole {
-                    key,
-                    offset: covered,
-                });
+            for mapping in in_order(file, key, len_bytes, mappings)? {
+                let page = PageNo(first.0 + (mapping.file_offset >> PAGE_SHIFT));
+                layout.mappings.push((page, mapping));
             }
             next = PageNo(first.0 + (len_bytes >> PAGE_SHIFT));
             layout.files.push(RamFile {
@@ -298,6 +307,46 @@ impl RamLayout {
     }
 }
 
+/// The mappings of one file, by offset: every byte of it exactly once.
+fn in_order(
+    file: usize,
+    key: FileKey,
+    len_bytes: u64,
+    mappings: &[RamMapping],
+) -> Result<Vec<RamMapping>, LayoutError> {
+    let mut of_file: Vec<_> = mappings
+        .iter()
+        .filter(|m| m.file == file)
+        .copied()
+        .collect();
+    of_file.sort_unstable_by_key(|m| m.file_offset);
+    let mut covered = 0_u64;
+    for mapping in &of_file {
+        let offset = mapping.file_offset;
+        let unaligned = LayoutError::Unaligned { key, offset };
+        if !(offset | mapping.len_bytes | mapping.hva.0).is_multiple_of(PAGE_BYTES) {
+            return Err(unaligned);
+        }
+        if offset > covered {
+            return Err(LayoutError::Hole {
+                key,
+                offset: covered,
+            });
+        }
+        if offset < covered {
+            return Err(LayoutError::Twice { key, offset });
+        }
+        covered = covered.checked_add(mapping.len_bytes).ok_or(unaligned)?;
+    }
+    if covered < len_bytes {
+        return Err(LayoutError::Hole {
+            key,
+            offset: covered,
+        });
+    }
+    Ok(of_file)
+}
+
 struct FoundRam {
     files: Vec<GuestFile>,
     mappings: Vec<RamMapping>,
@@ -309,8 +358,12 @@ fn len_of(map: &MemoryMap) -> u64 {
 }
 
 /// Device number and inode: what names a file in `maps`.
-fn id_of(map: &MemoryMap) -> (i32, i32, u64) {
-    (map.dev.0, map.dev.1, map.inode)
+fn key_of(map: &MemoryMap) -> FileKey {
+    let (major, minor) = (map.dev.0.cast_unsigned(), map.dev.1.cast_unsigned());
+    FileKey {
+        dev: rustix::fs::makedev(major, minor),
+        ino: map.inode,
+    }
 }
 
 fn is_shared_writable(map: &MemoryMap) -> bool {
@@ -323,8 +376,8 @@ fn find_ram(vmm: &VmmProcess, maps: &[MemoryMap]) -> Result<FoundRam, Refusal> {
     let (pid, name) = (vmm.pid(), vmm.name().to_owned());
     let large = |map: &&MemoryMap| {
         // Parts of one mapping that differ in flags are listed apart: their sum counts.
-        let id = id_of(map);
-        let sum: u64 = maps.iter().filter(|m| id_of(m) == id).map(len_of).sum();
+        let key = key_of(map);
+        let sum: u64 = maps.iter().filter(|m| key_of(m) == key).map(len_of).sum();
         sum >= SMALLEST_RAM_BYTES
     };
     let shared: Vec<_> = maps
@@ -344,10 +397,10 @@ fn find_ram(vmm: &VmmProcess, maps: &[MemoryMap]) -> Result<FoundRam, Refusal> {
         mappings: Vec::new(),
         flags: Vec::new(),
     };
-    let mut ids = Vec::new();
+    let mut keys = Vec::new();
     let mut on_disk = None;
     for map in &shared {
-        if ids.contains(&id_of(map)) {
+        if keys.contains(&key_of(map)) {
             continue;
         }
         let Some(file) = open_ram_file(vmm, map)? else {
@@ -358,7 +411,7 @@ fn find_ram(vmm: &VmmProcess, maps: &[MemoryMap]) -> Result<FoundRam, Refusal> {
             on_disk.get_or_insert_with(|| path_of(map));
             continue;
         }
-        ids.push(id_of(map));
+        keys.push(key_of(map));
         found.files.push(file);
     }
     match (found.files.is_empty(), on_disk) {
@@ -367,7 +420,7 @@ fn find_ram(vmm: &VmmProcess, maps: &[MemoryMap]) -> Result<FoundRam, Refusal> {
         (false, _) => {}
     }
     for map in maps {
-        let Some(file) = ids.iter().position(|id| *id == id_of(map)) else {
+        let Some(file) = keys.iter().position(|key| *key == key_of(map)) else {
             continue;
         };
         let address = map.address.0;
@@ -417,11 +470,10 @@ fn open_ram_file(vmm: &VmmProcess, map: &MemoryMap) -> Result<Option<GuestFile>,
     let pid = vmm.pid();
     let fds = std::fs::read_dir(format!("/proc/{pid}/fd"))
         .map_err(|e| Refusal::looking(pid, "list the descriptors", e))?;
-    let (major, minor) = (map.dev.0.cast_unsigned(), map.dev.1.cast_unsigned());
-    let device = rustix::fs::makedev(major, minor);
+    let key = key_of(map);
     let through_fd = fds.flatten().map(|entry| entry.path()).find(|path| {
         std::fs::metadata(path)
-            .is_ok_and(|stat| stat.dev() == device && stat.ino() == map.inode && stat.is_file())
+            .is_ok_and(|stat| stat.dev() == key.dev && stat.ino() == key.ino && stat.is_file())
     });
     let (start, end) = map.address;
     let path =

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Refusal`]: why a VMM is not taken over, and what to do about it.
 
-use crate::layout::LayoutError;
+use crate::layout::{LayoutError, RecordedMapping};
 use crate::swap::SwapReach;
 use std::io;
 
@@ -143,6 +143,20 @@ pub enum Refusal {
         name: String,
         /// How.
         source: LayoutError,
+    },
+    /// RAM that it had when it was taken over is mapped no more.
+    #[error(
+        "VMM {pid} ({name}) no longer maps RAM that it was taken over with ({mapping}): that RAM \
+         was unplugged, or the program was replaced by exec; what was evicted of it cannot be \
+         brought back, so restart the VM"
+    )]
+    RamGone {
+        /// The pid.
+        pid: u32,
+        /// Its program.
+        name: String,
+        /// What is gone.
+        mapping: RecordedMapping,
     },
     /// We may not look.
     #[error("not permitted to {what} of process {pid}: run as root (or with CAP_SYS_PTRACE)")]
