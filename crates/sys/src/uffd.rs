@@ -23,9 +23,10 @@ mod abi;
 
 use crate::to_usize;
 use abi::{
-    Api, CopyIn, FLAG_MINOR, FLAG_WP, FLAG_WRITE, Fill, Message, Protect, Range, Register,
-    UFFD_API, UFFD_EVENT_PAGEFAULT, UFFDIO_API, UFFDIO_COPY, UFFDIO_POISON, UFFDIO_REGISTER,
-    UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT, UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW,
+    Api, CopyIn, FLAG_MINOR, FLAG_WP, FLAG_WRITE, Fill, Message, PROTECT, PROTECT_WITHOUT_WAKING,
+    Protect, Range, Register, UFFD_API, UFFD_EVENT_PAGEFAULT, UFFDIO_API, UFFDIO_COPY,
+    UFFDIO_POISON, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT,
+    UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW,
 };
 use pagetide_addr::{Access, Hva};
 use std::fs::File;
@@ -360,7 +361,8 @@ impl Userfaultfd {
         fill_outcome("UFFDIO_ZEROPAGE", (start, len_bytes), answer, fill.done)
     }
 
-    /// Makes every access to absent pages fail (`SIGBUS`) from now on.
+    /// Makes every access to absent pages fail (`SIGBUS`) from now on. A page that is mapped,
+    /// poisoned already, or absent but write-protected counts as there.
     ///
     /// # Errors
     /// [`UffdError::Kernel`], among them that the kernel lacks [`Features::POISON`].
@@ -384,12 +386,35 @@ impl Userfaultfd {
         len_bytes: u64,
         protection: WriteProtection,
     ) -> Result<ProtectOutcome, UffdError> {
+        let mode = match protection {
+            WriteProtection::On => PROTECT,
+            WriteProtection::Off => 0,
+        };
+        self.change_protection(start, len_bytes, mode)
+    }
+
+    /// Takes a protection off without releasing anybody: of an absent page it leaves a marker,
+    /// which stands in the way of [`Userfaultfd::poison`].
+    ///
+    /// # Errors
+    /// [`UffdError::Kernel`].
+    pub fn unprotect_quietly(
+        &self,
+        start: Hva,
+        len_bytes: u64,
+    ) -> Result<ProtectOutcome, UffdError> {
+        self.change_protection(start, len_bytes, PROTECT_WITHOUT_WAKING)
+    }
+
+    fn change_protection(
+        &self,
+        start: Hva,
+        len_bytes: u64,
+        mode: u64,
+    ) -> Result<ProtectOutcome, UffdError> {
         let mut protect = Protect {
             range: range(start, len_bytes),
-            mode: match protection {
-                WriteProtection::On => 1,
-                WriteProtection::Off => 0,
-            },
+            mode,
         };
         match self.ioctl(UFFDIO_WRITEPROTECT, &mut protect) {
             Ok(()) => Ok(ProtectOutcome::Done),
@@ -734,6 +759,39 @@ mod tests {
             w.uffd.api(Features::WANTED),
             Err(UffdError::Kernel { .. })
         ));
+    }
+
+    #[test]
+    fn an_evicted_page_cannot_be_poisoned_until_its_protection_is_taken_off() {
+        let Some(w) = Watched::new() else { return };
+        if !Userfaultfd::supported().unwrap().contains(Features::POISON) {
+            eprintln!("SKIPPED: this kernel has no UFFDIO_POISON");
+            return;
+        }
+        let filled = FillOutcome::Filled { bytes: PAGE_BYTES };
+        let there = FillOutcome::AlreadyThere;
+        assert_eq!(w.uffd.copy(w.at(3), &[1; 4096]).unwrap(), filled);
+        let on = WriteProtection::On;
+        assert_eq!(
+            w.uffd.write_protect(w.at(3), PAGE_BYTES, on).unwrap(),
+            ProtectOutcome::Done
+        );
+        w.file.punch(3 * PAGE_BYTES, PAGE_BYTES).unwrap();
+        assert_eq!(w.uffd.poison(w.at(3), PAGE_BYTES).unwrap(), there);
+        let quietly = w.uffd.unprotect_quietly(w.at(3), PAGE_BYTES);
+        assert_eq!(quietly.unwrap(), ProtectOutcome::Done);
+        assert_eq!(w.uffd.poison(w.at(3), PAGE_BYTES).unwrap(), filled);
+        assert_eq!(w.uffd.poison(w.at(3), PAGE_BYTES).unwrap(), there);
+        // Reading it for `write` fails there, where a plain load would end this process.
+        let (into, from) = rustix::pipe::pipe().unwrap();
+        let address = w.mapping.ptr_at(3 * PAGE_BYTES, 1).unwrap();
+        // SAFETY: one byte of a live mapping is read by the kernel, or not at all.
+        let wrote = unsafe { libc::write(from.as_raw_fd(), address.as_ptr().cast(), 1) };
+        assert_eq!(
+            (wrote, io::Error::last_os_error().raw_os_error()),
+            (-1, Some(libc::EFAULT))
+        );
+        drop(into);
     }
 
     #[test]

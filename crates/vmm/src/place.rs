@@ -84,6 +84,21 @@ impl VmPlace {
         )))
     }
 
+    fn clear_marker(&self, piece: &Piece) -> Result<(), PlaceError> {
+        let failed = |source| kernel("UFFDIO_WRITEPROTECT", piece.pages)(source);
+        for _ in 0..MOST_TRIES {
+            let outcome = self
+                .userfaultfd
+                .unprotect_quietly(piece.hva, piece.pages.bytes());
+            match outcome.map_err(|e| failed(source_of(e)))? {
+                ProtectOutcome::Done => return Ok(()),
+                ProtectOutcome::Gone => return Err(PlaceError::Gone),
+                ProtectOutcome::Retry => std::thread::yield_now(),
+            }
+        }
+        Err(failed(io::Error::from(io::ErrorKind::TimedOut)))
+    }
+
     fn wake_piece(&self, piece: &Piece) -> Result<(), PlaceError> {
         self.userfaultfd
             .wake(piece.hva, piece.pages.bytes())
@@ -186,12 +201,30 @@ impl Place for VmPlace {
         Ok(())
     }
 
+    /// An evicted page has kept the marker of its write protection, which counts as a page that is
+    /// there; so that goes first. A page poisoned before stays so, and its waiters are released.
     fn poison(&self, page: PageNo) -> Result<(), PlaceError> {
         let piece = self.piece(page)?;
-        self.fill("UFFDIO_POISON", &piece, || {
+        let there = || {
+            let source = io::Error::from(io::ErrorKind::AlreadyExists);
+            Err(kernel("UFFDIO_POISON", piece.pages)(source))
+        };
+        // Somebody's page: its protection is not ours to take.
+        if self.is_present(page)? {
+            return there();
+        }
+        self.clear_marker(&piece)?;
+        let poisoned = self.fill("UFFDIO_POISON", &piece, || {
             self.userfaultfd.poison(piece.hva, PAGE_BYTES)
         })?;
-        Ok(())
+        if poisoned > 0 {
+            return Ok(());
+        }
+        if self.is_present(page)? {
+            return there();
+        }
+        // Should it have been protected again meanwhile, its next user faults and asks again.
+        self.wake_piece(&piece)
     }
 }
 
