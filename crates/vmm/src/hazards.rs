@@ -11,8 +11,8 @@
 //!   either. No layout has one at attach; it is looked for before each round.
 //! - **Kernel pins.** A page pinned for direct I/O or a device keeps taking DMA
 //!   after it has been punched from its file: the data is lost. Whoever might
-//!   pin (direct I/O files, vfio, vhost-scsi, vdpa, RDMA, locked memory) bars
-//!   eviction: the VM is served, but nothing of it is evicted, and it says so.
+//!   pin (direct I/O files, vfio, vhost-scsi, vdpa, RDMA, udmabuf, pass-through of
+//!   SCSI or NVMe commands, SEV, locked memory) bars eviction: the VM is served, but nothing of it is evicted, and it says so.
 
 use crate::Refusal;
 use crate::layout::{MapsChange, RamLayout};
@@ -63,8 +63,8 @@ pub enum EvictionBar {
     },
     /// A device that does DMA by the kernel.
     #[error(
-        "the VMM has {what} open ({path}), a device that does DMA into guest pages: remove it, or \
-         serve it by a device with I/O page faults"
+        "the VMM has {what} open ({path}), by which a device may do DMA into guest pages: remove \
+         it, or serve it by a device with I/O page faults"
     )]
     Device {
         /// What kind of device.
@@ -213,20 +213,35 @@ fn descriptors(pid: u32, bars: &mut Vec<EvictionBar>) -> io::Result<()> {
     Ok(())
 }
 
-/// What kind of DMA device a descriptor's target is, if it is one.
+/// What kind of DMA device a descriptor's target is, if it is one. No io_uring: QEMU has one for
+/// its event loop, and buffers fixed in it show as pinned memory.
 fn dma_device(target: &str) -> Option<&'static str> {
-    const KNOWN: [(&str, &str); 6] = [
+    const KNOWN: [(&str, &str); 8] = [
         ("/dev/vfio/", "a VFIO device"),
         ("/dev/iommu", "an IOMMU"),
         ("/dev/vhost-scsi", "vhost-scsi"),
         ("/dev/vhost-vdpa", "a vDPA device"),
         ("/dev/infiniband/", "an RDMA device"),
         ("anon_inode:[vfio-device]", "a VFIO device"),
+        ("/dev/udmabuf", "udmabuf"),
+        ("/dev/bsg/", "SCSI pass-through"),
     ];
-    KNOWN
-        .iter()
-        .find(|(start, _)| target.starts_with(start))
-        .map(|(_, what)| *what)
+    // With a number each, unlike /dev/sgx_enclave and the like.
+    const NUMBERED: [(&str, &str); 2] = [
+        ("/dev/sg", "SCSI pass-through"),
+        ("/dev/ng", "NVMe pass-through"),
+    ];
+    if target == "/dev/sev" {
+        return Some("AMD SEV (memory of an encrypted guest is pinned)");
+    }
+    let known = KNOWN.iter().find(|(start, _)| target.starts_with(start));
+    let numbered = || {
+        NUMBERED.iter().find(|(start, _)| {
+            let number = target.strip_prefix(start);
+            number.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+        })
+    };
+    known.or_else(numbered).map(|(_, what)| *what)
 }
 
 fn is_direct(fdinfo: &str) -> bool {
@@ -314,6 +329,12 @@ mod tests {
             "/dev/iommu",
             "/dev/vhost-vdpa-0",
             "/dev/infiniband/uverbs0",
+            "/dev/udmabuf",
+            "/dev/sg0",
+            "/dev/sg12",
+            "/dev/ng0n1",
+            "/dev/bsg/0:0:0:0",
+            "/dev/sev",
         ] {
             assert!(dma_device(device).is_some(), "{device}");
         }
@@ -322,6 +343,10 @@ mod tests {
             "/dev/kvm",
             "anon_inode:kvm-vfio",
             "anon_inode:[userfaultfd]",
+            "anon_inode:[io_uring]",
+            "/dev/sgx_enclave",
+            "/dev/sev-guest",
+            "/dev/nvme0n1",
             "/dev/shm/ram",
         ] {
             assert!(dma_device(harmless).is_none(), "{harmless}");
