@@ -16,8 +16,10 @@ use pagetide_sys::cpu;
 use pagetide_sys::process::{ProcessError, ProcessFd};
 use pagetide_sys::uffd::{FaultEvent, FaultKind as RawKind, UffdError, Userfaultfd, page_of};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use std::any::Any;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -107,6 +109,12 @@ pub enum ReaderError {
     /// The VMM could not be held.
     #[error(transparent)]
     Process(#[from] ProcessError),
+    /// Serving a fault panicked, which is a bug of ours.
+    #[error("serving a fault panicked ({what}): a bug; the VM waits until it is served again")]
+    Panicked {
+        /// What the panic said.
+        what: String,
+    },
 }
 
 /// What a reader has done so far.
@@ -162,7 +170,7 @@ impl FaultReader {
         };
         let thread = std::thread::Builder::new()
             .name(format!("faults-{}", vmm.pid()))
-            .spawn(move || match reading.run(sink.as_ref()) {
+            .spawn(move || match reading.run_to_the_end(sink.as_ref()) {
                 Ok(End::Stopped) => {}
                 Ok(End::VmmGone) => sink.vmm_gone(),
                 Err(error) => sink.reader_failed(&error),
@@ -213,6 +221,16 @@ impl Drop for FaultReader {
     }
 }
 
+fn words_of(panic: &(dyn Any + Send)) -> String {
+    if let Some(text) = panic.downcast_ref::<&str>() {
+        (*text).to_owned()
+    } else if let Some(text) = panic.downcast_ref::<String>() {
+        text.clone()
+    } else {
+        "without words".to_owned()
+    }
+}
+
 enum End {
     Stopped,
     VmmGone,
@@ -230,6 +248,16 @@ struct Reading {
 }
 
 impl Reading {
+    /// A thread that ended by panic would leave a VM that hangs with nobody told.
+    fn run_to_the_end(&mut self, sink: &dyn FaultSink) -> Result<End, ReaderError> {
+        // Neither is used after a panic but to say that there was one.
+        let run = AssertUnwindSafe(|| self.run(sink));
+        catch_unwind(run).unwrap_or_else(|panic| {
+            let what = words_of(panic.as_ref());
+            Err(ReaderError::Panicked { what })
+        })
+    }
+
     fn run(&mut self, sink: &dyn FaultSink) -> Result<End, ReaderError> {
         let thread = rustix::thread::gettid().as_raw_nonzero().get();
         self.counters
@@ -341,5 +369,73 @@ impl Reading {
                 self.config.placement = Placement::Anywhere;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::RamMapping;
+    use pagetide_addr::Hva;
+    use pagetide_sys::mapping::SharedMapping;
+    use pagetide_sys::memory_file::GuestFile;
+    use pagetide_sys::uffd::{Features, Watch};
+    use std::sync::mpsc::{Sender, channel};
+
+    struct Panics(Sender<String>);
+
+    impl FaultSink for Panics {
+        fn fault(&self, fault: VcpuFault) {
+            panic!("{} was not expected", fault.page);
+        }
+
+        fn vmm_gone(&self) {
+            self.0.send("gone".to_owned()).unwrap();
+        }
+
+        fn reader_failed(&self, error: &ReaderError) {
+            self.0.send(error.to_string()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_panic_while_a_fault_is_served_is_reported_with_its_words() {
+        let userfaultfd = match Userfaultfd::create_here() {
+            Ok(userfaultfd) => Arc::new(userfaultfd),
+            Err(e) => {
+                eprintln!("SKIPPED: {e}");
+                return;
+            }
+        };
+        userfaultfd.api(Features::WANTED).unwrap();
+        let file = GuestFile::new_memfd("panic", PAGE_BYTES).unwrap();
+        let mapping = SharedMapping::new(file.as_fd(), PAGE_BYTES).unwrap();
+        let hva = Hva(mapping.address() as u64);
+        userfaultfd
+            .register(hva, PAGE_BYTES, Watch::Missing)
+            .unwrap();
+        let mapped = RamMapping {
+            hva,
+            len_bytes: PAGE_BYTES,
+            file: 0,
+            file_offset: 0,
+        };
+        let layout = Arc::new(RamLayout::from_mappings(vec![file], &[mapped]).unwrap());
+        let (told, said) = channel();
+        let reader = FaultReader::start(
+            &VmmProcess::open(std::process::id()).unwrap(),
+            Arc::clone(&userfaultfd),
+            layout,
+            Arc::new(Panics(told)),
+            ReaderConfig::default(),
+        )
+        .unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| mapping.copy_to(0, &[1]).unwrap());
+            let said = said.recv().unwrap();
+            assert!(said.contains("was not expected"), "{said}");
+            userfaultfd.unregister(hva, PAGE_BYTES).unwrap();
+        });
+        reader.stop();
     }
 }
