@@ -16,11 +16,12 @@
 //! ```text
 //!   take_over ──► served ──► (we die) ──► resume ──► served ──► let_go
 //!       │ any failure: the descriptor is closed in the VMM again, which undoes all the rest
+//!       └► (we die in the middle) ──► find_inside ──► abandon
 //! ```
 
 use crate::Refusal;
 use crate::layout::RamLayout;
-use crate::process::{VmmIdentity, VmmProcess};
+use crate::process::{VmmIdentity, VmmProcess, in_proc};
 use pagetide_sys::process::ProcessError;
 use pagetide_sys::ptrace::{PtraceError, StoppedThread, run_inside};
 use pagetide_sys::uffd::{Features, UffdError, Userfaultfd, Watch, is_userfaultfd};
@@ -129,63 +130,141 @@ pub fn resume(
     layout: &RamLayout,
     number: i32,
 ) -> Result<Userfaultfd, TakeOverError> {
-    let not_ours = || TakeOverError::NotOurs {
-        pid: vmm.pid(),
-        number,
-    };
-    let descriptor = vmm.fd().take_descriptor(number).map_err(|e| match e {
-        ProcessError::Kernel { .. } => not_ours(),
-        other => other.into(),
-    })?;
-    if !is_userfaultfd(descriptor.as_fd()) {
-        return Err(not_ours());
-    }
-    let userfaultfd = Userfaultfd::from(descriptor);
+    let userfaultfd = take_inside(vmm, number)?;
     // Changes nothing where it is registered already, and fails where another one is.
     match register(&userfaultfd, layout) {
         Ok(()) => Ok(userfaultfd),
-        Err(UffdError::Busy { .. }) => Err(not_ours()),
+        Err(UffdError::Busy { .. }) => Err(TakeOverError::NotOurs {
+            pid: vmm.pid(),
+            number,
+        }),
         Err(e) => Err(e.into()),
     }
 }
 
 /// Number of the userfaultfd in a VMM whose take-over was cut off before the number was noted, if
-/// there is one: a VMM has none of its own outside postcopy and background snapshots.
+/// there is one. One that the VMM made for itself (postcopy, background snapshots) has other
+/// features and is passed over.
 ///
 /// # Errors
 /// [`Refusal`] if its descriptors cannot be listed.
 pub fn find_inside(vmm: &VmmProcess) -> Result<Option<i32>, Refusal> {
     let pid = vmm.pid();
-    let list = procfs::process::Process::new(i32::try_from(pid).unwrap_or(0))
-        .and_then(|process| process.fd());
+    let list = in_proc(pid).and_then(|process| process.fd());
     let list = list.map_err(|e| Refusal::parsing(pid, "list the descriptors", e))?;
+    vmm.still_runs()?;
     let is_userfaultfd = |target: &procfs::process::FDTarget| matches!(target, procfs::process::FDTarget::AnonInode(name) if name.contains("userfaultfd"));
     Ok(list
         .flatten()
-        .find(|fd| is_userfaultfd(&fd.target))
-        .map(|fd| fd.fd))
+        .filter(|fd| is_userfaultfd(&fd.target))
+        .map(|fd| fd.fd)
+        .find(|number| {
+            std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))
+                .is_ok_and(|details| may_be_ours(&details))
+        }))
+}
+
+/// By the features in `/proc/PID/fdinfo` (`API: aa:FEATURES:…`): 0 before the handshake, later
+/// those asked for, by whatever version of ours. What cannot be read may be anything.
+fn may_be_ours(fdinfo: &str) -> bool {
+    let features = fdinfo
+        .lines()
+        .find_map(|line| line.strip_prefix("API:"))
+        .and_then(|fields| fields.split(':').nth(1))
+        .and_then(|hex| match u64::from_str_radix(hex.trim(), 16) {
+            Ok(bits) => Some(Features::from_bits(bits)),
+            Err(_) => None,
+        });
+    features.is_none_or(|found| found == Features::NONE || found.contains(Features::EVICTION))
 }
 
 /// Lets the VMM go: its RAM is watched no more, and whoever waits goes on. All pages must have
 /// been brought back before; absent ones read zeros from now on.
 ///
+/// Either of two suffices: that each mapping is unregistered, or that the descriptor is closed in
+/// the VMM (then the caller's own is the last, and all ends with it). Both are tried whatever
+/// becomes of the other: one mapping may be gone, and one VMM not let itself be stopped.
+///
 /// # Errors
-/// [`TakeOverError`]; the RAM may then be watched still.
+/// [`TakeOverError`] if neither was done; the RAM may then be watched still.
 pub fn let_go(
     vmm: &VmmProcess,
     layout: &RamLayout,
     userfaultfd: &Userfaultfd,
     number: i32,
 ) -> Result<(), TakeOverError> {
+    let mut all = Unregistered::All;
     for mapping in layout.mappings() {
-        userfaultfd.unregister(mapping.hva, mapping.len_bytes)?;
+        if let Err(error) = userfaultfd.unregister(mapping.hva, mapping.len_bytes) {
+            tracing::warn!(pid = vmm.pid(), %error, "a mapping was not watched, or is gone");
+            all = Unregistered::NotAll;
+        }
     }
-    close_inside(vmm, number)
+    match (close_inside(vmm, number), all) {
+        (Ok(()), _) => Ok(()),
+        (Err(error), Unregistered::All) => {
+            tracing::warn!(pid = vmm.pid(), number, %error, "the VMM keeps a descriptor of ours");
+            Ok(())
+        }
+        (Err(error), Unregistered::NotAll) => Err(error),
+    }
 }
 
+/// Whether nothing can be registered any more.
+#[derive(Clone, Copy)]
+enum Unregistered {
+    All,
+    NotAll,
+}
+
+/// Ends a take-over that was cut off at whatever point: before the handshake, before or after RAM
+/// was registered, or when the descriptor was closed already. Nothing may have been evicted.
+///
+/// # Errors
+/// [`TakeOverError`]; the RAM may then be watched still.
+pub fn abandon(vmm: &VmmProcess, layout: &RamLayout, number: i32) -> Result<(), TakeOverError> {
+    match take_inside(vmm, number) {
+        Ok(userfaultfd) => let_go(vmm, layout, &userfaultfd, number),
+        Err(
+            TakeOverError::NotOurs { .. }
+            | TakeOverError::Process(ProcessError::NoSuchProcess { .. }),
+        ) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Closes our descriptor in the VMM, unless it is not there any more.
 fn close_inside(vmm: &VmmProcess, number: i32) -> Result<(), TakeOverError> {
-    run_inside(vmm.fd(), |thread| thread.close(number))?;
-    Ok(())
+    if let Err(TakeOverError::NotOurs { .. }) = take_inside(vmm, number) {
+        return Ok(());
+    }
+    let closed = run_inside(vmm.fd(), |thread| thread.close(number));
+    match closed {
+        Ok(_) => Ok(()),
+        // All its descriptors have ended with it.
+        Err(_) if matches!(vmm.fd().has_ended(), Ok(true)) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The userfaultfd that is descriptor `number` in the VMM.
+fn take_inside(vmm: &VmmProcess, number: i32) -> Result<Userfaultfd, TakeOverError> {
+    let not_ours = || TakeOverError::NotOurs {
+        pid: vmm.pid(),
+        number,
+    };
+    let descriptor = vmm.fd().take_descriptor(number).map_err(|e| match e {
+        ProcessError::Kernel { source, .. }
+            if Errno::from_io_error(&source) == Some(Errno::BADF) =>
+        {
+            not_ours()
+        }
+        other => other.into(),
+    })?;
+    if !is_userfaultfd(descriptor.as_fd()) {
+        return Err(not_ours());
+    }
+    Ok(Userfaultfd::from(descriptor))
 }
 
 fn set_up(
@@ -238,4 +317,23 @@ fn create_by_device(thread: &mut StoppedThread<'_>) -> Result<i32, TakeOverError
     let made = thread.make_userfaultfd_by(inside);
     thread.close(inside)?;
     Ok(made?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_userfaultfd_without_handshake_or_with_our_features_may_be_ours_and_others_are_not() {
+        let details = |features: u64| {
+            format!("pos:\t0\nflags:\t02004002\npending:\t0\ntotal:\t0\nAPI:\taa:{features:x}:7f\n")
+        };
+        const INITIALIZED: u64 = 1 << 31;
+        assert!(may_be_ours(&details(0)));
+        assert!(may_be_ours(&details(INITIALIZED | Features::WANTED.bits())));
+        assert!(may_be_ours("pos:\t0\n"));
+        let postcopy = Features::MISSING_SHMEM.bits() | Features::THREAD_ID.bits();
+        assert!(!may_be_ours(&details(INITIALIZED | postcopy)));
+        assert!(!may_be_ours(&details(INITIALIZED)));
+    }
 }

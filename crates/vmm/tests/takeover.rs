@@ -6,19 +6,23 @@
 
 mod qemu;
 
-use pagetide_addr::{Access, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo};
 use pagetide_gmem::{Installed, Mmu, Place, PlaceError, Restrict, Restricted};
 use pagetide_sys::mapping::SharedMapping;
-use pagetide_sys::uffd::UffdError;
+use pagetide_sys::memory_file::GuestFile;
+use pagetide_sys::ptrace::{PtraceError, run_inside};
+use pagetide_sys::uffd::{Features, UffdError, Userfaultfd};
 use pagetide_vmm::Refusal;
 use pagetide_vmm::hazards::{self, EvictionBar};
-use pagetide_vmm::layout::RamLayout;
+use pagetide_vmm::layout::{MapsChange, RamLayout, RamMapping};
 use pagetide_vmm::place::{VcpuMmu, VmPlace};
 use pagetide_vmm::process::VmmProcess;
 use pagetide_vmm::reader::{
     FaultKind, FaultReader, FaultSink, ReaderConfig, ReaderError, VcpuFault,
 };
-use pagetide_vmm::takeover::{TakeOverError, TakenOver, let_go, resume, take_over};
+use pagetide_vmm::takeover::{
+    TakeOverError, TakenOver, abandon, find_inside, let_go, resume, take_over,
+};
 use pagetide_vmm::tracker::{AccessTracker, UnmapAndLook};
 use qemu::{Qemu, RAM_MIB, can_run};
 use std::collections::HashMap;
@@ -349,6 +353,130 @@ fn a_successor_takes_the_userfaultfd_again_and_serves_those_who_wait() {
     let_go(&again, &layout, &userfaultfd, vm.number).unwrap();
     qemu.ask(r#"{"execute":"cont"}"#);
     assert!(qemu.is_running());
+}
+
+#[test]
+fn a_successor_finds_the_pages_as_they_were_though_qemu_has_more_ram_by_then() {
+    if !can_run() {
+        return;
+    }
+    let mut vm = attach(Qemu::with_shared_ram(&[]));
+    let recorded = vm.layout.recorded();
+    assert_eq!(hazards::check(&vm.vmm, &vm.layout).unwrap(), []);
+    let more = r#"{"execute":"object-add","arguments":{"qom-type":"memory-backend-memfd","id":"more","size":67108864,"share":true}}"#;
+    vm.qemu.ask(more);
+    let looked_for = RamLayout::of_process(&vm.vmm).unwrap();
+    assert_eq!(looked_for.files().len(), 2);
+    let layout = Arc::new(RamLayout::of_recorded(&vm.vmm, &recorded).unwrap());
+    assert_eq!(layout.recorded(), recorded);
+    assert_eq!(layout.page_count(), RAM_MIB * 256);
+    assert_eq!(hazards::check(&vm.vmm, &layout).unwrap(), []);
+    vm.reader.stop();
+    let_go(&vm.vmm, &layout, &vm.userfaultfd, vm.number).unwrap();
+
+    // Were the other backend ours, too, its end would show.
+    vm.qemu
+        .ask(r#"{"execute":"object-del","arguments":{"id":"more"}}"#);
+    // QEMU unmaps it when its other threads have passed by.
+    while looked_for.maps_change(&vm.vmm).unwrap().is_none() {
+        std::thread::yield_now();
+    }
+    let bars = hazards::check(&vm.vmm, &looked_for).unwrap();
+    let gone = bars.iter().any(|bar| {
+        matches!(
+            bar,
+            EvictionBar::MapsChanged {
+                change: MapsChange::Gone(_)
+            }
+        )
+    });
+    assert!(gone, "{bars:?}");
+    let refused = RamLayout::of_recorded(&vm.vmm, &looked_for.recorded()).unwrap_err();
+    assert!(matches!(refused, Refusal::RamGone { .. }), "{refused}");
+}
+
+#[test]
+fn a_vm_is_let_go_though_one_of_its_mappings_is_gone() {
+    if !can_run() {
+        return;
+    }
+    let mut qemu = Qemu::with_shared_ram(&[]);
+    let descriptors = qemu.open_descriptors();
+    let vmm = VmmProcess::open(qemu.pid()).unwrap();
+    let layout = RamLayout::of_process(&vmm).unwrap();
+    let taken = take_over(&vmm, &layout).unwrap();
+    // As if it had had a page more, before the rest, that was unplugged.
+    let ram = layout.files()[0].file().as_fd().try_clone_to_owned();
+    let unplugged = RamMapping {
+        hva: Hva(PAGE_BYTES),
+        len_bytes: PAGE_BYTES,
+        file: 0,
+        file_offset: 0,
+    };
+    let mut mappings: Vec<_> = layout.mappings().copied().collect();
+    mappings.iter_mut().for_each(|mapping| mapping.file = 1);
+    mappings.insert(0, unplugged);
+    let files = vec![
+        GuestFile::new_memfd("unplugged", PAGE_BYTES).unwrap(),
+        ram.unwrap().into(),
+    ];
+    let wider = RamLayout::from_mappings(files, &mappings).unwrap();
+    let_go(&vmm, &wider, &taken.userfaultfd, taken.number).unwrap();
+    assert_eq!(qemu.open_descriptors(), descriptors);
+    // Our descriptor is open still, and yet nothing is registered with it.
+    let again = take_over(&vmm, &layout).unwrap();
+    drop(taken.userfaultfd);
+    let_go(&vmm, &layout, &again.userfaultfd, again.number).unwrap();
+    // Once more: the descriptor is closed already.
+    let_go(&vmm, &layout, &again.userfaultfd, again.number).unwrap();
+    assert!(qemu.is_running());
+    qemu.kill();
+    let_go(&vmm, &layout, &again.userfaultfd, again.number).unwrap();
+}
+
+#[test]
+fn a_take_over_cut_off_at_any_point_is_abandoned_without_a_trace() {
+    if !can_run() {
+        return;
+    }
+    let mut qemu = Qemu::with_shared_ram(&[]);
+    let descriptors = qemu.open_descriptors();
+    let vmm = VmmProcess::open(qemu.pid()).unwrap();
+    let layout = RamLayout::of_process(&vmm).unwrap();
+    assert_eq!(find_inside(&vmm).unwrap(), None);
+    let create = || {
+        let ran = run_inside(vmm.fd(), |thread| thread.make_userfaultfd());
+        let ran: Result<_, PtraceError> = ran;
+        ran.unwrap().value
+    };
+    // Before the handshake.
+    let number = create();
+    assert_eq!(find_inside(&vmm).unwrap(), Some(number));
+    assert!(matches!(
+        resume(&vmm, &layout, number),
+        Err(TakeOverError::Uffd(UffdError::Kernel { .. }))
+    ));
+    abandon(&vmm, &layout, number).unwrap();
+    assert_eq!(find_inside(&vmm).unwrap(), None);
+    // Before anything is registered.
+    let number = create();
+    let ours = Userfaultfd::from(vmm.fd().take_descriptor(number).unwrap());
+    ours.api(Features::WANTED).unwrap();
+    drop(ours);
+    assert_eq!(find_inside(&vmm).unwrap(), Some(number));
+    abandon(&vmm, &layout, number).unwrap();
+    // All registered; and once more, when the descriptor is closed already.
+    let taken = take_over(&vmm, &layout).unwrap();
+    assert_eq!(find_inside(&vmm).unwrap(), Some(taken.number));
+    drop(taken.userfaultfd);
+    abandon(&vmm, &layout, taken.number).unwrap();
+    abandon(&vmm, &layout, taken.number).unwrap();
+    // Nor is a descriptor closed that is none of ours.
+    abandon(&vmm, &layout, 0).unwrap();
+    assert_eq!(qemu.open_descriptors(), descriptors);
+    assert!(qemu.is_running());
+    qemu.kill();
+    abandon(&vmm, &layout, taken.number).unwrap();
 }
 
 #[test]
