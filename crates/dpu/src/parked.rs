@@ -38,6 +38,10 @@ use std::{
 /// when these are there; they stay there because they were just used.
 pub const REQUESTS_PER_CHAIN_MAX: usize = 64;
 
+/// Most page requests one device has outstanding on an engine: a guest whose faults are slow, because
+/// it is at its limit, must not fill the queue that others need.
+pub const REQUESTS_PER_DEVICE_MAX: usize = 128;
+
 /// A queue of a device, as its engine knows it. The epoch tells a queue from its predecessor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct QueueKey {
@@ -109,9 +113,12 @@ struct Slot {
 pub(crate) struct ParkedChains {
     slots: Vec<Option<Slot>>,
     free: Vec<usize>,
-    /// Which slot waits for a request; `None` if it is gone.
-    waiting: HashMap<RequestId, Option<usize>>,
+    /// Whose request it is and which slot waits for it; `None` if that is gone.
+    waiting: HashMap<RequestId, (DeviceId, Option<usize>)>,
+    by_device: HashMap<DeviceId, usize>,
     unsent: VecDeque<usize>,
+    /// The queue took no more when it was last tried.
+    full: bool,
     next_id: u64,
 }
 
@@ -122,7 +129,9 @@ impl ParkedChains {
             slots: Vec::new(),
             free: Vec::new(),
             waiting: HashMap::new(),
+            by_device: HashMap::new(),
             unsent: VecDeque::new(),
+            full: false,
             next_id: (engine as u64) << 48,
         }
     }
@@ -151,46 +160,91 @@ impl ParkedChains {
         requests
     }
 
-    /// Sends what has not been sent, as far as the queue takes it; how many were sent.
+    /// Sends what has not been sent, as far as the queue takes it and no device has more than its
+    /// share; how many were sent.
     pub fn send(&mut self, mut submit: impl FnMut(PageRequest) -> Result<(), QueueFull>) -> usize {
         let mut sent = 0;
-        while let Some(index) = self.unsent.front().copied() {
-            let Some(slot) = self.slots[index].as_mut() else {
-                self.unsent.pop_front();
-                continue;
+        self.full = false;
+        for _ in 0..self.unsent.len() {
+            let Some(index) = self.unsent.pop_front() else {
+                break;
             };
-            while let Some(wanted) = slot.chain.wanted.last() {
-                let id = RequestId(self.next_id);
-                let request = PageRequest {
-                    id,
-                    device: slot.chain.device,
-                    queue: QueueId(slot.chain.queue.queue),
-                    domain: wanted.domain,
-                    pages: wanted.pages,
-                    access: wanted.access,
-                };
-                if submit(request).is_err() {
-                    return sent;
-                }
-                slot.chain.wanted.pop();
-                slot.outstanding += 1;
-                self.waiting.insert(id, Some(index));
-                self.next_id += 1;
-                sent += 1;
+            sent += self.send_of(index, &mut submit);
+            let left = self.slots[index]
+                .as_ref()
+                .is_some_and(|slot| !slot.chain.wanted.is_empty());
+            if left && self.full {
+                self.unsent.push_front(index);
+                break;
             }
-            self.unsent.pop_front();
+            if left {
+                self.unsent.push_back(index);
+            }
         }
         sent
     }
 
-    /// True if the queue was full: no more chains may be popped.
+    /// Sends requests of one chain until the queue is full, or its device has its share.
+    fn send_of(
+        &mut self,
+        index: usize,
+        submit: &mut impl FnMut(PageRequest) -> Result<(), QueueFull>,
+    ) -> usize {
+        let Some(slot) = self.slots[index].as_mut() else {
+            return 0;
+        };
+        let device = slot.chain.device;
+        let outstanding = self.by_device.entry(device).or_insert(0);
+        let mut sent = 0;
+        while let Some(wanted) = slot.chain.wanted.last() {
+            if *outstanding >= REQUESTS_PER_DEVICE_MAX {
+                break;
+            }
+            let id = RequestId(self.next_id);
+            let request = PageRequest {
+                id,
+                device,
+                queue: QueueId(slot.chain.queue.queue),
+                domain: wanted.domain,
+                pages: wanted.pages,
+                access: wanted.access,
+            };
+            if submit(request).is_err() {
+                self.full = true;
+                break;
+            }
+            slot.chain.wanted.pop();
+            slot.outstanding += 1;
+            *outstanding += 1;
+            self.waiting.insert(id, (device, Some(index)));
+            self.next_id += 1;
+            sent += 1;
+        }
+        sent
+    }
+
+    /// True if there is something to send.
     pub fn has_unsent(&self) -> bool {
         !self.unsent.is_empty()
     }
 
+    /// True if the queue took no more: no more chains may be popped, of whatever device.
+    pub fn is_queue_full(&self) -> bool {
+        self.full
+    }
+
     /// Takes a response; gives back the chain for which it was the last.
     pub fn answer(&mut self, response: PageResponse) -> Option<Resumed> {
-        let index = self.waiting.remove(&response.id)??;
+        let (device, waiter) = self.waiting.remove(&response.id)?;
+        if let Some(outstanding) = self.by_device.get_mut(&device) {
+            *outstanding -= 1;
+            if *outstanding == 0 {
+                self.by_device.remove(&device);
+            }
+        }
+        // There is room again, for one at least.
+        self.full = false;
+        let index = waiter?;
         let slot = self.slots[index].as_mut()?;
         slot.outstanding -= 1;
         slot.failed |= response.code != ResponseCode::Success;
@@ -221,7 +275,7 @@ impl ParkedChains {
                 );
                 self.unsent.retain(|unsent| *unsent != index);
                 self.free.push(index);
-                for waiter in self.waiting.values_mut() {
+                for (_, waiter) in self.waiting.values_mut() {
                     if *waiter == Some(index) {
                         *waiter = None;
                     }
@@ -370,7 +424,7 @@ mod tests {
             }
         });
         assert_eq!(sent, 1);
-        assert!(parked.has_unsent());
+        assert!(parked.has_unsent() && parked.is_queue_full());
         assert!(
             parked
                 .answer(response(&taken[0], ResponseCode::Success))
@@ -385,6 +439,35 @@ mod tests {
                 .is_some()
         );
         assert_eq!(parked.outstanding(), 0);
+    }
+
+    #[test]
+    fn device_at_its_share_leaves_the_queue_to_others() {
+        let mut parked = ParkedChains::new(0);
+        let runs =
+            |from: u64| (0..64).map(move |i| wanted(from + 3 * i, from + 3 * i + 1, Access::Read));
+        for head in 0..4 {
+            parked.park(chain(0, head, runs(1000 * u64::from(head)).collect()));
+        }
+        let greedy = send_all(&mut parked);
+        assert_eq!(greedy.len(), REQUESTS_PER_DEVICE_MAX);
+        assert!(parked.has_unsent() && !parked.is_queue_full());
+        let other = ParkedChain {
+            device: DeviceId(2),
+            ..chain(1, 9, vec![wanted(7, 8, Access::Read)])
+        };
+        parked.park(other);
+        assert_eq!(send_all(&mut parked).len(), 1);
+        assert!(
+            parked
+                .answer(response(&greedy[0], ResponseCode::Success))
+                .is_none()
+        );
+        assert_eq!(
+            send_all(&mut parked).len(),
+            1,
+            "one answered, one more sent"
+        );
     }
 
     #[test]

@@ -266,6 +266,11 @@ impl<R> IoRing<R> {
         retry(|| self.ring.submit())
     }
 
+    /// Steps started that the kernel has not been told of.
+    pub fn unsubmitted(&mut self) -> usize {
+        self.ring.submission().len()
+    }
+
     /// True if [`Self::submit`] would do anything.
     pub fn wants_submit(&mut self) -> bool {
         let queue = self.ring.submission();

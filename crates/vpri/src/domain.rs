@@ -206,6 +206,7 @@ impl DomainTable {
         if let Some(domain) = entries.by_key.get(&key).and_then(Weak::upgrade) {
             return Ok(domain);
         }
+        seal(file, key);
         let mapping = SharedMapping::new(file, bytes).map_err(|source| DomainError::Map {
             key,
             bytes,
@@ -244,6 +245,18 @@ impl DomainTable {
 
     fn lock(&self) -> MutexGuard<'_, Entries> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Keeps a memfd from being shrunk: a page of ours past its end would kill this process. One that
+/// takes no seals, or a file on tmpfs, is its owner's to keep whole.
+fn seal(file: BorrowedFd<'_>, key: FileKey) {
+    use rustix::fs::{SealFlags, fcntl_add_seals, fcntl_get_seals};
+    if fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
+        return;
+    }
+    if let Err(error) = fcntl_add_seals(file, SealFlags::SHRINK) {
+        tracing::warn!(%key, %error, "the RAM file takes no seal: whoever has it open could stop this daemon by shrinking it");
     }
 }
 

@@ -121,7 +121,7 @@ pub(super) fn attach(
         pool.set_attached();
         let prepared = Prepared {
             identity,
-            vmm: VmmProcess::open(request.pid).map_err(|r| refused(&r))?,
+            vmm: vmm.try_clone().map_err(failed)?,
             layout: Arc::clone(&layout),
             store: Arc::new(PoolStore::new(Arc::clone(&pool))),
             pool: Arc::clone(&pool),
@@ -168,17 +168,13 @@ fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Poo
 
 /// Pages that were allocated without ever being written look like holes, but cannot be filled.
 fn refuse_unseen_pages(layout: &RamLayout) -> Result<(), ControlError> {
-    match unseen_pages(layout).map_err(failed)? {
+    match layout.unseen_pages().map_err(failed)? {
         0 => Ok(()),
         pages => Err(ControlError::refused(format!(
             "{pages} pages of the guest's RAM are allocated but were never written (fallocate), which cannot be told \
              from absent ones: start the VMM without preallocation, or let the guest touch its memory first"
         ))),
     }
-}
-
-fn unseen_pages(_layout: &RamLayout) -> Result<u64, pagetide_sys::memory_file::FileError> {
-    Ok(0)
 }
 
 fn random_seed() -> Result<u32, ControlError> {
@@ -349,7 +345,8 @@ pub(super) fn recover(
         }
         Err(refusal) => return Err(refused(&refusal)),
     };
-    let layout = Arc::new(RamLayout::of_process(&vmm).map_err(|r| refused(&r))?);
+    let recorded = identity.recorded();
+    let layout = Arc::new(RamLayout::of_recorded(&vmm, &recorded).map_err(|r| refused(&r))?);
     if !identity.fits(&layout) || pool.page_count() != layout.page_count() {
         return Err(failed(format!(
             "the RAM of {} is laid out otherwise than when it was attached",
@@ -371,7 +368,7 @@ pub(super) fn recover(
     let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&layout));
     let table = table_of(&pool);
     let store = Arc::new(PoolStore::new(Arc::clone(&pool)));
-    adopt_words(&table, &place, &store, &identity)?;
+    adopt_words(&table, &place, &store, (&vmm, &identity))?;
     let alias = AliasGuard::watch(&claim.mmu).map_err(failed)?;
     // Protection of rounds that died, and faults whose messages died, all at once.
     let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&layout));
@@ -401,7 +398,7 @@ fn adopt_words(
     table: &pagetide_gmem::PageTable,
     place: &VmPlace,
     store: &PoolStore,
-    identity: &Identity,
+    (vmm, identity): (&VmmProcess, &Identity),
 ) -> Result<(), ControlError> {
     let mut wrong = None;
     let report = recovery::recover_words(table, place, |page, content| {
@@ -411,7 +408,13 @@ fn adopt_words(
     });
     let report = report.map_err(|error| {
         if matches!(error, recovery::RecoveryError::Intruder { .. }) {
-            super::sink::VmIncidents::new(&identity.name, identity.pid).stop_vm(error.to_string());
+            match vmm.try_clone() {
+                Ok(process) => {
+                    super::sink::VmIncidents::new(&identity.name, process)
+                        .stop_vm(error.to_string());
+                }
+                Err(error) => tracing::error!(%error, "the VM cannot be held to be stopped"),
+            }
         }
         failed(error)
     })?;
@@ -436,8 +439,7 @@ fn abandon(pool: &Pool, vmm: &VmmProcess, layout: &RamLayout) -> Result<(), Cont
         None => takeover::find_inside(vmm).map_err(failed)?,
     };
     if let Some(number) = number {
-        let userfaultfd = takeover::resume(vmm, layout, number).map_err(failed)?;
-        takeover::let_go(vmm, layout, &userfaultfd, number).map_err(failed)?;
+        takeover::abandon(vmm, layout, number).map_err(failed)?;
     }
     tracing::info!(
         pid = vmm.pid(),

@@ -2,7 +2,10 @@
 //! [`Identity`]: what a pool remembers of the VM it belongs to, as JSON in its header.
 
 use pagetide_addr::{FileKey, Hva};
-use pagetide_vmm::{layout::RamLayout, process::VmmIdentity};
+use pagetide_vmm::{
+    layout::{RamLayout, RecordedMapping},
+    process::VmmIdentity,
+};
 use serde::{Deserialize, Serialize};
 
 /// Whose pool it is. Fields may be added; unknown ones are passed over.
@@ -33,6 +36,17 @@ impl Identity {
         }
     }
 
+    /// The mappings the words were made for.
+    pub(super) fn recorded(&self) -> Vec<RecordedMapping> {
+        let of = |mapping: &MappingIdentity| RecordedMapping {
+            hva: mapping.hva,
+            len_bytes: mapping.len_bytes,
+            key: mapping.file,
+            file_offset: mapping.file_offset,
+        };
+        self.mappings.iter().map(of).collect()
+    }
+
     /// The RAM files.
     pub(super) fn files(&self) -> impl Iterator<Item = FileKey> + '_ {
         self.mappings.iter().map(|mapping| mapping.file)
@@ -45,11 +59,11 @@ impl Identity {
 }
 
 pub(super) fn mappings_of(layout: &RamLayout) -> Vec<MappingIdentity> {
-    let of = |mapping: &pagetide_vmm::layout::RamMapping| MappingIdentity {
+    let of = |mapping: RecordedMapping| MappingIdentity {
         hva: mapping.hva,
         len_bytes: mapping.len_bytes,
-        file: layout.files()[mapping.file].key(),
+        file: mapping.key,
         file_offset: mapping.file_offset,
     };
-    layout.mappings().map(of).collect()
+    layout.recorded().into_iter().map(of).collect()
 }

@@ -6,10 +6,10 @@ use pagetide_addr::{DeviceId, PageNo};
 use pagetide_gmem::{AddressSpace, Fault, Incidents, PlaceError, StoreError};
 use pagetide_swap::{Counter, Pool};
 use pagetide_vmm::{
-    process::VmmIdentity,
+    process::{VmmIdentity, VmmProcess},
     reader::{FaultSink, ReaderError, VcpuFault},
 };
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use std::{
     error::Error,
     sync::{
@@ -78,16 +78,16 @@ const LOGGED_ONE_BY_ONE: u64 = 10;
 /// Trouble with one VM's pages.
 pub(super) struct VmIncidents {
     name: String,
-    pid: u32,
+    process: VmmProcess,
     failures: AtomicU64,
     stopped: Mutex<Option<String>>,
 }
 
 impl VmIncidents {
-    pub(super) fn new(name: &str, pid: u32) -> Self {
+    pub(super) fn new(name: &str, process: VmmProcess) -> Self {
         Self {
             name: name.to_owned(),
-            pid,
+            process,
             failures: AtomicU64::new(0),
             stopped: Mutex::new(None),
         }
@@ -105,13 +105,11 @@ impl VmIncidents {
     pub(super) fn stop_vm(&self, why: String) {
         tracing::error!(
             vm = self.name,
-            pid = self.pid,
+            pid = self.process.pid(),
             why,
             "stopping the VM (SIGSTOP)"
         );
-        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
-        let stopped = pid.map(|pid| kill_process(pid, Signal::STOP));
-        if let Some(Err(error)) = stopped {
+        if let Err(error) = self.process.signal(Signal::STOP) {
             tracing::error!(vm = self.name, %error, "the VM could not be stopped");
         }
         *self.stopped.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);

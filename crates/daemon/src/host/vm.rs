@@ -99,7 +99,10 @@ impl Vm {
     /// A sentence; what the caller prepared is his to undo.
     pub(super) fn start(mut prepared: Prepared, shared: &Shared) -> Result<Self, ControlError> {
         let identity = prepared.identity.clone();
-        let incidents = Arc::new(VmIncidents::new(&identity.name, identity.pid));
+        let incidents = Arc::new(VmIncidents::new(
+            &identity.name,
+            prepared.vmm.try_clone().map_err(failed)?,
+        ));
         let limit = Arc::new(Limit::new());
         let table = std::mem::replace(&mut prepared.table, table_of(&prepared.pool));
         let neighbours_max = shared.neighbours_max;

@@ -13,10 +13,8 @@
 //!
 //! # Polling
 //! An engine with nothing to do goes on looking for some microseconds, because
-//! a sleep and a wake-up cost more than that. The window adapts as in QEMU's
-//! event loop: it grows while what ended a sleep came within the longest
-//! window, and falls to nothing while sleeps are long. So a busy engine polls
-//! and an idle one costs nothing.
+//! a sleep and a wake-up cost more than that; but only where looking has paid of
+//! late ([`patience`]). So a busy engine polls and an idle one costs nothing.
 //!
 //! # Sleep
 //! Each queue's kick descriptor and the doorbell are polled by the ring, so one
@@ -32,6 +30,7 @@
 pub(crate) mod chain;
 pub(crate) mod command;
 mod finish;
+mod patience;
 pub(crate) mod queue;
 
 use crate::{
@@ -44,6 +43,7 @@ use chain::{Origin, Request, Scratch};
 use command::{AddDevice, Command};
 use hdrhistogram::Histogram;
 use pagetide_vpri::{DeviceEnd, Doorbell, FaultAssist};
+use patience::{Idle, Patience, WaitsFor};
 use queue::{EngineQueue, QueueState};
 use std::{
     io,
@@ -53,13 +53,11 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// Ring token of the doorbell; queues have others.
 const BELL_TOKEN: u32 = 0;
-/// First window of polling after it was nothing.
-const WINDOW_FIRST: Duration = Duration::from_micros(4);
 /// Longest time that a chain may wait and still be told apart in the histogram: 1000 s.
 const LATENCY_MAX_NS: u64 = 1_000_000_000_000;
 
@@ -122,8 +120,7 @@ pub(crate) struct Engine {
     device_end: DeviceEnd,
     bell: Arc<Doorbell>,
     assist: Option<Arc<dyn FaultAssist>>,
-    poll_max: Duration,
-    window: Duration,
+    patience: Patience,
     next_token: u32,
     ending: bool,
 }
@@ -157,8 +154,7 @@ impl Engine {
             device_end: seed.device_end,
             bell: seed.bell,
             assist: None,
-            poll_max: seed.poll,
-            window: WINDOW_FIRST.min(seed.poll),
+            patience: Patience::new(seed.poll),
             next_token: BELL_TOKEN + 1,
             ending: false,
         })
@@ -176,20 +172,27 @@ impl Engine {
     }
 
     fn work(&mut self) -> io::Result<()> {
-        let mut idle_since: Option<Instant> = None;
+        let mut idle: Option<Idle> = None;
         loop {
             let progress = self.turn()?;
             if self.ending && self.active.is_empty() && self.io.ring.in_flight() == 0 {
                 return Ok(());
             }
             if progress.anything {
-                idle_since = None;
+                if let Some(idle) = idle.take() {
+                    self.patience.rewarded(idle);
+                }
                 continue;
             }
-            let idle = idle_since.get_or_insert_with(Instant::now).elapsed();
-            if idle >= self.window {
+            let waits_for = match self.io.ring.in_flight() {
+                0 => WaitsFor::Guest,
+                _ => WaitsFor::Disk,
+            };
+            let begun = idle.get_or_insert_with(|| self.patience.begin(waits_for));
+            if begun.is_over() {
+                self.patience.disappointed(*begun);
                 self.sleep()?;
-                idle_since = None;
+                idle = None;
             } else {
                 std::hint::spin_loop();
             }
@@ -359,26 +362,15 @@ impl Engine {
             self.disarm_queues();
             return self.bell.disarm();
         }
-        let began = Instant::now();
         self.io.shared.sleeps.fetch_add(1, Ordering::Relaxed);
         self.io.ring.submit_and_sleep()?;
-        self.adapt(began.elapsed());
         self.disarm_queues();
         self.bell.disarm()
     }
 
-    /// Learns from a sleep how long to poll before the next.
-    fn adapt(&mut self, slept: Duration) {
-        if slept > self.poll_max {
-            self.window = Duration::ZERO;
-        } else if slept > self.window {
-            self.window = (self.window * 2).clamp(WINDOW_FIRST, self.poll_max);
-        }
-    }
-
     /// Asks for kicks; true if a queue has chains already.
     fn arm_queues(&mut self) -> bool {
-        let may_ask = !self.io.parked.has_unsent();
+        let may_ask = !self.io.parked.is_queue_full();
         let room = self.io.ring.in_flight() < self.io.in_flight_max;
         let mut more = false;
         for (device, number) in &self.active {
