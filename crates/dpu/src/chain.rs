@@ -21,6 +21,9 @@ const DESCRIPTOR_BYTES: u32 = 16;
 /// Most descriptors in an indirect table, and in a chain: what QEMU and Linux take
 /// (`VIRTQUEUE_MAX_SIZE`). A chain through a larger ring may be as long as the ring.
 pub const INDIRECT_MAX: u32 = 1024;
+/// Most bytes of a chain, all buffers together. A chain leases all its pages at once, so this is also
+/// how far one request can carry a VM past its limit. Drivers send a few MiB at most.
+pub const CHAIN_BYTES_MAX: u64 = 64 << 20;
 
 /// Why a chain makes no sense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -54,8 +57,8 @@ pub enum ChainError {
     /// A device-readable buffer after a device-writable one (virtio 1.2, 2.7.4.2).
     #[error("a device-readable buffer follows a device-writable one")]
     ReadableAfterWritable,
-    /// More than 2^32 bytes in all (virtio 1.2, 2.7.5.2).
-    #[error("the chain's buffers add up to more than 2^32 bytes")]
+    /// More than [`CHAIN_BYTES_MAX`] in all (virtio 1.2, 2.7.5.2 sets the far end at 2^32).
+    #[error("the chain's buffers add up to more than {CHAIN_BYTES_MAX} bytes")]
     TooLong,
 }
 
@@ -194,7 +197,7 @@ impl Walk<'_> {
     fn buffer(&mut self, descriptor: &Descriptor) -> Result<(), ChainError> {
         let len = descriptor.len();
         self.bytes += u64::from(len);
-        if self.bytes > u64::from(u32::MAX) {
+        if self.bytes > CHAIN_BYTES_MAX {
             return Err(ChainError::TooLong);
         }
         let list = if descriptor.is_write_only() {
