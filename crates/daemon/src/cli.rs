@@ -263,7 +263,7 @@ pub enum BenchPart {
         #[arg(long)]
         state_dir: PathBuf,
         /// Longest time the engine polls before it sleeps, in microseconds
-        #[arg(long, default_value_t = 30)]
+        #[arg(long, default_value_t = 60)]
         poll_us: u64,
     },
     /// The guest of `bench fault`

@@ -14,6 +14,7 @@
 
 mod endpoint;
 mod inflight_fd;
+mod messages;
 mod session;
 
 use crate::{

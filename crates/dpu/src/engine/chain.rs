@@ -9,19 +9,21 @@
 //! A resumed chain starts again at *walk*: what the guest has changed meanwhile
 //! is its own affair, and nothing of the first look is trusted later.
 
-use super::{Device, Io, finish::Answer, queue::EngineQueue};
+use super::{
+    Device, Io,
+    finish::Answer,
+    pages::{Located, absent_of, all_of, lease_all, locate, wanted},
+    queue::EngineQueue,
+};
 use crate::{
-    blk::request::{
-        EmptyHow, Frame, Header, RangeKind, Status, Work, decide, frame, range_work, read_range,
-        write_serial,
-    },
-    chain::{Buffers, WalkError, walk},
+    blk::request::{EmptyHow, Frame, Status},
+    chain::Buffers,
     memory::{DeviceMemory, LeaseSet, Span},
     parked::{ParkedChain, Purpose, QueueKey, Waiter, Wanted},
-    ring::{Dma, Job, Operation, Step},
+    ring::{Job, Step},
     shared::{StopReason, add},
 };
-use pagetide_addr::{Access, PageNo, PageRange};
+use pagetide_addr::Access;
 use std::{io, rc::Rc, time::Instant};
 use virtio_queue::QueueOwnedT;
 
@@ -94,12 +96,12 @@ pub(crate) enum Origin {
 /// Buffers used again and again.
 pub(crate) struct Scratch {
     heads: Vec<u16>,
-    buffers: Buffers,
+    pub buffers: Buffers,
     #[expect(
         clippy::vec_box,
         reason = "jobs go to the ring in their boxes: keeping the box spares the allocation"
     )]
-    pool: Vec<Box<Job<Request>>>,
+    pub pool: Vec<Box<Job<Request>>>,
     until_sample: u32,
     /// What taking the time costs by itself, to be subtracted.
     pub clock_ns: u64,
@@ -149,11 +151,11 @@ pub(crate) fn nanos(duration: std::time::Duration) -> u64 {
 }
 
 /// A chain whose pages are all leased.
-struct Ready {
-    head: u16,
-    frame: Frame,
-    leases: LeaseSet,
-    sample: Sample,
+pub(crate) struct Ready {
+    pub head: u16,
+    pub frame: Frame,
+    pub leases: LeaseSet,
+    pub sample: Sample,
 }
 
 impl Io {
@@ -403,115 +405,6 @@ impl Io {
         self.park(device, queue, head, wanted, (Purpose::BadStatus, origin));
         Ok(())
     }
-
-    /// Does what a leased chain asks for, or begins it.
-    fn begin(
-        &mut self,
-        device: &mut Device,
-        queue: &mut EngineQueue,
-        memory: &Rc<DeviceMemory>,
-        ready: Ready,
-    ) -> io::Result<()> {
-        let buffers = std::mem::take(&mut self.scratch.buffers);
-        let task = task(device, memory, &ready, &buffers);
-        let status = match task {
-            Ok(task) => {
-                let spans = match task.kind {
-                    Kind::Read => &buffers.writable[..],
-                    Kind::Write => &buffers.readable[..],
-                    Kind::Flush | Kind::Empty { .. } => &[],
-                };
-                return self
-                    .start_task(device, queue, memory, (ready, task), spans)
-                    .inspect(|()| self.scratch.buffers = buffers);
-            }
-            Err(status) => status,
-        };
-        self.scratch.buffers = buffers;
-        let answer = Answer {
-            head: ready.head,
-            at: ready.frame.status,
-            status,
-            written: 1,
-        };
-        if let Err(reason) = self.complete(device, queue, memory, answer, ready.leases) {
-            device.shared.stop(reason);
-            queue.tell_error();
-        }
-        Ok(())
-    }
-
-    fn start_task(
-        &mut self,
-        device: &mut Device,
-        queue: &mut EngineQueue,
-        memory: &Rc<DeviceMemory>,
-        (ready, task): (Ready, Task),
-        spans: &[Span],
-    ) -> io::Result<()> {
-        let request = Request {
-            key: queue.key,
-            head: ready.head,
-            status: ready.frame.status,
-            leases: ready.leases,
-            step: Step {
-                file: device.buffered,
-                operation: task.operation,
-                offset: task.offset,
-            },
-            kind: task.kind,
-            data_bytes: 0,
-            sample: ready.sample,
-            retried: false,
-        };
-        let mut job = match self.scratch.pool.pop() {
-            Some(mut job) => {
-                job.request = request;
-                job
-            }
-            None => Box::new(Job {
-                dma: Dma::new(memory.clone()),
-                request,
-            }),
-        };
-        if let Err(error) = job.dma.aim(memory, spans) {
-            // Spans come from this very memory: our own bug, answered as an error.
-            debug_assert!(false, "{error}");
-        }
-        job.request.data_bytes = u32::try_from(job.dma.left()).unwrap_or(u32::MAX);
-        queue.in_flight += 1;
-        add(&device.shared.counters[self.index].in_flight, 1);
-        self.restart(device, job)
-    }
-
-    /// Gives a job's step to the ring, by the descriptor that can take it.
-    pub fn restart(&mut self, device: &Device, mut job: Box<Job<Request>>) -> io::Result<()> {
-        let image = &device.shared.image;
-        job.request.step.file = match (job.request.kind, device.direct) {
-            (Kind::Read | Kind::Write, Some(direct))
-                if job.dma.is_aligned(image.memory_align.max(512))
-                    && job.dma.left().is_multiple_of(u64::from(image.block_bytes))
-                    && job
-                        .request
-                        .step
-                        .offset
-                        .is_multiple_of(u64::from(image.block_bytes)) =>
-            {
-                direct
-            }
-            _ => device.buffered,
-        };
-        let step = job.request.step;
-        self.ring.start(job, step)?;
-        // A disk with nothing to do gets the first request at once, not when all of a batch are
-        // ready: so never let more wait than are under way. The batches double, so a deep queue
-        // costs few system calls all the same.
-        let waiting = self.ring.unsubmitted();
-        if 2 * waiting > self.ring.in_flight() {
-            self.ring.submit()?;
-        }
-        Ok(())
-    }
 }
 
 impl Scratch {
@@ -527,199 +420,4 @@ impl Scratch {
 enum Prepared {
     Ready(Ready),
     Absent(Vec<Wanted>),
-}
-
-enum Located {
-    Frame(Frame),
-    TableAbsent(Vec<Span>),
-}
-
-/// Walks a chain and takes it apart.
-fn locate(
-    queue: &EngineQueue,
-    memory: &DeviceMemory,
-    head: u16,
-    buffers: &mut Buffers,
-) -> Result<Located, StopReason> {
-    let number = queue.key.queue;
-    match walk(memory, queue.table, head, buffers) {
-        Ok(()) => {}
-        Err(WalkError::TableAbsent(spans)) => return Ok(Located::TableAbsent(spans)),
-        Err(WalkError::Broken(source)) => {
-            return Err(StopReason::Chain {
-                queue: number,
-                head,
-                source,
-            });
-        }
-    }
-    frame(buffers)
-        .map(Located::Frame)
-        .map_err(|source| StopReason::Request {
-            queue: number,
-            head,
-            source,
-        })
-}
-
-/// Every part of a chain with the access the device needs.
-fn parts<'a>(frame: &'a Frame, buffers: &'a Buffers) -> impl Iterator<Item = (Span, Access)> + 'a {
-    let read = std::iter::once(&frame.header)
-        .chain(&frame.header_rest)
-        .chain(&buffers.readable);
-    let write = buffers
-        .writable
-        .iter()
-        .chain(std::iter::once(&frame.status));
-    read.map(|span| (*span, Access::Read))
-        .chain(write.map(|span| (*span, Access::Write)))
-}
-
-#[inline]
-fn lease_all(
-    memory: &DeviceMemory,
-    frame: &Frame,
-    buffers: &Buffers,
-    leases: &mut LeaseSet,
-) -> bool {
-    // Most drivers have header and status in one structure: what may be written may be read.
-    let together =
-        frame.header.port == frame.status.port && frame.header.pages() == frame.status.pages();
-    (together || leases.take(memory, frame.header, Access::Read))
-        && parts(frame, buffers)
-            .skip(1)
-            .all(|(span, access)| leases.take(memory, span, access))
-}
-
-fn absent_of(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<Wanted> {
-    parts(frame, buffers)
-        .flat_map(|(span, access)| absent_runs(memory, span, access))
-        .collect()
-}
-
-fn all_of(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<Wanted> {
-    parts(frame, buffers)
-        .flat_map(|(span, access)| whole(memory, span, access))
-        .collect()
-}
-
-fn wanted(memory: &DeviceMemory, spans: &[Span], access: Access) -> Vec<Wanted> {
-    let absent: Vec<Wanted> = spans
-        .iter()
-        .flat_map(|span| absent_runs(memory, *span, access))
-        .collect();
-    if absent.is_empty() {
-        let all = spans.iter().flat_map(|span| whole(memory, *span, access));
-        return all.collect();
-    }
-    absent
-}
-
-pub(crate) fn whole(memory: &DeviceMemory, span: Span, access: Access) -> Option<Wanted> {
-    let pages = span.pages();
-    (!pages.is_empty()).then(|| Wanted {
-        domain: memory.port(span).domain().id(),
-        pages,
-        access,
-    })
-}
-
-/// The runs of pages of `span` that do not allow `access` now.
-pub(crate) fn absent_runs(memory: &DeviceMemory, span: Span, access: Access) -> Vec<Wanted> {
-    let domain = memory.port(span).domain();
-    let bitmap = domain.attributes().bitmap();
-    let mut runs: Vec<Wanted> = Vec::new();
-    for page in span.pages().iter() {
-        if bitmap.allows(page.single(), access) {
-            continue;
-        }
-        match runs.last_mut() {
-            Some(run) if run.pages.end == page => run.pages.end = PageNo(page.0 + 1),
-            _ => runs.push(Wanted {
-                domain: domain.id(),
-                pages: PageRange::new(page, PageNo(page.0 + 1)),
-                access,
-            }),
-        }
-    }
-    runs
-}
-
-/// I/O that a request asks for.
-struct Task {
-    kind: Kind,
-    operation: Operation,
-    offset: u64,
-}
-
-/// Decides what a leased chain asks for; a status if it is answered at once.
-fn task(
-    device: &Device,
-    memory: &DeviceMemory,
-    ready: &Ready,
-    buffers: &Buffers,
-) -> Result<Task, Status> {
-    let limits = device.shared.limits();
-    let header = Header::read(memory, &ready.frame).map_err(|_| Status::IoError)?;
-    let bytes = |spans: &[Span]| spans.iter().map(|s| u64::from(s.len)).sum::<u64>();
-    let (readable, writable) = (bytes(&buffers.readable), bytes(&buffers.writable));
-    match decide(limits, header, readable, writable) {
-        Work::Read { .. } if writable == 0 => Err(Status::Ok),
-        Work::Write { .. } if readable == 0 => Err(Status::Ok),
-        Work::Read { offset } => Ok(Task {
-            kind: Kind::Read,
-            operation: Operation::Read,
-            offset,
-        }),
-        Work::Write { offset } => Ok(Task {
-            kind: Kind::Write,
-            operation: Operation::Write,
-            offset,
-        }),
-        Work::Flush => Ok(Task {
-            kind: Kind::Flush,
-            operation: Operation::Sync,
-            offset: 0,
-        }),
-        Work::Serial => match write_serial(memory, &buffers.writable, &device.shared.serial) {
-            Ok(()) => Err(Status::Ok),
-            Err(_) => Err(Status::IoError),
-        },
-        Work::Range(kind) => empty_task(limits, kind, memory, &buffers.readable),
-        Work::Answer(status) => Err(status),
-    }
-}
-
-fn empty_task(
-    limits: crate::blk::request::Limits,
-    kind: RangeKind,
-    memory: &DeviceMemory,
-    data: &[Span],
-) -> Result<Task, Status> {
-    let bytes = read_range(memory, data).map_err(|_| Status::IoError)?;
-    let range = range_work(limits, kind, bytes)?;
-    let stage = EmptyStage::Direct;
-    Ok(Task {
-        kind: Kind::Empty {
-            how: range.how,
-            stage,
-        },
-        operation: Operation::Allocate {
-            bytes: range.bytes,
-            mode: empty_mode(range.how, stage),
-        },
-        offset: range.offset,
-    })
-}
-
-/// Mode of `fallocate` that does a stage.
-pub(crate) fn empty_mode(how: EmptyHow, stage: EmptyStage) -> i32 {
-    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-    match (how, stage) {
-        (EmptyHow::Zero, EmptyStage::Direct) => {
-            libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE
-        }
-        (_, EmptyStage::Direct | EmptyStage::Punch) => punch,
-        (_, EmptyStage::Allocate) => libc::FALLOC_FL_KEEP_SIZE,
-    }
 }

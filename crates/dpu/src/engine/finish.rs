@@ -3,7 +3,8 @@
 
 use super::{
     Device, Io,
-    chain::{EmptyStage, Kind, Request, Sample, empty_mode},
+    begin::empty_mode,
+    chain::{EmptyStage, Kind, Request, Sample},
     queue::EngineQueue,
 };
 use crate::{

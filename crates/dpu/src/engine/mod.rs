@@ -27,9 +27,11 @@
 //! They go to the host's service; but an engine that has begun nothing else in
 //! the turn serves them itself ([`FaultAssist`]), which spares two wake-ups.
 
+mod begin;
 pub(crate) mod chain;
 pub(crate) mod command;
 mod finish;
+mod pages;
 mod patience;
 pub(crate) mod queue;
 

@@ -322,12 +322,12 @@ impl Io {
             queue.open_rings(memory)?;
             return Ok(queue.kick.take());
         }
-        let runs = |span: &Span| super::chain::absent_runs(memory, *span, Access::Write);
+        let runs = |span: &Span| super::pages::absent_runs(memory, *span, Access::Write);
         let mut wanted: Vec<_> = absent.iter().flat_map(runs).collect();
         if wanted.is_empty() {
             // They have come back since the rings could not be wired: ask for them all the same, for
             // it is the answer that tries again.
-            let whole = |span: &Span| super::chain::whole(memory, *span, Access::Write);
+            let whole = |span: &Span| super::pages::whole(memory, *span, Access::Write);
             wanted.extend(absent.iter().filter_map(whole));
         }
         let parked = ParkedChain {

@@ -11,6 +11,7 @@ use std::{
     io::{BufRead as _, Write as _},
     path::PathBuf,
     sync::Arc,
+    time::Duration,
 };
 
 /// What our back end says of itself.
@@ -20,8 +21,10 @@ pub struct BackendReport {
     pub requests: u64,
     /// Requests that ended in an error.
     pub failed_requests: u64,
-    /// Time that looking up pages takes, by the engine's samples.
-    pub lookup_ns_per_request: f64,
+    /// Time that looking up pages took in the requests the engine sampled.
+    pub lookup_sampled_ns: u64,
+    /// Requests it sampled.
+    pub lookup_samples: u64,
     /// How often the engine slept.
     pub engine_sleeps: u64,
 }
@@ -35,6 +38,8 @@ pub struct BackendOptions {
     pub image: PathBuf,
     /// Directory for the engine's lock.
     pub state_dir: PathBuf,
+    /// Longest time the engine polls before it sleeps.
+    pub poll_max: Duration,
 }
 
 /// Why the back end ended.
@@ -58,7 +63,8 @@ pub enum BackendError {
 pub fn serve(options: BackendOptions) -> Result<(), BackendError> {
     let domains = Arc::new(DomainTable::new(1));
     let bell = Arc::new(Doorbell::new()?);
-    let config = DpuConfig::new(options.state_dir);
+    let mut config = DpuConfig::new(options.state_dir);
+    config.poll_max = options.poll_max;
     // No VM is attached, so no page is ever absent and nobody need serve these ends.
     let (dpu, _host_ends) = Dpu::start(&config, domains, &bell)?;
     dpu.add_blk(BlkConfig {
@@ -88,7 +94,8 @@ fn report(dpu: &Dpu) -> BackendReport {
     BackendReport {
         requests: device.map_or(0, |d| d.requests),
         failed_requests: device.map_or(0, |d| d.failed_requests),
-        lookup_ns_per_request: device.map_or(0.0, |d| d.lookup_ns_per_request),
+        lookup_sampled_ns: device.map_or(0, |d| d.lookup_sampled_ns),
+        lookup_samples: device.map_or(0, |d| d.lookup_samples),
         engine_sleeps: dpu.engine_sleeps(),
     }
 }

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a leased chain asks for, and its beginning: the last step before the kernel.
+
+use super::{
+    Device, Io,
+    chain::{EmptyStage, Kind, Ready, Request},
+    finish::Answer,
+    queue::EngineQueue,
+};
+use crate::{
+    blk::request::{
+        EmptyHow, Header, Limits, RangeKind, Status, Work, decide, range_work, read_range,
+        write_serial,
+    },
+    chain::Buffers,
+    memory::{DeviceMemory, Span},
+    ring::{Dma, Job, Operation, Step},
+    shared::add,
+};
+use std::{io, rc::Rc};
+
+impl Io {
+    /// Does what a leased chain asks for, or begins it.
+    pub fn begin(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+        memory: &Rc<DeviceMemory>,
+        ready: Ready,
+    ) -> io::Result<()> {
+        let buffers = std::mem::take(&mut self.scratch.buffers);
+        let task = task(device, memory, &ready, &buffers);
+        let status = match task {
+            Ok(task) => {
+                let spans = match task.kind {
+                    Kind::Read => &buffers.writable[..],
+                    Kind::Write => &buffers.readable[..],
+                    Kind::Flush | Kind::Empty { .. } => &[],
+                };
+                return self
+                    .start_task(device, queue, memory, (ready, task), spans)
+                    .inspect(|()| self.scratch.buffers = buffers);
+            }
+            Err(status) => status,
+        };
+        self.scratch.buffers = buffers;
+        let answer = Answer {
+            head: ready.head,
+            at: ready.frame.status,
+            status,
+            written: 1,
+        };
+        if let Err(reason) = self.complete(device, queue, memory, answer, ready.leases) {
+            device.shared.stop(reason);
+            queue.tell_error();
+        }
+        Ok(())
+    }
+
+    fn start_task(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+        memory: &Rc<DeviceMemory>,
+        (ready, task): (Ready, Task),
+        spans: &[Span],
+    ) -> io::Result<()> {
+        let request = Request {
+            key: queue.key,
+            head: ready.head,
+            status: ready.frame.status,
+            leases: ready.leases,
+            step: Step {
+                file: device.buffered,
+                operation: task.operation,
+                offset: task.offset,
+            },
+            kind: task.kind,
+            data_bytes: 0,
+            sample: ready.sample,
+            retried: false,
+        };
+        let mut job = match self.scratch.pool.pop() {
+            Some(mut job) => {
+                job.request = request;
+                job
+            }
+            None => Box::new(Job {
+                dma: Dma::new(memory.clone()),
+                request,
+            }),
+        };
+        if let Err(error) = job.dma.aim(memory, spans) {
+            // Spans come from this very memory: our own bug, answered as an error.
+            debug_assert!(false, "{error}");
+        }
+        job.request.data_bytes = u32::try_from(job.dma.left()).unwrap_or(u32::MAX);
+        queue.in_flight += 1;
+        add(&device.shared.counters[self.index].in_flight, 1);
+        self.restart(device, job)
+    }
+
+    /// Gives a job's step to the ring, by the descriptor that can take it.
+    pub fn restart(&mut self, device: &Device, mut job: Box<Job<Request>>) -> io::Result<()> {
+        let image = &device.shared.image;
+        job.request.step.file = match (job.request.kind, device.direct) {
+            (Kind::Read | Kind::Write, Some(direct))
+                if job.dma.is_aligned(image.memory_align.max(512))
+                    && job.dma.left().is_multiple_of(u64::from(image.block_bytes))
+                    && job
+                        .request
+                        .step
+                        .offset
+                        .is_multiple_of(u64::from(image.block_bytes)) =>
+            {
+                direct
+            }
+            _ => device.buffered,
+        };
+        let step = job.request.step;
+        self.ring.start(job, step)?;
+        // A disk with nothing to do gets the first request at once, not when all of a batch are
+        // ready: so never let more wait than are under way. The batches double, so a deep queue
+        // costs few system calls all the same.
+        let waiting = self.ring.unsubmitted();
+        if 2 * waiting > self.ring.in_flight() {
+            self.ring.submit()?;
+        }
+        Ok(())
+    }
+}
+
+/// I/O that a request asks for.
+struct Task {
+    kind: Kind,
+    operation: Operation,
+    offset: u64,
+}
+
+/// Decides what a leased chain asks for; a status if it is answered at once.
+fn task(
+    device: &Device,
+    memory: &DeviceMemory,
+    ready: &Ready,
+    buffers: &Buffers,
+) -> Result<Task, Status> {
+    let limits = device.shared.limits();
+    let header = Header::read(memory, &ready.frame).map_err(|_| Status::IoError)?;
+    let bytes = |spans: &[Span]| spans.iter().map(|s| u64::from(s.len)).sum::<u64>();
+    let (readable, writable) = (bytes(&buffers.readable), bytes(&buffers.writable));
+    match decide(limits, header, readable, writable) {
+        Work::Read { .. } if writable == 0 => Err(Status::Ok),
+        Work::Write { .. } if readable == 0 => Err(Status::Ok),
+        Work::Read { offset } => Ok(Task {
+            kind: Kind::Read,
+            operation: Operation::Read,
+            offset,
+        }),
+        Work::Write { offset } => Ok(Task {
+            kind: Kind::Write,
+            operation: Operation::Write,
+            offset,
+        }),
+        Work::Flush => Ok(Task {
+            kind: Kind::Flush,
+            operation: Operation::Sync,
+            offset: 0,
+        }),
+        Work::Serial => match write_serial(memory, &buffers.writable, &device.shared.serial) {
+            Ok(()) => Err(Status::Ok),
+            Err(_) => Err(Status::IoError),
+        },
+        Work::Range(kind) => empty_task(limits, kind, memory, &buffers.readable),
+        Work::Answer(status) => Err(status),
+    }
+}
+
+fn empty_task(
+    limits: Limits,
+    kind: RangeKind,
+    memory: &DeviceMemory,
+    data: &[Span],
+) -> Result<Task, Status> {
+    let bytes = read_range(memory, data).map_err(|_| Status::IoError)?;
+    let range = range_work(limits, kind, bytes)?;
+    let stage = EmptyStage::Direct;
+    Ok(Task {
+        kind: Kind::Empty {
+            how: range.how,
+            stage,
+        },
+        operation: Operation::Allocate {
+            bytes: range.bytes,
+            mode: empty_mode(range.how, stage),
+        },
+        offset: range.offset,
+    })
+}
+
+/// Mode of `fallocate` that does a stage.
+pub(crate) fn empty_mode(how: EmptyHow, stage: EmptyStage) -> i32 {
+    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    match (how, stage) {
+        (EmptyHow::Zero, EmptyStage::Direct) => {
+            libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE
+        }
+        (_, EmptyStage::Direct | EmptyStage::Punch) => punch,
+        (_, EmptyStage::Allocate) => libc::FALLOC_FL_KEEP_SIZE,
+    }
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which pages a chain needs, which of them are absent, and leasing them all or none.
+
+use super::queue::EngineQueue;
+use crate::{
+    blk::request::{Frame, frame},
+    chain::{Buffers, WalkError, walk},
+    memory::{DeviceMemory, LeaseSet, Span},
+    parked::Wanted,
+    shared::StopReason,
+};
+use pagetide_addr::{Access, PageNo, PageRange};
+
+/// A chain taken apart.
+pub(super) enum Located {
+    Frame(Frame),
+    TableAbsent(Vec<Span>),
+}
+
+/// Walks a chain and takes it apart.
+pub(super) fn locate(
+    queue: &EngineQueue,
+    memory: &DeviceMemory,
+    head: u16,
+    buffers: &mut Buffers,
+) -> Result<Located, StopReason> {
+    let number = queue.key.queue;
+    match walk(memory, queue.table, head, buffers) {
+        Ok(()) => {}
+        Err(WalkError::TableAbsent(spans)) => return Ok(Located::TableAbsent(spans)),
+        Err(WalkError::Broken(source)) => {
+            return Err(StopReason::Chain {
+                queue: number,
+                head,
+                source,
+            });
+        }
+    }
+    frame(buffers)
+        .map(Located::Frame)
+        .map_err(|source| StopReason::Request {
+            queue: number,
+            head,
+            source,
+        })
+}
+
+/// Every part of a chain with the access the device needs.
+fn parts<'a>(frame: &'a Frame, buffers: &'a Buffers) -> impl Iterator<Item = (Span, Access)> + 'a {
+    let read = std::iter::once(&frame.header)
+        .chain(&frame.header_rest)
+        .chain(&buffers.readable);
+    let write = buffers
+        .writable
+        .iter()
+        .chain(std::iter::once(&frame.status));
+    read.map(|span| (*span, Access::Read))
+        .chain(write.map(|span| (*span, Access::Write)))
+}
+
+/// Leases every part of a chain; false if one is absent (what was leased stays leased).
+#[inline]
+pub(super) fn lease_all(
+    memory: &DeviceMemory,
+    frame: &Frame,
+    buffers: &Buffers,
+    leases: &mut LeaseSet,
+) -> bool {
+    // Most drivers have header and status in one structure: what may be written may be read.
+    let together =
+        frame.header.port == frame.status.port && frame.header.pages() == frame.status.pages();
+    (together || leases.take(memory, frame.header, Access::Read))
+        && parts(frame, buffers)
+            .skip(1)
+            .all(|(span, access)| leases.take(memory, span, access))
+}
+
+/// Every absent page of a chain.
+pub(super) fn absent_of(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<Wanted> {
+    parts(frame, buffers)
+        .flat_map(|(span, access)| absent_runs(memory, span, access))
+        .collect()
+}
+
+/// Every page of a chain.
+pub(super) fn all_of(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<Wanted> {
+    parts(frame, buffers)
+        .flat_map(|(span, access)| whole(memory, span, access))
+        .collect()
+}
+
+/// The absent pages of `spans`; all of them if none is absent any more.
+pub(super) fn wanted(memory: &DeviceMemory, spans: &[Span], access: Access) -> Vec<Wanted> {
+    let absent: Vec<Wanted> = spans
+        .iter()
+        .flat_map(|span| absent_runs(memory, *span, access))
+        .collect();
+    if absent.is_empty() {
+        let all = spans.iter().flat_map(|span| whole(memory, *span, access));
+        return all.collect();
+    }
+    absent
+}
+
+pub(crate) fn whole(memory: &DeviceMemory, span: Span, access: Access) -> Option<Wanted> {
+    let pages = span.pages();
+    (!pages.is_empty()).then(|| Wanted {
+        domain: memory.port(span).domain().id(),
+        pages,
+        access,
+    })
+}
+
+/// The runs of pages of `span` that do not allow `access` now.
+pub(crate) fn absent_runs(memory: &DeviceMemory, span: Span, access: Access) -> Vec<Wanted> {
+    let domain = memory.port(span).domain();
+    let bitmap = domain.attributes().bitmap();
+    let mut runs: Vec<Wanted> = Vec::new();
+    for page in span.pages().iter() {
+        if bitmap.allows(page.single(), access) {
+            continue;
+        }
+        match runs.last_mut() {
+            Some(run) if run.pages.end == page => run.pages.end = PageNo(page.0 + 1),
+            _ => runs.push(Wanted {
+                domain: domain.id(),
+                pages: PageRange::new(page, PageNo(page.0 + 1)),
+                access,
+            }),
+        }
+    }
+    runs
+}
