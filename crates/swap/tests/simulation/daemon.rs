@@ -225,7 +225,7 @@ impl Daemon {
     }
 
     fn serve_vcpu(&self, message: Message) {
-        let _frame = self.life.frame(Frame::VcpuFault);
+        let _frame = self.life.frame(Frame::VcpuFault(message.page.section()));
         let fault = Fault {
             device: DeviceId::VCPUS,
             pages: message.page.single(),

@@ -2,8 +2,8 @@
 //! The seams: every call of a daemon into the kernel, and into its own pool, goes through here.
 //!
 //! At each call, before it takes effect, guest and devices may take steps, other
-//! faults may be served (on another thread, which this one waits for: so a run
-//! is deterministic), and the daemon may die. It dies by unwinding: whatever it
+//! faults may be served (on another thread if need be, which this one waits for:
+//! so a run is deterministic), and the daemon may die. It dies by unwinding: whatever it
 //! still calls on the way changes nothing.
 //!
 //! # Which calls let other faults in
@@ -14,6 +14,7 @@
 //! cannot be let in, its message stays in the queue, as it would in the kernel.
 
 use crate::{
+    aside::Aside,
     content::Stamps,
     daemon::{Daemon, Task},
     state::{Frame, State},
@@ -57,6 +58,7 @@ const WORDS_PER_CALL: u64 = 16;
 pub struct World {
     state: Mutex<State>,
     daemon: Mutex<Option<Arc<Daemon>>>,
+    aside: Aside,
 }
 
 impl World {
@@ -64,6 +66,7 @@ impl World {
         Arc::new(Self {
             state: Mutex::new(State::new(seed)),
             daemon: Mutex::new(None),
+            aside: Aside::default(),
         })
     }
 
@@ -84,20 +87,25 @@ impl World {
 
     /// Guest, devices and other faults, between two calls of a task.
     fn interleave(&self, call: Call) {
-        let task = {
+        let (task, within_fault) = {
             let mut state = self.lock();
             state.step();
-            if may_nest(&state.frames, call) && state.random.coin() {
-                nested_task(&mut state, call)
-            } else {
-                None
+            if !may_nest(&state.frames, call) || state.random.coin() {
+                return;
             }
+            let within_fault = state.frames.iter().any(|frame| *frame != Frame::Evict);
+            (nested_task(&mut state, call), within_fault)
         };
         let (Some(task), Some(daemon)) = (task, self.daemon()) else {
             return;
         };
-        self.lock().coverage.nested_faults += 1;
-        let done = std::thread::scope(|scope| scope.spawn(|| daemon.perform(task)).join());
+        self.lock().coverage.nested_tasks += 1;
+        if !within_fault {
+            daemon.perform(task);
+            return;
+        }
+        // A thread serves one fault at a time: it has one buffer for that.
+        let done = self.aside.perform(move || daemon.perform(task));
         if let Err(death_or_failure) = done {
             resume_unwind(death_or_failure);
         }
@@ -108,18 +116,30 @@ fn may_nest(frames: &[Frame], call: Call) -> bool {
     frames.len() < FRAMES_MAX
         && match (frames.last(), call) {
             (Some(Frame::Evict), call) => call == Call::Unlocked,
-            (Some(Frame::VcpuFault), _) => true,
+            (Some(Frame::VcpuFault(_)), _) => true,
             (Some(Frame::DeviceFault | Frame::Setup), call) => call != Call::Word,
             (None, _) => false,
         }
 }
 
 fn nested_task(state: &mut State, call: Call) -> Option<Task> {
-    let evicting = state.frames.last() == Some(&Frame::Evict);
-    if evicting && call == Call::Unlocked && state.random.below(6) == 0 {
-        return Task::random_eviction(state);
+    if call != Call::Word
+        && state.random.below(6) == 0
+        && let Some(task) = Task::random_eviction(state)
+        && may_evict(&state.frames, &task)
+    {
+        return Some(task);
     }
     Task::next_fault(state)
+}
+
+/// An eviction needs its section's lock for itself.
+fn may_evict(frames: &[Frame], task: &Task) -> bool {
+    frames.iter().all(|frame| match (frame, task) {
+        (Frame::Evict, _) => true,
+        (Frame::VcpuFault(shared), Task::Evict { section, .. }) => shared != section,
+        _ => false,
+    })
 }
 
 /// The kernel as one incarnation of the daemon has it.

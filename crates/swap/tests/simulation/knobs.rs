@@ -69,16 +69,11 @@ impl Knobs {
             active,
             eviction,
             lease_unit: random.pick(&[LeaseUnit::Page, LeaseUnit::Section]),
-            room: random.pick(&[
-                Room::Ample,
-                Room::Ample,
-                Room::Ample,
-                Room::Ample,
-                Room::Ample,
-                Room::Ample,
-                Room::Ample,
-                Room::Scarce,
-            ]),
+            room: if random.below(16) == 0 {
+                Room::Scarce
+            } else {
+                Room::Ample
+            },
             limit_pages: random.pick(&[None, Some(limit)]),
             neighbours_max: random.pick(&[0, 2, 16]),
             bustle: random.pick(&[0, 1, 3]),

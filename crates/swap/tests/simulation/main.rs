@@ -15,6 +15,7 @@
 //! nothing is punched that somebody may still write to (`kernel.rs`); that nobody
 //! waits for ever and every page request is answered once (`run.rs`).
 
+mod aside;
 mod audit;
 mod content;
 mod daemon;

@@ -20,7 +20,7 @@ use crate::{
     knobs::Knobs,
     random::{OneIn, Random},
 };
-use pagetide_addr::{PageNo, PageRange};
+use pagetide_addr::{PageNo, PageRange, SectionNo};
 use std::collections::{BTreeSet, VecDeque};
 
 /// One page of the VM.
@@ -73,7 +73,7 @@ coverage! {
     deaths_in_recovery
     errors
     vcpu_faults
-    nested_faults
+    nested_tasks
     page_requests
     alias_faults
     transfers
@@ -94,9 +94,9 @@ coverage! {
 /// What the daemon is doing, innermost last: it tells which locks are held.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Frame {
-    /// A section's lock is held shared in every call.
-    VcpuFault,
-    /// The same; and in between, a list of waiters is locked.
+    /// The lock of this section is held shared in every call.
+    VcpuFault(SectionNo),
+    /// Some section's lock is held shared; and in between, a list of waiters is locked.
     DeviceFault,
     /// A section's lock is held exclusively in every call but `read`.
     Evict,
@@ -130,11 +130,15 @@ pub struct State {
     /// Pages whose damaged content this incarnation has found.
     pub quarantined: u64,
     pub coverage: Coverage,
+    hot: PageNo,
     /// The page whose life is to be told, from `PAGETIDE_SIM_PAGE`.
     told: Option<PageNo>,
     next_stamp: u32,
     next_number: u64,
 }
+
+/// How long one page stays the hottest, in choices of a page.
+const HOT_PICKS: u64 = 100;
 
 fn page_to_tell_of() -> Option<PageNo> {
     let Ok(text) = std::env::var("PAGETIDE_SIM_PAGE") else {
@@ -161,6 +165,7 @@ impl State {
             versions: vec![Stamps::ZERO],
             past: vec![Stamps::ZERO],
         };
+        let hot = random.pick(&knobs.active);
         let count = usize::try_from(knobs.page_count).expect("a small VM");
         let devices = (0..knobs.devices).map(|_| Device::new(count)).collect();
         let vcpus = (0..knobs.vcpus).map(|_| Vcpu::default()).collect();
@@ -183,6 +188,7 @@ impl State {
             now_ms: 1000,
             quarantined: 0,
             coverage: Coverage::default(),
+            hot,
             told: page_to_tell_of(),
             next_stamp: 1,
             next_number: 0,
@@ -202,8 +208,17 @@ impl State {
         }
     }
 
+    /// A page the guest uses; for a while one of them more than all others, so that much befalls it
+    /// at once.
     pub fn active_page(&mut self) -> PageNo {
-        self.random.pick(&self.knobs.active)
+        if self.random.below(HOT_PICKS) == 0 {
+            self.hot = self.random.pick(&self.knobs.active);
+        }
+        if self.random.coin() {
+            self.hot
+        } else {
+            self.random.pick(&self.knobs.active)
+        }
     }
 
     pub fn page(&mut self, page: PageNo) -> &mut Page {
