@@ -120,8 +120,11 @@ pub fn audit_at_rest(state: &State, daemon: &Daemon) {
     }
     audit_counts(state, daemon, contents, bytes);
     audit_limit(state, daemon);
-    if state.coverage.errors + state.coverage.discards + state.coverage.deaths == 0 {
-        audit_grants(state, &words);
+    if state.coverage.errors == 0 {
+        audit_restrictions(state, &words);
+        if state.coverage.discards + state.coverage.deaths == 0 {
+            audit_grants(state, &words);
+        }
     }
 }
 
@@ -160,6 +163,21 @@ fn audit_limit(state: &State, daemon: &Daemon) {
         !over,
         "{resident} pages of {limit} are present, and the limit believes in more room"
     );
+}
+
+/// No device may use a page that is stored, unless it kept it for its rings: then the guest gave the
+/// page up, and the device's own mapping faults.
+fn audit_restrictions(state: &State, words: &PoolWords) {
+    for page in pages(state) {
+        let stored = matches!(word(words, page).state(), WordState::Stored(_));
+        for device in &state.devices {
+            let may = device.may[page.index()] && !device.once_wired.contains(&page);
+            assert!(
+                !(stored && may),
+                "a device may use {page:?}, which is stored"
+            );
+        }
+    }
 }
 
 /// Outside a round every device may use every present page, and no absent one.

@@ -38,6 +38,10 @@ pub enum Task {
         wanted: PageSet,
         pages_max: u64,
     },
+    /// A device comes back that had gone.
+    Attach {
+        device: usize,
+    },
     Scan,
     Reclaim {
         pages: u64,
@@ -214,6 +218,10 @@ impl Daemon {
                 wanted,
                 pages_max,
             } => self.evict(section, &wanted, pages_max),
+            Task::Attach { device } => {
+                self.space.detach_device(device_id(device));
+                self.attach(device);
+            }
             Task::Scan => self.scan(),
             Task::Reclaim { pages, reach } => self.reclaim(pages, reach),
             Task::Trim => self.store.trim().expect("a pool that can be punched"),

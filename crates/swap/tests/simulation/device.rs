@@ -23,6 +23,8 @@ const REQUESTS_MAX: usize = 4;
 pub struct Device {
     pub may: Vec<bool>,
     pub wired: Vec<PageNo>,
+    /// Pages that were wired at any time, and so may have been given up with their bits set.
+    pub once_wired: Vec<PageNo>,
 }
 
 /// Where a request is.
@@ -52,6 +54,7 @@ impl Device {
         Self {
             may: vec![false; page_count],
             wired: Vec::new(),
+            once_wired: Vec::new(),
         }
     }
 
@@ -174,6 +177,21 @@ impl State {
         };
     }
 
+    /// A device that does no DMA now disconnects, and begins anew without a bit.
+    pub fn reset_an_idle_device(&mut self) -> Option<usize> {
+        if self.devices.is_empty() {
+            return None;
+        }
+        let number = self.random.index(self.devices.len());
+        let mut own = self.requests.iter().filter(|r| r.device == number);
+        if own.any(Request::holds_lease) {
+            return None;
+        }
+        self.devices[number].may.fill(false);
+        self.devices[number].wired.clear();
+        Some(number)
+    }
+
     /// The pages that a device keeps.
     pub fn wired_in(&self, device: usize, section: SectionNo) -> PageSet {
         let mut set = PageSet::EMPTY;
@@ -196,6 +214,7 @@ impl State {
         let device = &mut self.devices[number];
         if device.wired.pop().is_none() && present && device.may[page.index()] {
             device.wired.push(page);
+            device.once_wired.push(page);
         }
     }
 

@@ -123,6 +123,15 @@ fn may_nest(frames: &[Frame], call: Call) -> bool {
 }
 
 fn nested_task(state: &mut State, call: Call) -> Option<Task> {
+    // The list of devices is locked in every call that has to do with one.
+    let list_is_free = state.frames.iter().all(|frame| *frame == Frame::Evict);
+    if list_is_free
+        && state.random.below(20) == 0
+        && let Some(device) = state.reset_an_idle_device()
+    {
+        state.coverage.attached_devices += 1;
+        return Some(Task::Attach { device });
+    }
     if call != Call::Word
         && state.random.below(6) == 0
         && let Some(task) = Task::random_eviction(state)

@@ -76,6 +76,7 @@ coverage! {
     nested_tasks
     page_requests
     alias_faults
+    attached_devices
     transfers
     dead_io_landed
     kernel_pins
