@@ -176,6 +176,7 @@ pub fn refused(product: &Product, words: &[&str]) -> String {
         "{words:?} says only: {}",
         answer.said
     );
+    eprintln!("{words:?}: {}", answer.said.trim());
     answer.said
 }
 

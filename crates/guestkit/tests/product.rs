@@ -2,14 +2,12 @@
 //! The product with real guests: each test boots stock QEMU and asks the guest whether all is well.
 
 use pagetide_guest::wire::Progress;
-use pagetide_guestkit::peer::StorageDaemon;
 use pagetide_guestkit::product::is_listening;
-use pagetide_guestkit::qemu::{Disk, GuestSpec, Ram};
+use pagetide_guestkit::qemu::{Disk, GuestSpec};
 use pagetide_guestkit::report::Report;
 use pagetide_guestkit::stage::Stage;
 use pagetide_guestkit::steps::{
-    DISK_BYTES, PATIENCE, let_go, number, refused, small, sound_end, squeeze, take_turn, with_disk,
-    work,
+    DISK_BYTES, PATIENCE, let_go, number, small, sound_end, squeeze, take_turn, with_disk, work,
 };
 
 #[test]
@@ -133,44 +131,6 @@ fn qemu_killed_while_attached_is_dropped_and_the_daemon_lives_on() {
 }
 
 #[test]
-fn wrong_attaches_are_refused_with_status_2_and_the_vm_is_unharmed() {
-    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
-        return;
-    };
-    let mut guest = stage.boot(&small()).expect("a guest");
-    guest.wait_for_work(PATIENCE).expect("work");
-    let pid = guest.pid().to_string();
-    let this = std::process::id().to_string();
-    refused(&stage.product, &["attach", "--pid", "4194303"]);
-    refused(&stage.product, &["attach", "--pid", &this]);
-    refused(&stage.product, &["attach", "--pid", &pid, "--limit", "4K"]);
-    refused(&stage.product, &["vm", "detach", "nobody"]);
-    stage.product.attach(guest.pid(), "vm").expect("attach");
-    refused(
-        &stage.product,
-        &["attach", "--pid", &pid, "--name", "again"],
-    );
-    refused(&stage.product, &["vm", "limit", "vm", "4K"]);
-    let_go(&stage, &mut guest);
-}
-
-#[test]
-fn ram_that_is_not_shared_is_refused_and_the_vm_is_unharmed() {
-    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
-        return;
-    };
-    for ram in [Ram::PrivateMemfd, Ram::Anonymous] {
-        let mut guest = stage.boot(&GuestSpec { ram, ..small() }).expect("a guest");
-        guest.wait_for_work(PATIENCE).expect("work");
-        refused(
-            &stage.product,
-            &["attach", "--pid", &guest.pid().to_string()],
-        );
-        sound_end(&mut guest);
-    }
-}
-
-#[test]
 fn vmm_with_a_direct_io_image_is_served_but_not_evicted_and_says_so() {
     let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
@@ -193,29 +153,4 @@ fn vmm_with_a_direct_io_image_is_served_but_not_evicted_and_says_so() {
     );
     assert_eq!(number(&vm, "evicted_pages"), 0, "{vm}");
     let_go(&stage, &mut guest);
-}
-
-#[test]
-fn ram_that_a_third_process_maps_is_refused_and_the_process_named() {
-    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
-        return;
-    };
-    let (socket, image) = stage.new_disk(DISK_BYTES).expect("an image");
-    let daemon = match StorageDaemon::start(&image, &socket, 2) {
-        Ok(daemon) => daemon,
-        Err(error) => {
-            eprintln!("SKIPPED: qemu-storage-daemon: {error}");
-            return;
-        }
-    };
-    let mut guest = stage
-        .boot(&with_disk(Disk::VhostUser(socket)))
-        .expect("a guest");
-    guest.wait_for_work(PATIENCE).expect("work");
-    let said = refused(
-        &stage.product,
-        &["attach", "--pid", &guest.pid().to_string()],
-    );
-    assert!(said.contains(&daemon.pid().to_string()), "{said}");
-    sound_end(&mut guest);
 }
