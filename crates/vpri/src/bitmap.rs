@@ -58,6 +58,7 @@ impl PaBitmap {
     ///
     /// Relaxed loads: the caller's lease protocol orders them (see the module `lease`).
     #[must_use]
+    #[inline]
     pub fn allows(&self, range: PageRange, access: Access) -> bool {
         if range.end.0 > self.page_count {
             return false;
@@ -127,6 +128,7 @@ impl PaBitmap {
 }
 
 /// Word of `page`, the bits of it that stand for pages `page..end`, and the page after them.
+#[inline]
 fn step(page: u64, end: u64, access: Access) -> (usize, u64, u64) {
     let next = ((page / PAGES_PER_WORD + 1) * PAGES_PER_WORD).min(end);
     let first_bit = 2 * (page % PAGES_PER_WORD);

@@ -81,6 +81,7 @@ impl PageAttributes {
     ///
     /// Only the thread of that engine may call this, and [`Self::release`]: the counters have one
     /// writer each. [`EnginePort`] keeps to it.
+    #[inline]
     pub(crate) fn lease(&self, engine: usize, range: PageRange, access: Access) -> Option<Lease> {
         if range.end.0 > self.bitmap.page_count() {
             return None;
@@ -97,10 +98,12 @@ impl PageAttributes {
     }
 
     /// Returns a lease.
+    #[inline]
     pub(crate) fn release(&self, engine: usize, lease: Lease) {
         self.add(engine, &lease, u32::MAX);
     }
 
+    #[inline]
     fn add(&self, engine: usize, lease: &Lease, difference: u32) {
         let row = &self.leases[engine];
         for section in lease.first..lease.first + lease.count {
@@ -258,6 +261,7 @@ impl Lease {
         Self { first: 0, count: 0 }
     }
 
+    #[inline]
     fn over(range: PageRange) -> Self {
         let first = range.start.0 / SECTION_PAGES;
         let end = if range.is_empty() {
