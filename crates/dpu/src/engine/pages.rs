@@ -69,10 +69,21 @@ pub(super) fn lease_all(
     // Most drivers have header and status in one structure: what may be written may be read.
     let together =
         frame.header.port == frame.status.port && frame.header.pages() == frame.status.pages();
-    (together || leases.take(memory, frame.header, Access::Read))
-        && parts(frame, buffers)
-            .skip(1)
-            .all(|(span, access)| leases.take(memory, span, access))
+    // Plain loops: this is on the way of each request, and the iterator of `parts` is not free.
+    if !leases.take(memory, frame.status, Access::Write)
+        || !(together || leases.take(memory, frame.header, Access::Read))
+    {
+        return false;
+    }
+    for span in frame.header_rest.iter().chain(&buffers.readable) {
+        if !leases.take(memory, *span, Access::Read) {
+            return false;
+        }
+    }
+    buffers
+        .writable
+        .iter()
+        .all(|span| leases.take(memory, *span, Access::Write))
 }
 
 /// Every absent page of a chain.
