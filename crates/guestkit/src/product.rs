@@ -275,6 +275,16 @@ impl Product {
         })
     }
 
+    /// The device that listens on `socket`, as `dpu list` tells of it.
+    ///
+    /// # Errors
+    /// The daemon does not answer, or knows no such device.
+    pub fn device(&self, socket: &Path) -> Result<Value, ProductError> {
+        let name = socket.to_string_lossy();
+        let found = self.devices()?.into_iter().find(|d| d["socket"] == *name);
+        found.ok_or_else(|| self.silent(format!("it knows no device at {name}")))
+    }
+
     /// Every device, as `dpu list` tells of it.
     ///
     /// # Errors

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A vhost-user front end that writes nonsense into its rings.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use vhost::vhost_user::message::VhostUserHeaderFlag;
+use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vmm_sys_util::eventfd::EventFd;
+
+const RAM_BYTES: u64 = 1 << 20;
+const GPA: u64 = 0x4000_0000;
+const VA: u64 = 0x7000_0000_0000;
+const QUEUE_SIZE: u16 = 64;
+// Where the parts of the ring lie in RAM.
+const DESCRIPTORS: u64 = 0;
+const AVAIL: u64 = 0x1000;
+const USED: u64 = 0x2000;
+const BUFFER: u64 = 0x3000;
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+/// `VHOST_USER_F_PROTOCOL_FEATURES` and `VIRTIO_F_VERSION_1`.
+const FEATURES: u64 = 1 << 30 | 1 << 32;
+
+/// A kind of nonsense.
+#[derive(Clone, Copy, Debug)]
+pub enum Lie {
+    /// A request without room for its status.
+    NoStatus,
+    /// A head that is not in the table.
+    HeadBeyond,
+    /// A chain that goes round.
+    Loop,
+    /// A buffer outside memory.
+    OutsideMemory,
+    /// An index that is further on than the ring is long.
+    IndexTooFar,
+}
+
+/// All of them.
+pub const LIES: [Lie; 5] = [
+    Lie::NoStatus,
+    Lie::HeadBeyond,
+    Lie::Loop,
+    Lie::OutsideMemory,
+    Lie::IndexTooFar,
+];
+
+/// See the module.
+pub struct Liar {
+    ram: File,
+    kick: EventFd,
+    call: EventFd,
+    frontend: Frontend,
+}
+
+impl Liar {
+    /// Connects to the device at `socket` with memory of its own.
+    pub fn connect(socket: &Path) -> Result<Self, Box<dyn std::error::Error>> {
+        let ram = tempfile::tempfile_in("/dev/shm").expect("a file");
+        ram.set_len(RAM_BYTES).expect("its size");
+        Self::connect_with(socket, &ram, RAM_BYTES)
+    }
+
+    /// Connects to the device at `socket` with `ram` as its memory.
+    pub fn connect_with(
+        socket: &Path,
+        ram: &File,
+        bytes: u64,
+    ) -> Result<Self, Box<dyn std::error::Error>> {
+        let frontend = Frontend::connect(socket, 1)?;
+        let (kick, call) = (event(), event());
+        let mut liar = Self {
+            ram: ram.try_clone().expect("a copy"),
+            kick,
+            call,
+            frontend,
+        };
+        liar.start(bytes)?;
+        Ok(liar)
+    }
+
+    fn start(&mut self, bytes: u64) -> Result<(), Box<dyn std::error::Error>> {
+        let front = &mut self.frontend;
+        front.set_owner()?;
+        front.get_features()?;
+        front.set_features(FEATURES)?;
+        front.get_protocol_features()?;
+        front.set_protocol_features(VhostUserProtocolFeatures::REPLY_ACK)?;
+        front.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        front.set_mem_table(&[VhostUserMemoryRegionInfo {
+            guest_phys_addr: GPA,
+            memory_size: bytes,
+            userspace_addr: VA,
+            mmap_offset: 0,
+            mmap_handle: self.ram.as_raw_fd(),
+        }])?;
+        front.set_vring_num(0, QUEUE_SIZE)?;
+        front.set_vring_base(0, 0)?;
+        front.set_vring_addr(
+            0,
+            &VringConfigData {
+                queue_max_size: QUEUE_SIZE,
+                queue_size: QUEUE_SIZE,
+                flags: 0,
+                desc_table_addr: VA + DESCRIPTORS,
+                used_ring_addr: VA + USED,
+                avail_ring_addr: VA + AVAIL,
+                log_addr: None,
+            },
+        )?;
+        front.set_vring_kick(0, &self.kick)?;
+        front.set_vring_call(0, &self.call)?;
+        front.set_vring_enable(0, true)?;
+        Ok(())
+    }
+
+    /// Writes nonsense and kicks.
+    pub fn tell(&mut self, lie: Lie) {
+        let (head, index) = match lie {
+            Lie::NoStatus => {
+                self.descriptor(0, BUFFER, 16, (0, 0));
+                (0, 1)
+            }
+            Lie::HeadBeyond => (999, 1),
+            Lie::Loop => {
+                self.descriptor(0, BUFFER, 16, (NEXT, 0));
+                (0, 1)
+            }
+            Lie::OutsideMemory => {
+                self.descriptor(0, BUFFER, 16, (NEXT, 1));
+                self.descriptor(1, RAM_BYTES, 4096, (WRITE, 0));
+                (0, 1)
+            }
+            Lie::IndexTooFar => (0, 1000),
+        };
+        self.put(AVAIL + 4, &u16::to_le_bytes(head));
+        self.put(AVAIL + 2, &u16::to_le_bytes(index));
+        self.kick.write(1).expect("a kick");
+    }
+
+    fn descriptor(&self, index: u64, at: u64, len: u32, (flags, next): (u16, u16)) {
+        let fields = [
+            &(GPA + at).to_le_bytes()[..],
+            &len.to_le_bytes(),
+            &flags.to_le_bytes(),
+            &next.to_le_bytes(),
+        ];
+        self.put(DESCRIPTORS + 16 * index, &fields.concat());
+    }
+
+    fn put(&self, at: u64, bytes: &[u8]) {
+        self.ram.write_all_at(bytes, at).expect("memory of ours");
+    }
+}
+
+fn event() -> EventFd {
+    EventFd::new(0).expect("an eventfd")
+}
