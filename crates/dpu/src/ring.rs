@@ -290,7 +290,7 @@ impl<R> IoRing<R> {
             let low = data & ((1 << KIND_SHIFT) - 1);
             match data >> KIND_SHIFT {
                 KIND_JOB => {
-                    let index = usize::try_from(low).ok()?;
+                    let index = usize::try_from(low).unwrap_or(usize::MAX);
                     let Some(job) = self.jobs.get_mut(index).and_then(Option::take) else {
                         debug_assert!(false, "completion of an unknown job");
                         continue;
@@ -301,7 +301,7 @@ impl<R> IoRing<R> {
                 }
                 KIND_POLL => {
                     return Some(Event::Readable {
-                        token: u32::try_from(low).ok()?,
+                        token: u32::try_from(low).unwrap_or(u32::MAX),
                         over: !cqueue::more(entry.flags()),
                     });
                 }

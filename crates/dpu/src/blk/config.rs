@@ -57,9 +57,8 @@ pub(crate) fn read(image: &Image, queue_count: u16, offset: u32, len: u32) -> Op
     let mut space = vec![0; CONFIG_SPACE_BYTES];
     let fields = fields(image, queue_count);
     space[..CONFIG_BYTES].copy_from_slice(&fields);
-    let start = usize::try_from(offset).ok()?;
-    let end = start.checked_add(usize::try_from(len).ok()?)?;
-    space.get(start..end).map(<[u8]>::to_vec)
+    let end = offset.checked_add(len)?;
+    space.get(offset as usize..end as usize).map(<[u8]>::to_vec)
 }
 
 fn fields(image: &Image, queue_count: u16) -> [u8; CONFIG_BYTES] {
