@@ -5,11 +5,11 @@
 //! io_uring, each in a process of its own on the same CPU; the same front end
 //! (the crate virtio-driver, which sleeps on the call descriptor like a guest
 //! that is interrupted) drives one of them at a time from another CPU. They
-//! take turns within each pair, and the first of a pair changes, so that what
-//! drifts falls on both.
+//! take turns, several within each pair and each first as often as the other,
+//! so that what drifts or disturbs falls on both.
 //!
 //! ```text
-//!   cell = (read | write) × (1 | 32 deep);  pair = a run of ours, a run of theirs
+//!   cell = (read | write) × (1 | 32 deep);  pair = slices of ours and of theirs: O T T O O T T O
 //!   ratio of a pair = our IOPS / their IOPS;  of a cell = geometric mean over its pairs
 //! ```
 //! CPU time is the back end process' own, all threads, by `schedstat`. What
@@ -38,8 +38,10 @@ const NAME: &str = "blk";
 const IMAGE_BYTES: u64 = 512 << 20;
 /// Pairs of runs in each cell.
 const PAIRS: usize = 21;
-/// Length of a run.
-const RUN_TIME: Duration = Duration::from_millis(250);
+/// Slices of each side in a pair; even, so that each side is first as often as the other.
+const SLICES: u32 = 4;
+/// Length of a slice.
+const SLICE_TIME: Duration = Duration::from_millis(100);
 /// Cells.
 const CELLS: [(Direction, u16); 4] = [
     (Direction::Read, 1),
@@ -55,7 +57,7 @@ fn failed(reason: impl std::fmt::Display) -> BenchError {
     }
 }
 
-/// One run of one back end.
+/// One side of a pair.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     ios: f64,
@@ -63,7 +65,7 @@ struct Sample {
     cpu_ns_per_io: f64,
 }
 
-/// All runs of a cell.
+/// All pairs of a cell.
 #[derive(Debug)]
 struct Cell {
     name: String,
@@ -133,19 +135,43 @@ impl Side {
         Ok(Self { backend, frontend })
     }
 
-    fn sample(&mut self, run: Run) -> Result<Sample, BenchError> {
+    fn slice(&mut self, run: Run) -> Result<Slice, BenchError> {
         let before = self.backend.cpu_ns().map_err(failed)?;
         let result: RunResult = self.frontend.run(run).map_err(failed)?;
         let after = self.backend.cpu_ns().map_err(failed)?;
         if result.errors > 0 {
             return Err(failed(format!("{} requests failed", result.errors)));
         }
-        let ios = to_f64(result.ios.max(1));
-        Ok(Sample {
-            ios,
-            iops: ios / (to_f64(result.nanos.max(1)) / 1e9),
-            cpu_ns_per_io: to_f64(after - before) / ios,
+        Ok(Slice {
+            ios: result.ios,
+            nanos: result.nanos,
+            cpu_ns: after - before,
         })
+    }
+}
+
+/// What one side did in a slice, or in all slices of a pair.
+#[derive(Debug, Default, Clone, Copy)]
+struct Slice {
+    ios: u64,
+    nanos: u64,
+    cpu_ns: u64,
+}
+
+impl Slice {
+    fn add(&mut self, more: Self) {
+        self.ios += more.ios;
+        self.nanos += more.nanos;
+        self.cpu_ns += more.cpu_ns;
+    }
+
+    fn sample(self) -> Sample {
+        let ios = to_f64(self.ios.max(1));
+        Sample {
+            ios,
+            iops: ios / (to_f64(self.nanos.max(1)) / 1e9),
+            cpu_ns_per_io: to_f64(self.cpu_ns) / ios,
+        }
     }
 }
 
@@ -194,21 +220,28 @@ fn measure(
     };
     let before = ours.backend.report().map_err(failed)?;
     for pair in 0..=PAIRS {
-        let run = Run {
-            direction,
-            depth,
-            time: RUN_TIME,
-            seed: pair as u64 + 1,
-        };
-        let ours_first = pair % 2 == 0;
-        if ours_first {
-            cell.ours.push(ours.sample(run)?);
+        let (mut our_slices, mut their_slices) = (Slice::default(), Slice::default());
+        for slice in 0..SLICES {
+            let run = Run {
+                direction,
+                depth,
+                time: SLICE_TIME,
+                seed: (pair as u64) << 8 | u64::from(slice) | 1 << 40,
+            };
+            let ours_first = slice % 2 == 0;
+            if ours_first {
+                our_slices.add(ours.slice(run)?);
+            }
+            if let Some(theirs) = theirs.as_deref_mut() {
+                their_slices.add(theirs.slice(run)?);
+            }
+            if !ours_first {
+                our_slices.add(ours.slice(run)?);
+            }
         }
-        if let Some(theirs) = theirs.as_deref_mut() {
-            cell.theirs.push(theirs.sample(run)?);
-        }
-        if !ours_first {
-            cell.ours.push(ours.sample(run)?);
+        cell.ours.push(our_slices.sample());
+        if theirs.is_some() {
+            cell.theirs.push(their_slices.sample());
         }
     }
     let after = ours.backend.report().map_err(failed)?;
@@ -250,7 +283,7 @@ fn describe(report: &mut BenchReport, cells: &[Cell], placement: Placement) {
         json!({
             "iops": mean(samples.iter().map(|s| s.iops)),
             "cpu_ns_per_io": mean(samples.iter().map(|s| s.cpu_ns_per_io)),
-            "runs": samples.len(),
+            "pairs": samples.len(),
         })
     };
     for cell in cells {
@@ -265,7 +298,8 @@ fn describe(report: &mut BenchReport, cells: &[Cell], placement: Placement) {
     let figures = &mut report.figures;
     figures.insert("backend_cpu".into(), placement.backend.into());
     figures.insert("frontend_cpu".into(), placement.frontend.into());
-    figures.insert("run_ms".into(), json!(RUN_TIME.as_millis()));
+    figures.insert("slice_ms".into(), json!(SLICE_TIME.as_millis()));
+    figures.insert("slices_per_pair".into(), SLICES.into());
     let (mut lookup_ns, mut cpu_ns) = (0.0, 0.0);
     for cell in cells {
         let ios: f64 = cell.ours.iter().map(|s| s.ios).sum();
