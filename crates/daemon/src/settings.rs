@@ -111,8 +111,8 @@ settings! {
     engines: Count = "1",
     /// Microseconds an idle engine polls its queues before it sleeps
     engine_poll_us: u32 = "50",
-    /// Microseconds a VM's fault reader polls before it sleeps; its CPU time is reported
-    reader_poll_us: u32 = "50",
+    /// Microseconds a VM's fault reader polls before it sleeps, on a CPU of its own; 0 sleeps at once, on the CPU of the vCPU that faults
+    reader_poll_us: u32 = "0",
     /// Most pages that a vCPU's fault brings along when it reads in sequence, at most 16; 0 for none
     neighbours: u32 = "8",
     /// Form of the log on stderr: text or json

@@ -21,10 +21,12 @@
 //! | [`volatile`] | that mapping as volatile slices, for virtio |
 //! | [`ptrace`] | one thread of another process stopped, system calls run in it |
 //! | [`lent`] | memory that a device of another process works on |
+//! | [`interrupt`] | a thread of ours taken out of a call that waits |
 //! | [`membarrier`] | a fence whose cost falls on one side |
 //! | [`cpu`] | where this thread runs |
 
 pub mod cpu;
+pub mod interrupt;
 pub mod lent;
 pub mod mapping;
 pub mod membarrier;

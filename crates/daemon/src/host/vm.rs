@@ -168,7 +168,12 @@ impl Vm {
             events: shared.events.clone(),
         };
         let config = ReaderConfig {
-            placement: Placement::FollowFaults,
+            // One that polls would keep a vCPU from its own CPU.
+            placement: if shared.reader_poll_us > 0 {
+                Placement::Anywhere
+            } else {
+                Placement::FollowFaults
+            },
             poll_us: shared.reader_poll_us,
         };
         let (userfaultfd, layout) = (Arc::clone(&core.userfaultfd), Arc::clone(&core.layout));
