@@ -94,22 +94,22 @@ pub fn working_guest(stage: &mut Stage, spec: &GuestSpec) -> Guest {
     guest
 }
 
-/// Attaches and limits to half of what is resident; returns the limit.
+/// Limits the attached guest to half of what is resident; returns the limit.
 ///
 /// # Panics
 /// The daemon refuses.
 pub fn limit_to_half(stage: &Stage, guest: &Guest) -> u64 {
-    stage.product.attach(guest.pid(), VM).expect("attach");
     let limit = guest.resident_bytes().expect("resident") / 2;
     stage.product.limit(VM, limit).expect("limit");
     limit
 }
 
-/// As [`limit_to_half`], and waits until it is so.
+/// Attaches, limits to half of what is resident, and waits until it is so; returns the limit.
 ///
 /// # Panics
 /// It does not become so.
 pub fn squeeze(stage: &Stage, guest: &Guest) -> u64 {
+    stage.product.attach(guest.pid(), VM).expect("attach");
     let limit = limit_to_half(stage, guest);
     let ceiling = Report::ceiling_bytes(limit);
     let below = || Ok(guest.resident_bytes().is_ok_and(|bytes| bytes <= ceiling));

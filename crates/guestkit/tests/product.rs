@@ -7,8 +7,10 @@ use pagetide_guestkit::qemu::{Disk, GuestSpec};
 use pagetide_guestkit::report::Report;
 use pagetide_guestkit::stage::Stage;
 use pagetide_guestkit::steps::{
-    DISK_BYTES, PATIENCE, let_go, number, small, sound_end, squeeze, take_turn, with_disk, work,
+    DISK_BYTES, PATIENCE, VM, let_go, number, small, sound_end, squeeze, take_turn, with_disk,
+    work, working_guest,
 };
+use serde_json::json;
 
 #[test]
 fn guest_squeezed_to_half_daemon_killed_and_restarted_verifies_all() {
@@ -92,24 +94,6 @@ fn qemu_not_root_and_sandboxed_is_taken_over_and_verifies_all() {
 }
 
 #[test]
-fn guest_that_reports_free_pages_squeezed_verifies_all() {
-    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
-        return;
-    };
-    let (socket, image) = stage.new_disk(DISK_BYTES).expect("an image");
-    stage.product.serve_disk(&socket, &image).expect("a disk");
-    let spec = GuestSpec {
-        free_page_reporting: true,
-        ..with_disk(Disk::VhostUser(socket))
-    };
-    let mut guest = stage.boot(&spec).expect("a guest");
-    guest.wait_for_work(PATIENCE).expect("work");
-    squeeze(&stage, &guest);
-    work(&mut guest, 200 << 20);
-    let_go(&stage, &mut guest);
-}
-
-#[test]
 fn qemu_killed_while_attached_is_dropped_and_the_daemon_lives_on() {
     let Some((_turn, mut stage)) = take_turn(Stage::set) else {
         return;
@@ -152,5 +136,41 @@ fn vmm_with_a_direct_io_image_is_served_but_not_evicted_and_says_so() {
         "{vm}"
     );
     assert_eq!(number(&vm, "evicted_pages"), 0, "{vm}");
+    let_go(&stage, &mut guest);
+}
+
+#[test]
+fn direct_io_file_that_the_vmm_opens_later_bars_eviction_until_it_is_closed() {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
+        return;
+    };
+    let (_socket, image) = stage.new_disk(DISK_BYTES).expect("an image");
+    let mut guest = working_guest(&mut stage, &small());
+    squeeze(&stage, &guest);
+    let bars = |stage: &Stage| {
+        let vm = stage.product.show(VM)?;
+        Ok(vm["eviction_bars"].as_array().map_or(0, Vec::len))
+    };
+    assert_eq!(bars(&stage).expect("show"), 0);
+    let mut qmp = guest.qmp().expect("QMP");
+    let node = json!({
+        "driver": "file", "node-name": "direct", "filename": image, "cache": {"direct": true},
+    });
+    qmp.execute("blockdev-add", &node).expect("blockdev-add");
+    stage
+        .until("eviction barred", PATIENCE, || Ok(bars(&stage)? > 0))
+        .expect("barred");
+    let evicted = number(&stage.product.show(VM).expect("show"), "evicted_pages");
+    work(&mut guest, 100 << 20);
+    let vm = stage.product.show(VM).expect("show");
+    assert_eq!(number(&vm, "evicted_pages"), evicted, "{vm}");
+    qmp.execute("blockdev-del", &json!({"node-name": "direct"}))
+        .expect("blockdev-del");
+    stage
+        .until("eviction again", PATIENCE, || {
+            let vm = stage.product.show(VM)?;
+            Ok(bars(&stage)? == 0 && number(&vm, "evicted_pages") > evicted)
+        })
+        .expect("evicting");
     let_go(&stage, &mut guest);
 }
