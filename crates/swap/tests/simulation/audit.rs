@@ -146,12 +146,13 @@ fn audit_counts(state: &State, daemon: &Daemon, contents: u64, bytes: u64) {
 }
 
 /// The headroom is never more than what is really free. Only a correction sees that a guest takes
-/// pages back that it had given up, or that pages of a long request were evicted while it was served.
+/// pages back that it had given up, that pages of a long request were evicted while it was served, or
+/// that a fill failed half-way and nobody can say where.
 fn audit_limit(state: &State, daemon: &Daemon) {
     let Some(limit) = state.knobs.limit_pages else {
         return;
     };
-    if state.coverage.discards > 0 || !state.devices.is_empty() {
+    if state.coverage.discards + state.coverage.errors > 0 || !state.devices.is_empty() {
         return;
     }
     let resident = state.resident_pages();

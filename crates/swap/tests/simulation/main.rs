@@ -73,7 +73,10 @@ fn run_all(seeds: &Range<u64>) -> (Coverage, Vec<u64>) {
                     let mut total = total.lock().expect("no panic under this lock");
                     match done {
                         Ok(coverage) => total.0.add(&coverage),
-                        Err(_) => total.1.push(seed),
+                        Err(_) => {
+                            eprintln!("run {seed} failed");
+                            total.1.push(seed);
+                        }
                     }
                 }
             });
