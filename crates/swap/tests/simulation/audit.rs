@@ -96,6 +96,11 @@ fn load(store: &PoolStore, page: PageNo, content: Content) -> Option<Stamps> {
 pub fn audit_at_rest(state: &State, daemon: &Daemon) {
     assert!(state.frames.is_empty());
     assert!(
+        state.intruders.is_empty(),
+        "false alarm: {:?}",
+        state.intruders
+    );
+    assert!(
         state.unanswered.is_empty(),
         "page requests stay unanswered: {}",
         state.describe()

@@ -195,11 +195,15 @@ impl Life {
     }
 
     fn place_call(&self, call: Call) -> Result<MutexGuard<'_, State>, PlaceError> {
-        self.enter(call).ok_or(PlaceError::Gone)
+        self.enter(call)
+            .filter(|state| !state.gone)
+            .ok_or(PlaceError::Gone)
     }
 
     fn mmu_call(&self) -> Result<MutexGuard<'_, State>, MmuError> {
-        self.enter(Call::Locked).ok_or(MmuError::Gone)
+        self.enter(Call::Locked)
+            .filter(|state| !state.gone)
+            .ok_or(MmuError::Gone)
     }
 
     /// A task begins; it ends when the value is dropped.

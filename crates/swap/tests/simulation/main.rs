@@ -25,6 +25,7 @@ mod kernel;
 mod knobs;
 mod random;
 mod run;
+mod single;
 mod state;
 
 use state::Coverage;

@@ -4,6 +4,7 @@
 use crate::{
     audit::audit,
     daemon::{Daemon, Task},
+    device::{Phase, Request},
     guest::{Message, PageAccess},
     kernel::{Death, World},
     knobs::Eviction,
@@ -20,6 +21,8 @@ use std::{
 
 /// Most turns in which what is under way must come to an end.
 const TURNS_MAX: u32 = 20_000;
+/// Turns in which each page request is surely taken.
+const REQUESTS_TURNS: u32 = 200;
 /// Steps between two audits.
 const AUDIT_STEPS: u32 = 16;
 
@@ -62,9 +65,13 @@ pub fn live(seed: u64) -> Coverage {
             run.audit_at_rest();
         }
     }
-    run.settle();
-    run.read_all_back();
-    run.bring_all_back();
+    if run.world.lock().random.below(10) == 0 {
+        run.end_vm();
+    } else {
+        run.settle();
+        run.read_all_back();
+        run.bring_all_back();
+    }
     run.world.lock().coverage
 }
 
@@ -197,6 +204,26 @@ impl Run {
     fn audit_at_rest(&self) {
         let daemon = self.daemon();
         crate::audit::audit_at_rest(&self.world.lock(), &daemon);
+    }
+
+    /// The VM's process ends, whatever is under way: no device waits for an answer then.
+    fn end_vm(&self) {
+        {
+            let mut state = self.world.lock();
+            state.knobs.calm();
+            state.gone = true;
+            state.coverage.vm_ends += 1;
+        }
+        for _ in 0..REQUESTS_TURNS {
+            let task = Task::next_fault(&mut self.world.lock());
+            if let Some(task) = task {
+                self.perform(task);
+            }
+        }
+        let state = self.world.lock();
+        assert!(state.unanswered.is_empty(), "page requests stay unanswered");
+        let waits = |request: &Request| matches!(request.phase, Phase::Parked | Phase::Faulted);
+        assert!(!state.requests.iter().any(waits), "{}", state.describe());
     }
 
     /// Troubles end, and with them everything under way.

@@ -90,6 +90,7 @@ coverage! {
     damaged_pages
     poisoned_reads
     over_limit_pages
+    vm_ends
 }
 
 /// What the daemon is doing, innermost last: it tells which locks are held.
@@ -125,6 +126,10 @@ pub struct State {
     /// Number of the daemon that lives, or lived last.
     pub incarnation: u32,
     pub alive: bool,
+    /// The VM has ended: the kernel knows nothing of it any more.
+    pub gone: bool,
+    /// Pages said to be an intruder's.
+    pub intruders: Vec<PageNo>,
     /// Deaths that may still come before the next daemon has begun its work.
     pub deaths_left: u32,
     pub now_ms: u64,
@@ -185,6 +190,8 @@ impl State {
             frames: Vec::new(),
             incarnation: 0,
             alive: false,
+            gone: false,
+            intruders: Vec::new(),
             deaths_left: DEATHS_MAX,
             now_ms: 1000,
             quarantined: 0,

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What no run at random can have: somebody who writes to the VM's memory behind everybody's back.
+
+use crate::{
+    content::{SECTORS, Stamps},
+    daemon::{Daemon, Task},
+    guest::Message,
+    kernel::World,
+    knobs::{Eviction, Room},
+};
+use pagetide_addr::{Access, PageNo, PageSet};
+use pagetide_gmem::{
+    ContentStore, PageTable, PageWord, State, WordArray,
+    recovery::{RecoveryError, recover_words},
+};
+use pagetide_swap::PoolWords;
+use std::{path::PathBuf, sync::Arc};
+
+const PAGE: PageNo = PageNo(7);
+const OLD: Stamps = Stamps([11; SECTORS]);
+const INTRUDERS: Stamps = Stamps([13; SECTORS]);
+
+struct Stage {
+    world: Arc<World>,
+    daemon: Arc<Daemon>,
+    _directory: tempfile::TempDir,
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        self.world.set_daemon(None);
+    }
+}
+
+impl Stage {
+    /// A VM without any trouble, whose one page is evicted.
+    fn with_an_evicted_page() -> Self {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path: PathBuf = directory.path().join("vm.pool");
+        let world = World::new(1);
+        {
+            let mut state = world.lock();
+            state.knobs.calm();
+            state.knobs.bustle = 0;
+            state.knobs.limit_pages = None;
+            state.knobs.neighbours_max = 0;
+            state.knobs.room = Room::Ample;
+            state.knobs.eviction = Eviction::AtRandom;
+            let page = state.page(PAGE);
+            page.content = Some(OLD);
+            page.versions = vec![OLD];
+        }
+        let daemon = Daemon::found(&world, &path);
+        daemon.perform(Task::Evict {
+            section: PAGE.section(),
+            wanted: PageSet::of_range(PAGE.section(), PAGE.single()),
+            pages_max: 1,
+        });
+        assert_eq!(world.lock().page(PAGE).content, None);
+        Self {
+            world,
+            daemon,
+            _directory: directory,
+        }
+    }
+
+    fn intrude(&self) {
+        self.world.lock().page(PAGE).content = Some(INTRUDERS);
+    }
+
+    /// The stored copy is kept, and whole.
+    fn assert_copy_is_kept(&self) {
+        let words = PoolWords(self.daemon.store.pool().clone());
+        let bits = words.cell(PAGE).load(std::sync::atomic::Ordering::Relaxed);
+        let State::Stored(content) = PageWord::from_bits(bits).unwrap().state() else {
+            panic!("the word is {bits:#x}");
+        };
+        let mut bytes = [0; 4096];
+        self.daemon.store.load(PAGE, content, &mut bytes).unwrap();
+        assert_eq!(Stamps::parse(&bytes), Some(OLD));
+    }
+}
+
+#[test]
+fn fault_on_a_stored_page_that_is_present_names_an_intruder_and_keeps_the_copy() {
+    let stage = Stage::with_an_evicted_page();
+    stage.intrude();
+    let access = Access::Read;
+    stage
+        .daemon
+        .perform(Task::Vcpu(Message { page: PAGE, access }));
+    assert!(stage.world.lock().intruders.contains(&PAGE));
+    assert_eq!(stage.world.lock().page(PAGE).content, Some(INTRUDERS));
+    stage.assert_copy_is_kept();
+}
+
+#[test]
+fn successor_that_finds_a_stored_page_present_refuses_and_changes_nothing() {
+    let stage = Stage::with_an_evicted_page();
+    stage.intrude();
+    let words = PoolWords(stage.daemon.store.pool().clone());
+    let life = stage.daemon.life();
+    let table = PageTable::new(Box::new(words));
+    let found = recover_words(&table, &life, |_, _| {});
+    assert!(matches!(
+        found,
+        Err(RecoveryError::Intruder {
+            first: PAGE,
+            count: 1
+        })
+    ));
+    stage.assert_copy_is_kept();
+}
+
+#[test]
+fn evicted_page_comes_back_as_it_was() {
+    let stage = Stage::with_an_evicted_page();
+    let access = Access::Read;
+    stage
+        .daemon
+        .perform(Task::Vcpu(Message { page: PAGE, access }));
+    assert_eq!(stage.world.lock().page(PAGE).content, Some(OLD));
+}
