@@ -24,8 +24,8 @@
 //! set and wakes us.
 //!
 //! # Page requests
-//! They go to the host's service; but an engine that has begun nothing else in
-//! the turn serves them itself ([`FaultAssist`]), which spares two wake-ups.
+//! They go to the host's service; but an engine that has no I/O under way
+//! serves them itself ([`FaultAssist`]), which spares two wake-ups.
 
 mod begin;
 pub(crate) mod chain;
@@ -133,8 +133,6 @@ struct Progress {
     anything: bool,
     /// Page requests were put into the queue.
     asked: bool,
-    /// I/O was begun or finished.
-    worked: bool,
 }
 
 impl Engine {
@@ -226,7 +224,6 @@ impl Engine {
             progress.anything = true;
             match event {
                 Event::Done(job, result) => {
-                    progress.worked = true;
                     let key = job.request.key;
                     let Some(device) = self.devices.get_mut(key.device).and_then(Option::as_mut)
                     else {
@@ -273,7 +270,6 @@ impl Engine {
             match resumed.waiter {
                 Waiter::Rings => self.io.rings_answered(device, &resumed)?,
                 Waiter::Chain(head) => {
-                    progress.worked = true;
                     let Some(mut queue) = take_queue(device, key) else {
                         continue;
                     };
@@ -307,7 +303,6 @@ impl Engine {
                 let popped = self.io.pop_from(device, &mut queue)?;
                 if popped > 0 {
                     progress.anything = true;
-                    progress.worked |= queue.in_flight > 0 || queue.needs_call;
                 }
                 device.queues[usize::from(number)] = Some(queue);
             }
@@ -327,7 +322,8 @@ impl Engine {
         }
         progress.asked = true;
         progress.anything = true;
-        let alone = !progress.worked && self.io.ring.in_flight() == 0;
+        // What this turn finished is told already; only what is under way would have to wait.
+        let alone = self.io.ring.in_flight() == 0;
         let served = match &self.assist {
             Some(assist) if alone => assist.assist(self.io.index),
             _ => false,
