@@ -41,6 +41,7 @@ mod threads;
 
 use crate::process::{ProcessError, ProcessFd};
 use crate::uffd::new_request;
+use pagetide_addr::Hva;
 use raw::{
     Seized, Stop, Waited, detach, get_registers, mask_signals, resume, seize, set_registers,
     set_signal_mask, wait_for,
@@ -394,6 +395,18 @@ impl<'p> StoppedThread<'p> {
     /// [`PtraceError`].
     pub fn close(&mut self, number: i32) -> Result<(), PtraceError> {
         self.syscall("close", libc::SYS_close, &[descriptor(number)])?;
+        Ok(())
+    }
+
+    /// Takes the pages of part of a **shared** mapping out of the process's page table; they stay
+    /// in their file, and the next access finds them there. Of a private mapping this would lose
+    /// content: the caller sees to it that it is none.
+    ///
+    /// # Errors
+    /// [`PtraceError`].
+    pub fn drop_translations(&mut self, start: Hva, len_bytes: u64) -> Result<(), PtraceError> {
+        let arguments = [start.0, len_bytes, descriptor(libc::MADV_DONTNEED)];
+        self.syscall("madvise", libc::SYS_madvise, &arguments)?;
         Ok(())
     }
 

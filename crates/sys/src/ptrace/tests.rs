@@ -384,3 +384,42 @@ fn threads_blocked_in_restartable_calls_come_before_those_that_are_not() {
         .collect();
     assert!(ranks.is_sorted());
 }
+
+#[test]
+fn translations_dropped_inside_leave_content_in_the_file() {
+    if !may_trace() {
+        return;
+    }
+    const PAGES: usize = 256;
+    const BYTES: usize = PAGES * 4096;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping, over none that is there; it lives until the process ends.
+    let memory = unsafe { libc::mmap(std::ptr::null_mut(), BYTES, protection, flags, -1, 0) };
+    assert_ne!(memory, libc::MAP_FAILED);
+    let start = Hva(memory.addr() as u64);
+    let last = memory.cast::<u8>().wrapping_add(BYTES - 1);
+    let child = Child::new(|| {
+        // SAFETY: within the mapping, which the child has from its parent.
+        unsafe { memory.cast::<u8>().write_bytes(7, BYTES) };
+        // SAFETY: a bare call that sleeps; TIMEOUT lives for ever.
+        let sleep = || unsafe { libc::syscall(libc::SYS_nanosleep, &raw const TIMEOUT, 0) };
+        let ended = timed(sleep, 0);
+        // SAFETY: as above.
+        if unsafe { last.read_volatile() } == 7 {
+            ended
+        } else {
+            OTHER
+        }
+    });
+    child.await_call(libc::SYS_nanosleep);
+    let map = crate::pagemap::Pagemap::of_process(child.pid.cast_unsigned()).unwrap();
+    let present = || map.count_present(start, PAGES as u64).unwrap();
+    assert_eq!(present(), PAGES as u64);
+    run_inside(&child.process(), |thread| {
+        thread.drop_translations(start, BYTES as u64)
+    })
+    .unwrap();
+    assert_eq!(present(), 0);
+    assert_eq!(child.exit_status(), TIMED_OUT);
+}
