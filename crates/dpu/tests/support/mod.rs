@@ -432,6 +432,21 @@ impl TestQueue {
     }
 }
 
+/// Connects and learns the features offered. As long as the device has not noticed that an earlier
+/// front end has left, it hangs up on the next one: then once more, as real front ends do.
+fn greeted(socket: &Path) -> (Frontend, u64) {
+    let mut greeted = None;
+    eventually("the device takes a front end", || {
+        let Ok(mut frontend) = Frontend::connect(socket, 64) else {
+            return false;
+        };
+        let offered = frontend.set_owner().and_then(|()| frontend.get_features());
+        greeted = offered.ok().map(|offered| (frontend, offered));
+        greeted.is_some()
+    });
+    greeted.unwrap()
+}
+
 impl Connection {
     /// Connects, shares the RAM, and starts `queues` queues.
     pub fn open(socket: &Path, guest: &mut Guest, queues: usize, features: u64) -> Self {
@@ -447,9 +462,7 @@ impl Connection {
         features: u64,
         inflight: Option<(VhostUserInflight, std::fs::File)>,
     ) -> Self {
-        let mut frontend = Frontend::connect(socket, 64).unwrap();
-        frontend.set_owner().unwrap();
-        let offered = frontend.get_features().unwrap();
+        let (mut frontend, offered) = greeted(socket);
         let features = offered & (features | F_PROTOCOL | F_VERSION_1 | F_DISK);
         frontend.set_features(features).unwrap();
         let protocol = frontend.get_protocol_features().unwrap();
