@@ -437,7 +437,7 @@ impl TestQueue {
 fn greeted(socket: &Path) -> (Frontend, u64) {
     let mut greeted = None;
     eventually("the device takes a front end", || {
-        let Ok(mut frontend) = Frontend::connect(socket, 64) else {
+        let Ok(frontend) = Frontend::connect(socket, 64) else {
             return false;
         };
         let offered = frontend.set_owner().and_then(|()| frontend.get_features());
