@@ -121,7 +121,7 @@ pub fn refuse_if_shared(vmm: &VmmProcess, layout: &RamLayout) -> Result<(), Refu
             other_name: other.name,
         });
     }
-    match swap::in_reach(pid) {
+    match swap::in_reach(pid, layout) {
         Ok(None) => Ok(()),
         Ok(Some(reach)) => Err(Refusal::SwapInReach { pid, name, reach }),
         Err(e) => Err(Refusal::looking(pid, "find the cgroup", e)),
@@ -161,7 +161,8 @@ pub fn check(vmm: &VmmProcess, layout: &RamLayout) -> Result<Vec<EvictionBar>, R
             .into_iter()
             .map(|OtherProcess { pid, name }| EvictionBar::MappedByAnother { pid, name }),
     );
-    let reach = swap::in_reach(pid).map_err(|e| Refusal::looking(pid, "find the cgroup", e))?;
+    let reach =
+        swap::in_reach(pid, layout).map_err(|e| Refusal::looking(pid, "find the cgroup", e))?;
     bars.extend(reach.map(EvictionBar::Swap));
     vmm.still_runs()?;
     Ok(bars)

@@ -98,8 +98,13 @@ pub enum Refusal {
     },
     /// Another process maps the RAM.
     #[error(
-        "the RAM of VMM {pid} ({name}) is also mapped by process {other_pid} ({other_name}), which \
-         would read zeros in place of evicted pages: stop it, or serve its device by `pagetide dpu`"
+        "the RAM of VMM {pid} ({name}) is also mapped by process {other_pid} ({other_name}), {}",
+        if other_name == DAEMON {
+            "which has taken it over already: have that daemon detach it first"
+        } else {
+            "which would read zeros in place of evicted pages: stop it, or serve its device by \
+             `pagetide dpu`"
+        }
     )]
     SharedRam {
         /// The pid.
@@ -204,6 +209,9 @@ impl Refusal {
         }
     }
 }
+
+/// Name of our own daemon.
+const DAEMON: &str = "pagetide";
 
 /// `ESRCH`: what `/proc` says when the process ends while it is read.
 pub(crate) const NO_SUCH_PROCESS: i32 = 3;

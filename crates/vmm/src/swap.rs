@@ -6,13 +6,19 @@
 //! us; and the tracker's page-out, which only unmaps where there is nowhere to
 //! write, would really evict.
 //!
-//! Safe are: no swap at all, and cgroup v2 with `memory.swap.max` 0 at the
-//! process's group or above it. Under cgroup v1 nothing is: neither
+//! Safe are: no swap at all; cgroup v2 with `memory.swap.max` 0 at the process's
+//! group or above it; and RAM in files on a tmpfs that is mounted with `noswap`
+//! (Linux 6.4), whatever the cgroups. Under cgroup v1 nothing else is: neither
 //! `memory.swappiness` 0 nor a `memory.memsw.limit_in_bytes` equal to
 //! `memory.limit_in_bytes` keeps `MADV_PAGEOUT` or global reclaim from swapping
 //! (both tried on Linux 6.18; the limits are looked at only by the reclaim that
 //! the group's own limit starts).
+//!
+//! Pages of a `noswap` tmpfs are unevictable, so the tracker has to unmap them in
+//! another way: see [`crate::tracker`].
 
+use crate::layout::RamLayout;
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -32,21 +38,31 @@ pub enum SwapReach {
     /// Its cgroup cannot forbid it.
     #[error(
         "swap is on and its memory cgroup is of version 1, where no setting forbids it (neither \
-         memory.swappiness nor memory.memsw.limit_in_bytes does): switch swap off (swapoff -a), \
-         or use cgroup version 2 with memory.swap.max = 0"
+         memory.swappiness nor memory.memsw.limit_in_bytes does): start it with its RAM on a tmpfs \
+         that never swaps (Linux 6.4: mount -t tmpfs -o noswap,size=SIZE tmpfs DIR; QEMU: \
+         memory-backend-file,mem-path=DIR,share=on), switch swap off (swapoff -a), or use cgroup \
+         version 2 with memory.swap.max = 0"
     )]
     Version1,
     /// It is in no group that has a say.
-    #[error("swap is on and no memory cgroup forbids it: switch swap off (swapoff -a)")]
+    #[error(
+        "swap is on and no memory cgroup forbids it: start it with its RAM on a tmpfs that never \
+         swaps (Linux 6.4: mount -t tmpfs -o noswap,size=SIZE tmpfs DIR; QEMU: \
+         memory-backend-file,mem-path=DIR,share=on), or switch swap off (swapoff -a)"
+    )]
     NoGroup,
 }
 
-/// How pages of process `pid` could go to swap; `None` if they cannot.
+/// How pages of `layout`, which is process `pid`'s, could go to swap; `None` if they cannot.
 ///
 /// # Errors
 /// What reading `/proc` says.
-pub fn in_reach(pid: u32) -> io::Result<Option<SwapReach>> {
+pub fn in_reach(pid: u32, layout: &RamLayout) -> io::Result<Option<SwapReach>> {
     if !is_on(&std::fs::read_to_string("/proc/swaps")?) {
+        return Ok(None);
+    }
+    let never = file_systems_without_swap(pid)?;
+    if layout.files().iter().all(|f| never.contains(&f.key().dev)) {
         return Ok(None);
     }
     let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
@@ -56,6 +72,35 @@ pub fn in_reach(pid: u32) -> io::Result<Option<SwapReach>> {
         version_2_mount(&mounts).as_deref(),
         |file| std::fs::read_to_string(file),
     ))
+}
+
+/// Device numbers of the tmpfs mounted with `noswap`, as far as this process or process `pid`
+/// sees them: they may have different mounts.
+///
+/// # Errors
+/// What reading `/proc` says.
+pub(crate) fn file_systems_without_swap(pid: u32) -> io::Result<BTreeSet<u64>> {
+    let mut devices = BTreeSet::new();
+    for whose in ["self".to_owned(), pid.to_string()] {
+        let mounts = std::fs::read_to_string(format!("/proc/{whose}/mountinfo"))?;
+        devices.extend(mounts.lines().filter_map(without_swap));
+    }
+    Ok(devices)
+}
+
+/// The device number of a mount that is a tmpfs with `noswap`.
+fn without_swap(line: &str) -> Option<u64> {
+    let (mount, kind) = line.split_once(" - ")?;
+    let mut kind = kind.split(' ');
+    // File system, source, options of the file system (those of the mount are in the other half).
+    if kind.next() != Some("tmpfs") || !kind.nth(1)?.split(',').any(|word| word == "noswap") {
+        return None;
+    }
+    let (major, minor) = mount.split(' ').nth(2)?.split_once(':')?;
+    match (major.parse(), minor.parse()) {
+        (Ok(major), Ok(minor)) => Some(rustix::fs::makedev(major, minor)),
+        _ => None,
+    }
 }
 
 /// True if `/proc/swaps` names a swap area below its heading.
@@ -149,6 +194,25 @@ mod tests {
             ),
             Some(SwapReach::Version1)
         );
+    }
+
+    #[test]
+    fn a_tmpfs_without_swap_is_known_by_its_own_options_only() {
+        let line = |id: &str, of_mount: &str, kind: &str| {
+            format!("42 27 {id} / /srv/a\\040b {of_mount} shared:7 - {kind}")
+        };
+        let never = line("0:39", "rw", "tmpfs my\\040ram rw,size=65536k,noswap");
+        assert_eq!(without_swap(&never), Some(rustix::fs::makedev(0, 39)));
+        for other in [
+            line("0:39", "rw", "tmpfs tmpfs rw,size=65536k"),
+            line("0:39", "rw,noswap", "tmpfs noswap rw"),
+            line("0:39", "rw", "tmpfs tmpfs rw,noswapper"),
+            line("0:39", "rw", "ext4 /dev/vda rw,noswap"),
+            line("0:x", "rw", "tmpfs tmpfs rw,noswap"),
+            "42 27 0:39 tmpfs tmpfs noswap".to_owned(),
+        ] {
+            assert_eq!(without_swap(&other), None, "{other}");
+        }
     }
 
     #[test]

@@ -13,16 +13,27 @@
 //!           4. MADV_PAGEOUT on the VMM's   out of every page table, kept in the file
 //! ```
 //!
+//! Step 4 passes over files on a tmpfs mounted with `noswap`, whose pages are
+//! unevictable. For those a thread of the VMM is borrowed (see
+//! [`pagetide_sys::ptrace`]) to drop its own translations, which is 0.2 ms of that
+//! thread's time a look and some more for pages. `MADV_DONTNEED` on anything but a
+//! shared file would lose content, so the mappings are looked at first, with the
+//! thread stopped: RAM that the VMM unplugs is left alone.
+//!
 //! An access between steps 1 and 4 is lost to the tracker: such a page looks
 //! colder than it is, once. Some ten pages per CPU stay mapped because they are
 //! in the kernel's batches: they look warmer, once.
 
-use crate::layout::{Piece, RamLayout};
+use crate::Refusal;
+use crate::layout::{MapsChange, Piece, RamLayout};
 use crate::process::VmmProcess;
+use crate::swap;
 use pagetide_addr::{Hva, PAGE_SHIFT, PageNo, PageSet, SectionNo};
 use pagetide_sys::mapping::{MappingError, SharedMapping};
 use pagetide_sys::pagemap::{Pagemap, PagemapError};
-use pagetide_sys::process::{ProcessError, ProcessFd};
+use pagetide_sys::process::ProcessError;
+use pagetide_sys::ptrace::{PtraceError, run_inside};
+use std::io;
 use std::sync::Arc;
 
 /// Why accesses could not be told.
@@ -34,6 +45,18 @@ pub enum TrackerError {
     /// The VMM's pages could not be unmapped.
     #[error("unmapping the VMM's pages (are they locked?): {0}")]
     Unmap(#[from] ProcessError),
+    /// A thread of the VMM could not unmap them.
+    #[error("having the VMM unmap its pages: {0}")]
+    Inside(#[from] PtraceError),
+    /// Where its RAM is mapped could not be told.
+    #[error(transparent)]
+    Look(#[from] Refusal),
+    /// Its RAM is mapped otherwise than it was.
+    #[error("the VMM's RAM has changed: {0}")]
+    Changed(MapsChange),
+    /// What is mounted could not be told.
+    #[error("looking for file systems that never swap: {0}")]
+    Mounts(#[from] io::Error),
     /// Our own could not.
     #[error("dropping our own translations: {0}")]
     Drop(#[from] MappingError),
@@ -97,10 +120,34 @@ pub trait AccessTracker: Send + Sync {
 #[derive(Debug)]
 pub struct UnmapAndLook {
     layout: Arc<RamLayout>,
-    vmm: ProcessFd,
+    vmm: VmmProcess,
     vmm_map: Pagemap,
     own_map: Pagemap,
     aliases: Vec<Arc<SharedMapping>>,
+    /// For each file of the layout.
+    ways: Vec<Way>,
+}
+
+/// How pages of a file are taken out of the VMM's page table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Way {
+    /// By `MADV_PAGEOUT` from here.
+    PageOut,
+    /// By `MADV_DONTNEED` in the VMM.
+    Inside,
+}
+
+/// Ranges of the VMM, one after another.
+#[derive(Default)]
+struct Ranges(Vec<(Hva, u64)>);
+
+impl Ranges {
+    fn add(&mut self, start: Hva, len_bytes: u64) {
+        match self.0.last_mut() {
+            Some((first, len)) if first.0 + *len == start.0 => *len += len_bytes,
+            _ => self.0.push((start, len_bytes)),
+        }
+    }
 }
 
 impl UnmapAndLook {
@@ -130,13 +177,36 @@ impl UnmapAndLook {
         if vmm.fd().has_ended()? {
             return Err(PagemapError::Gone.into());
         }
+        let never_swapped = swap::file_systems_without_swap(vmm.pid())?;
+        let ways = files.iter().map(|file| {
+            if never_swapped.contains(&file.key().dev) {
+                Way::Inside
+            } else {
+                Way::PageOut
+            }
+        });
         Ok(Self {
-            vmm: vmm.fd().try_clone()?,
+            vmm: vmm.try_clone()?,
             vmm_map,
             own_map: Pagemap::of_self()?,
+            ways: ways.collect(),
             layout,
             aliases,
         })
+    }
+
+    /// Has the VMM drop its translations of `ranges`.
+    fn unmap_inside(&self, ranges: &[(Hva, u64)]) -> Result<(), TrackerError> {
+        run_inside(self.vmm.fd(), |thread| {
+            if let Some(change) = self.layout.maps_change(&self.vmm)? {
+                return Err(TrackerError::Changed(change));
+            }
+            for (start, len_bytes) in ranges {
+                thread.drop_translations(*start, *len_bytes)?;
+            }
+            Ok(())
+        })?;
+        Ok(())
     }
 
     fn pieces(&self, section: SectionNo) -> impl Iterator<Item = Piece> + '_ {
@@ -176,7 +246,7 @@ impl AccessTracker for UnmapAndLook {
 
     fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
         let mut all = Vec::with_capacity(sections.len());
-        let mut to_unmap: Vec<(Hva, u64)> = Vec::new();
+        let (mut to_page_out, mut to_drop) = (Ranges::default(), Ranges::default());
         for section in sections {
             let mut of_section = Touched::default();
             for piece in self.pieces(*section) {
@@ -192,15 +262,18 @@ impl AccessTracker for UnmapAndLook {
                 if touched.cpu.is_empty() {
                     continue;
                 }
-                match to_unmap.last_mut() {
-                    Some((start, len)) if start.0 + *len == piece.hva.0 => *len += bytes,
-                    _ => to_unmap.push((piece.hva, bytes)),
+                match self.ways[piece.file] {
+                    Way::PageOut => to_page_out.add(piece.hva, bytes),
+                    Way::Inside => to_drop.add(piece.hva, bytes),
                 }
             }
             all.push(of_section);
         }
-        if !to_unmap.is_empty() {
-            self.vmm.page_out(&to_unmap)?;
+        if !to_page_out.0.is_empty() {
+            self.vmm.fd().page_out(&to_page_out.0)?;
+        }
+        if !to_drop.0.is_empty() {
+            self.unmap_inside(&to_drop.0)?;
         }
         Ok(all)
     }

@@ -33,7 +33,7 @@ impl Watch {
     pub fn open(pid: u32, most: u64) -> Result<Self, CommandError> {
         let vmm = VmmProcess::open(pid).map_err(CommandError::refused)?;
         let layout = RamLayout::of_process(&vmm).map_err(CommandError::refused)?;
-        refuse_swap(&vmm)?;
+        refuse_swap(&vmm, &layout)?;
         let refusals = match hazards::refuse_if_shared(&vmm, &layout) {
             Ok(()) => vec![],
             Err(Refusal::SharedRam { other_name, .. }) if other_name == DAEMON => {
@@ -116,7 +116,7 @@ impl Watch {
 
     /// Which pages are resident and which were touched since the look before.
     pub fn look(&self) -> Result<Vec<Seen>, CommandError> {
-        refuse_swap(&self.vmm)?;
+        refuse_swap(&self.vmm, &self.layout)?;
         let touched = self.tracker.look_many(&self.sections).map_err(tracked)?;
         let sections = self.sections.iter().zip(touched);
         sections
@@ -150,8 +150,8 @@ impl Watch {
 }
 
 /// Unmapping pages that can go to swap would evict them.
-fn refuse_swap(vmm: &VmmProcess) -> Result<(), CommandError> {
-    match swap::in_reach(vmm.pid()) {
+fn refuse_swap(vmm: &VmmProcess, layout: &RamLayout) -> Result<(), CommandError> {
+    match swap::in_reach(vmm.pid(), layout) {
         Ok(None) => Ok(()),
         Ok(Some(reach)) => Err(CommandError::Refused(format!(
             "looking at the RAM of VMM {} ({}) would send it to kernel swap: {reach}",
