@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a test borrows from the machine: a mount, huge pages. Given back on drop.
+//! What a test borrows from the machine: a mount, huge pages, swap. Given back on drop.
 
 use std::fs;
 use std::io;
@@ -10,6 +10,9 @@ use crate::image::command_line;
 
 /// Huge pages of 2 MiB that the kernel keeps, by number.
 const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+
+/// Adds and removes compressed disks in memory.
+const ZRAM_CONTROL: &str = "/sys/class/zram-control";
 
 /// The machine does not lend it.
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +33,9 @@ pub enum BorrowError {
         /// Why.
         source: io::Error,
     },
+    /// There is swap already, and it is not to be meddled with.
+    #[error("swap is on already, on {0}")]
+    SwapIsOn(String),
     /// Fewer huge pages than asked for.
     #[error("the kernel finds {free} free huge pages of 2 MiB, and {wanted} are needed")]
     TooFewHugePages {
@@ -105,6 +111,58 @@ impl Drop for HugePages {
     fn drop(&mut self) {
         if let Err(error) = write_number("nr_hugepages", self.before) {
             eprintln!("guestkit: {error}: the number of huge pages stays changed");
+        }
+    }
+}
+
+/// Kernel swap on a compressed disk in memory. The machine had none before, and has none after.
+#[derive(Debug)]
+pub struct ZramSwap {
+    number: u32,
+}
+
+impl ZramSwap {
+    /// Switches swap of `bytes` on.
+    ///
+    /// # Errors
+    /// There is swap already, no zram, or no permission.
+    pub fn of_bytes(bytes: u64) -> Result<Self, BorrowError> {
+        let swaps = Path::new("/proc/swaps");
+        let list = fs::read_to_string(swaps).map_err(|source| file_error(swaps, source))?;
+        if let Some(line) = list.lines().nth(1) {
+            let first = line.split_whitespace().next().unwrap_or_default();
+            return Err(BorrowError::SwapIsOn(first.to_owned()));
+        }
+        let add = Path::new(ZRAM_CONTROL).join("hot_add");
+        let number = fs::read_to_string(&add).map_err(|source| file_error(&add, source))?;
+        let number = number.trim().parse().map_err(io::Error::other);
+        let number = number.map_err(|source| file_error(&add, source))?;
+        let swap = Self { number };
+        let size = PathBuf::from(format!("/sys/block/zram{number}/disksize"));
+        fs::write(&size, bytes.to_string()).map_err(|source| file_error(&size, source))?;
+        run(Command::new("mkswap").arg(swap.device()))?;
+        run(Command::new("swapon").arg(swap.device()))?;
+        Ok(swap)
+    }
+
+    fn device(&self) -> String {
+        format!("/dev/zram{}", self.number)
+    }
+
+    fn give_back(&self) -> Result<(), BorrowError> {
+        let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
+        if swaps.contains(&format!("{} ", self.device())) {
+            run(Command::new("swapoff").arg(self.device()))?;
+        }
+        let remove = Path::new(ZRAM_CONTROL).join("hot_remove");
+        fs::write(&remove, self.number.to_string()).map_err(|source| file_error(&remove, source))
+    }
+}
+
+impl Drop for ZramSwap {
+    fn drop(&mut self) {
+        if let Err(error) = self.give_back() {
+            eprintln!("guestkit: {} stays: {error}", self.device());
         }
     }
 }

@@ -20,7 +20,7 @@ use serde_json::Value;
 use crate::guest::{Guest, GuestError};
 use crate::image::{self, Image, ImageError, repository};
 use crate::product::{Product, ProductError, is_listening};
-use crate::qemu::{Disk, GuestSpec};
+use crate::qemu::{Disk, GuestSpec, is_ram};
 use crate::report::{LEAST_FAULTS, Report, Wanted, mib};
 use crate::sampler::Sampler;
 use crate::stage::RunFolder;
@@ -453,7 +453,7 @@ fn registered_in(smaps: &str) -> bool {
             .nth(1)
             .is_some_and(|word| word.len() == 4 && word.ends_with(['s', 'p']))
         {
-            in_ram = line.contains("/memfd:memory-backend-memfd");
+            in_ram = is_ram(line);
         }
     }
     false

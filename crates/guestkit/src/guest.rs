@@ -14,14 +14,12 @@ use std::time::{Duration, Instant};
 use pagetide_guest::wire::{Command, Phase, Progress, parse_progress};
 
 use crate::image::Image;
-use crate::qemu::{Accel, GuestSpec, Paths, QEMU, QemuError, Version, arguments};
+use crate::qemu::{Accel, GuestSpec, Paths, QEMU, QemuError, Ram, Version, arguments, is_ram};
 use crate::qmp::{Qmp, QmpError};
 use crate::swapless::{SwapError, Swapless};
 
 /// Longest wait for QEMU to open its sockets.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
-/// Memory that a cgroup allows QEMU beside its guest's RAM.
-const OVERHEAD_BYTES: u64 = 1 << 30;
 
 /// A guest did not do what it should.
 #[derive(Debug, thiserror::Error)]
@@ -65,8 +63,8 @@ pub enum GuestError {
         /// Ends of QEMU's log and the guest's console.
         log: String,
     },
-    /// The process has no memfd for guest RAM.
-    #[error("process {0} has no memfd called memory-backend-memfd")]
+    /// The process has no file for guest RAM.
+    #[error("process {0} has no open file of guest RAM: no memory-backend-memfd, no -file")]
     NoRam(u32),
 }
 
@@ -108,14 +106,18 @@ impl Guest {
             remove_stale(socket)?;
         }
         let group = format!("pagetide-guest-{}", std::process::id());
-        let swapless = Swapless::prepare(&group, spec.ram_bytes + OVERHEAD_BYTES)?;
+        let swapless = Swapless::prepare(&group, folder, spec.ram_bytes)?;
+        let mut spec = spec.clone();
+        if let (Some(folder), Ram::SharedMemfd) = (swapless.ram_folder(), &spec.ram) {
+            spec.ram = Ram::SharedFile(folder.to_owned());
+        }
         let log = File::create(&paths.log).map_err(|source| file_error(&paths.log, source))?;
         let out = log
             .try_clone()
             .map_err(|source| file_error(&paths.log, source))?;
         let mut child = swapless
             .command(QEMU)
-            .args(arguments(spec, image, &paths, accel, version))
+            .args(arguments(&spec, image, &paths, accel, version))
             .stdin(Stdio::null())
             .stdout(out)
             .stderr(log)
@@ -278,10 +280,10 @@ impl Guest {
         Ok(last)
     }
 
-    /// Resident bytes of guest RAM, from the blocks of its memfd: no daemon is asked.
+    /// Resident bytes of guest RAM, from the blocks of its file: no daemon is asked.
     ///
     /// # Errors
-    /// The process is gone or has no memfd of that name.
+    /// The process is gone or has no such file.
     pub fn resident_bytes(&self) -> Result<u64, GuestError> {
         resident_bytes(self.pid())
     }
@@ -343,7 +345,7 @@ impl Drop for Guest {
 /// Resident bytes of the guest RAM of QEMU process `pid`.
 ///
 /// # Errors
-/// The process is gone or has no memfd of QEMU's name.
+/// The process is gone or has no such file.
 pub fn resident_bytes(pid: u32) -> Result<u64, GuestError> {
     let folder = PathBuf::from(format!("/proc/{pid}/fd"));
     let mut found = false;
@@ -354,9 +356,7 @@ pub fn resident_bytes(pid: u32) -> Result<u64, GuestError> {
         let Ok(target) = fs::read_link(&path) else {
             continue;
         };
-        if target
-            .to_string_lossy()
-            .contains("/memfd:memory-backend-memfd")
+        if is_ram(&target.to_string_lossy())
             && let Ok(metadata) = fs::metadata(&path)
         {
             found = true;

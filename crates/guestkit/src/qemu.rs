@@ -134,11 +134,13 @@ impl Accel {
 }
 
 /// Where guest RAM lies.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Ram {
     /// A shared memfd: what Pagetide takes over.
     #[default]
     SharedMemfd,
+    /// A shared file without a name in this folder, which is on a tmpfs.
+    SharedFile(PathBuf),
     /// A memfd mapped privately.
     PrivateMemfd,
     /// A shared memfd of huge pages, 2 MiB each.
@@ -285,15 +287,21 @@ pub fn arguments(
 }
 
 fn memory(spec: &GuestSpec) -> (Option<String>, String) {
-    let size = spec.ram_bytes;
-    let share = match spec.ram {
-        Ram::SharedMemfd => "on",
-        Ram::PrivateMemfd => "off",
-        Ram::HugetlbMemfd => "on,hugetlb=on,hugetlbsize=2M",
+    let kind = match &spec.ram {
+        Ram::SharedMemfd => "memfd,share=on".to_owned(),
+        Ram::PrivateMemfd => "memfd,share=off".to_owned(),
+        Ram::HugetlbMemfd => "memfd,share=on,hugetlb=on,hugetlbsize=2M".to_owned(),
+        Ram::SharedFile(folder) => format!("file,share=on,mem-path={}", folder.display()),
         Ram::Anonymous => return (None, "q35".to_owned()),
     };
-    let object = format!("memory-backend-memfd,id=ram,size={size},share={share}");
+    let object = format!("memory-backend-{kind},id=ram,size={}", spec.ram_bytes);
     (Some(object), "q35,memory-backend=ram".to_owned())
+}
+
+/// Whether `path`, as `/proc` shows it, is guest RAM of a QEMU started by [`arguments`].
+#[must_use]
+pub fn is_ram(path: &str) -> bool {
+    path.contains("/memfd:memory-backend-memfd") || path.contains("/qemu_back_mem.")
 }
 
 fn disk(spec: &GuestSpec, version: Version) -> Vec<(&'static str, String)> {
@@ -409,7 +417,7 @@ mod tests {
                 micro: 0,
             },
         );
-        assert!(line.contains("memory-backend-memfd,id=ram,size=536870912,share=on"));
+        assert!(line.contains("memory-backend-memfd,share=on,id=ram,size=536870912"));
         assert!(!line.contains("blk0"));
     }
 }

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Starting a program where kernel swap cannot reach its memory.
 //!
-//! Without swap on the machine there is nothing to do. With it, the program
-//! starts in a cgroup of its own that may not swap: `memory.swap.max = 0` on
-//! cgroup v2, and on v1, which counts memory and swap together,
-//! `memory.swappiness = 0` with `memory.memsw.limit_in_bytes` equal to
-//! `memory.limit_in_bytes`.
+//! Without swap on the machine there is nothing to do. With it and cgroup v2 the
+//! program starts in a cgroup of its own that may not swap: `memory.swap.max = 0`.
+//! cgroup v1 has no such setting (neither `memory.swappiness` nor
+//! `memory.memsw.limit_in_bytes` keeps shared memory in place), so there the
+//! program gets a tmpfs mounted with `noswap` (Linux 6.4) for its guest's RAM. It
+//! is mounted in the program's own mount namespace: nobody else sees it, and it
+//! goes when the program ends.
 
 use std::fs;
 use std::io;
@@ -14,10 +16,24 @@ use std::process::Command;
 
 /// Kernel swap could not be kept away.
 #[derive(Debug, thiserror::Error)]
-#[error("keeping kernel swap away from the guest, {path}: {source}; `swapoff -a` is another way", path = path.display())]
-pub struct SwapError {
-    path: PathBuf,
-    source: io::Error,
+pub enum SwapError {
+    /// A file could not be used.
+    #[error("keeping kernel swap away from the guest, {path}: {source}; `swapoff -a` is another way", path = path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// cgroup v1, and no tmpfs that never swaps.
+    #[error(
+        "swap is on, the memory cgroup is of version 1, and a tmpfs that never swaps cannot be had \
+         ({said}; it needs root and Linux 6.4): switch swap off (swapoff -a)"
+    )]
+    NoTmpfs {
+        /// What the attempt said.
+        said: String,
+    },
 }
 
 /// How memory stays out of kernel swap.
@@ -27,38 +43,66 @@ pub enum Swapless {
     NoSwap,
     /// A cgroup that may not swap, removed on drop.
     Cgroup(PathBuf),
+    /// A tmpfs that never swaps, to be mounted here for the program alone.
+    Tmpfs {
+        /// Where.
+        path: PathBuf,
+        /// How large.
+        bytes: u64,
+    },
 }
 
 impl Swapless {
-    /// Looks whether there is swap, and makes a cgroup called `name` if so.
-    ///
-    /// `limit_bytes` is the cgroup's memory limit on cgroup v1; choose it well
-    /// above what the program may ever use.
+    /// Looks whether there is swap, and if so makes a cgroup called `name`, or a folder in `folder`
+    /// for a tmpfs of `ram_bytes`.
     ///
     /// # Errors
-    /// There is swap and the cgroup cannot be made: usually for want of root.
-    pub fn prepare(name: &str, limit_bytes: u64) -> Result<Self, SwapError> {
+    /// There is swap, and neither can be had: usually for want of root.
+    pub fn prepare(name: &str, folder: &Path, ram_bytes: u64) -> Result<Self, SwapError> {
         let swaps_path = Path::new("/proc/swaps");
         let swaps = fs::read_to_string(swaps_path).map_err(|source| error(swaps_path, source))?;
         if swaps.lines().count() <= 1 {
             return Ok(Self::NoSwap);
         }
-        let (root, settings) = settings(limit_bytes);
-        let controllers = root.join("cgroup.subtree_control");
-        if controllers.exists() {
-            fs::write(&controllers, "+memory").map_err(|source| error(&controllers, source))?;
+        let version_2 = Path::new("/sys/fs/cgroup");
+        if !version_2.join("cgroup.controllers").exists() {
+            return Self::tmpfs(folder.join("ram"), ram_bytes);
         }
-        let group = Self::Cgroup(root.join(name));
+        let controllers = version_2.join("cgroup.subtree_control");
+        fs::write(&controllers, "+memory").map_err(|source| error(&controllers, source))?;
+        let path = version_2.join(name);
+        if !path.is_dir() {
+            fs::create_dir(&path).map_err(|source| error(&path, source))?;
+        }
+        let group = Self::Cgroup(path);
         if let Self::Cgroup(path) = &group {
-            if !path.is_dir() {
-                fs::create_dir(path).map_err(|source| error(path, source))?;
-            }
-            for (file, value) in settings {
-                let file = path.join(file);
-                fs::write(&file, value).map_err(|source| error(&file, source))?;
-            }
+            let file = path.join("memory.swap.max");
+            fs::write(&file, "0").map_err(|source| error(&file, source))?;
         }
         Ok(group)
+    }
+
+    fn tmpfs(path: PathBuf, ram_bytes: u64) -> Result<Self, SwapError> {
+        fs::create_dir_all(&path).map_err(|source| error(&path, source))?;
+        // Room for what a file system needs beside its files.
+        let bytes = ram_bytes + (4 << 20);
+        let tmpfs = Self::Tmpfs { path, bytes };
+        // An attempt in a namespace that ends at once tells whether the kernel knows the option.
+        let said = match tmpfs.command("true").output() {
+            Ok(output) if output.status.success() => return Ok(tmpfs),
+            Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+            Err(error) => error.to_string(),
+        };
+        Err(SwapError::NoTmpfs { said })
+    }
+
+    /// Where the program is to put its guest's RAM, if it matters.
+    #[must_use]
+    pub fn ram_folder(&self) -> Option<&Path> {
+        match self {
+            Self::Tmpfs { path, .. } => Some(path),
+            Self::NoSwap | Self::Cgroup(_) => None,
+        }
     }
 
     /// A command that starts `program` there.
@@ -71,6 +115,15 @@ impl Swapless {
                 let mut command = Command::new("/bin/sh");
                 command.args(["-c", "echo $$ >\"$0\" && exec \"$@\""]);
                 command.arg(path.join("cgroup.procs")).arg(program);
+                command
+            }
+            Self::Tmpfs { path, bytes } => {
+                let options = format!("noswap,mode=0700,size={bytes}");
+                let mount =
+                    "mount -t tmpfs -o \"$0\" pagetide-guestkit \"$1\" && shift && exec \"$@\"";
+                let mut command = Command::new("unshare");
+                command.args(["--mount", "/bin/sh", "-c", mount, &options]);
+                command.arg(path).arg(program);
                 command
             }
         }
@@ -87,23 +140,8 @@ impl Drop for Swapless {
     }
 }
 
-fn settings(limit_bytes: u64) -> (PathBuf, Vec<(&'static str, String)>) {
-    let v2 = Path::new("/sys/fs/cgroup");
-    if v2.join("cgroup.controllers").exists() {
-        return (v2.to_owned(), vec![("memory.swap.max", "0".to_owned())]);
-    }
-    let limit = limit_bytes.to_string();
-    // The limit of both together may not be below that of memory: memory first.
-    let values = vec![
-        ("memory.swappiness", "0".to_owned()),
-        ("memory.limit_in_bytes", limit.clone()),
-        ("memory.memsw.limit_in_bytes", limit),
-    ];
-    (v2.join("memory"), values)
-}
-
 fn error(path: &Path, source: io::Error) -> SwapError {
-    SwapError {
+    SwapError::File {
         path: path.to_owned(),
         source,
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 use pagetide_guest::wire::Progress;
 use pagetide_guestkit::guest::Guest;
 use pagetide_guestkit::product::is_listening;
-use pagetide_guestkit::qemu::{Disk, GuestSpec};
+use pagetide_guestkit::qemu::{Disk, GuestSpec, is_ram};
 use pagetide_guestkit::stage::Stage;
 use pagetide_guestkit::steps::{
     DISK_BYTES, PATIENCE, VM, attach_refused, let_go, number, squeeze, take_turn, with_disk, work,
@@ -118,7 +118,7 @@ fn device_without_look_up_keeps_its_vm_from_being_attached_and_takes_no_attached
 fn ram_of(guest: &Guest) -> fs::File {
     let fds = fs::read_dir(format!("/proc/{}/fd", guest.pid())).expect("descriptors");
     let is_ram = |path: &std::path::PathBuf| {
-        fs::read_link(path).is_ok_and(|to| to.to_string_lossy().contains("memory-backend-memfd"))
+        fs::read_link(path).is_ok_and(|to| is_ram(&to.to_string_lossy()))
     };
     let ram = fds.flatten().map(|entry| entry.path()).find(is_ram);
     let mut options = fs::OpenOptions::new();
