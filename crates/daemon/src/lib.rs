@@ -16,6 +16,7 @@ pub mod cli;
 pub mod client;
 pub mod command;
 pub mod control;
+pub mod cpus;
 pub mod estimate;
 pub mod figure;
 pub mod host;

@@ -12,6 +12,8 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
+use crate::cpus::CpuList;
+
 /// Documentation of one setting.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SettingDoc {
@@ -109,6 +111,8 @@ settings! {
     api: PathBuf = "api.sock",
     /// Threads of the software DPU that serve device queues
     engines: Count = "1",
+    /// CPUs of the engines, such as 0,2-5, one engine on each in turn; any leaves it to the kernel
+    engine_cpus: CpuList = "any",
     /// Microseconds an idle engine polls its queues before it sleeps
     engine_poll_us: u32 = "50",
     /// Microseconds a VM's fault reader polls before it sleeps, on a CPU of its own; 0 sleeps at once, on the CPU of the vCPU that faults

@@ -65,6 +65,7 @@ impl Devices {
         let config = DpuConfig {
             engine_count: settings.engines.get(),
             poll_max,
+            cpus: settings.engine_cpus.numbers().to_vec(),
             ..DpuConfig::new(settings.state_dir.clone())
         };
         let bell = Arc::new(Doorbell::new().map_err(failed)?);

@@ -18,8 +18,9 @@
 //!
 //! `device_us` is a percentile of the requests that fault, less the *median* of
 //! those that do not: what is left is the fault. `cpu_us` and `zram_us` are
-//! whole, as a vCPU sees them. The vCPU stays on one CPU, as vCPUs mostly do;
-//! the product chooses its own places.
+//! whole, as a vCPU sees them. The vCPU stays on one CPU, as vCPUs mostly do,
+//! and the engine on another (where there are two), as a DPU's do; where the
+//! fault reader runs is the product's own choice.
 //!
 //! The device's image is one hole: what storage costs is the same with and
 //! without a fault, but its variance would hide the fault's.
@@ -151,6 +152,7 @@ struct Bench {
     socket: PathBuf,
     image: PathBuf,
     cpu: usize,
+    engine_cpu: usize,
     lz4_ratio: f64,
     options: FaultBenchOptions,
     measured: Measured,
@@ -171,15 +173,20 @@ impl Bench {
             .map_err(|error| format!("{}: {error}", image.display()))?;
         let cpus = pagetide_sys::cpu::affinity().map_err(|error| error.to_string())?;
         let cpu = cpus.last().copied().unwrap_or(0);
+        let engine_cpu = cpus.first().copied().unwrap_or(0);
+        let engine_cpus = engine_cpu.to_string();
+        let settings = ["--engine-cpus", &engine_cpus];
+        let alone = [&settings[..], &["--neighbours", "0"]].concat();
         let dir = |name| in_memory.path().join(name);
         Ok(Self {
-            daemon: Daemon::start(&dir("daemon"), &[])?,
-            daemon_alone: Daemon::start(&dir("alone"), &["--neighbours", "0"])?,
+            daemon: Daemon::start(&dir("daemon"), &settings)?,
+            daemon_alone: Daemon::start(&dir("alone"), &alone)?,
             guest: Guest::start(on_disk.path(), options.pages, cpu)?,
             zram: ZramSwap::prepare(2 * options.pages * PAGE_BYTES),
             socket: dir("blk.sock"),
             image,
             cpu,
+            engine_cpu,
             lz4_ratio: content.lz4_ratio(),
             options,
             measured: Measured::default(),
@@ -362,6 +369,7 @@ impl Bench {
             ("uffdio_copy_us", measured.floor.report(0.0)),
             ("lz4_ratio", rounded(self.lz4_ratio).into()),
             ("vcpu_cpu", self.cpu.into()),
+            ("engine_cpu", self.engine_cpu.into()),
         ];
         for (name, value) in values {
             figures.insert(name.into(), value);
