@@ -337,10 +337,11 @@ fn disk(spec: &GuestSpec, version: Version) -> Vec<(&'static str, String)> {
 
 fn kernel_command_line(work: &Params) -> String {
     // The guest may stand still for seconds while the daemon is away: no watchdog
-    // is to take that for a hang.
+    // is to take that for a hang. Debian's kernels zero every page as they allocate it, and so fetch
+    // it before a device may: here the device is to be first.
     format!(
         "console=ttyS0 loglevel=4 panic=-1 nowatchdog rcupdate.rcu_cpu_stall_suppress=1 \
-         mitigations=off {}",
+         mitigations=off init_on_alloc=0 {}",
         work.words()
     )
 }
