@@ -64,21 +64,26 @@ impl Swapless {
         if swaps.lines().count() <= 1 {
             return Ok(Self::NoSwap);
         }
+        let ram = folder.join("ram");
         let version_2 = Path::new("/sys/fs/cgroup");
         if !version_2.join("cgroup.controllers").exists() {
-            return Self::tmpfs(folder.join("ram"), ram_bytes);
+            return Self::tmpfs(ram, ram_bytes);
         }
+        // In a container the groups may not be for us to make.
+        Self::cgroup(version_2, name)
+            .or_else(|error| Self::tmpfs(ram, ram_bytes).map_err(|_second_choice| error))
+    }
+
+    fn cgroup(version_2: &Path, name: &str) -> Result<Self, SwapError> {
         let controllers = version_2.join("cgroup.subtree_control");
         fs::write(&controllers, "+memory").map_err(|source| error(&controllers, source))?;
         let path = version_2.join(name);
         if !path.is_dir() {
             fs::create_dir(&path).map_err(|source| error(&path, source))?;
         }
+        let file = path.join("memory.swap.max");
         let group = Self::Cgroup(path);
-        if let Self::Cgroup(path) = &group {
-            let file = path.join("memory.swap.max");
-            fs::write(&file, "0").map_err(|source| error(&file, source))?;
-        }
+        fs::write(&file, "0").map_err(|source| error(&file, source))?;
         Ok(group)
     }
 

@@ -4,14 +4,14 @@
 use std::fs;
 use std::path::Path;
 
+use pagetide_guest::params::Params;
 use pagetide_guest::wire::Progress;
 use pagetide_guestkit::guest::Guest;
 use pagetide_guestkit::product::is_listening;
 use pagetide_guestkit::qemu::{Disk, GuestSpec, is_ram};
 use pagetide_guestkit::stage::Stage;
 use pagetide_guestkit::steps::{
-    DISK_BYTES, PATIENCE, VM, attach_refused, let_go, number, squeeze, take_turn, with_disk, work,
-    working_guest,
+    self, PATIENCE, VM, attach_refused, let_go, number, squeeze, take_turn, work, working_guest,
 };
 use serde_json::json;
 
@@ -19,7 +19,18 @@ use liar::{LIES, Liar};
 
 mod liar;
 
+const DISK_BYTES: u64 = 48 << 20;
 const DISK_4_MIB: u64 = 4 << 20;
+
+/// As in other tests, with a disk that is filled sooner.
+fn with_disk(disk: Disk) -> GuestSpec {
+    let spec = steps::with_disk(disk);
+    let work = Params {
+        file_bytes: DISK_BYTES,
+        ..spec.work
+    };
+    GuestSpec { work, ..spec }
+}
 
 /// Plugs a vhost-user disk into the port `spare` of a running guest.
 fn plug_in(guest: &Guest, socket: &Path) {
@@ -43,7 +54,6 @@ fn disk_plugged_in_after_the_attach_serves_the_squeezed_guest() {
         return;
     };
     let spec = GuestSpec {
-        disk: Disk::Absent,
         extra: ["-device", "pcie-root-port,id=spare,chassis=1,slot=1"]
             .map(str::to_owned)
             .to_vec(),
