@@ -69,8 +69,8 @@ fn work_on_disk(params: &Params, shared: &Shared) {
         return;
     }
     let disk = Path::new(DISK);
-    // It may be plugged in later.
-    while !disk.exists() {
+    // It may be plugged in later; its node may be there a moment before the disk behind it (ENXIO).
+    while File::open(disk).is_err() {
         if shared.order() == Order::Finish {
             return;
         }
