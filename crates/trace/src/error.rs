@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What can be wrong with a trace, told with the file and the record.
+
+use std::path::PathBuf;
+
+/// Why a trace cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum TraceError {
+    /// The file could not be opened, read or written.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The file as a whole is not what it should be.
+    #[error("{}: {reason}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what would be right.
+        reason: String,
+    },
+    /// One record is broken.
+    #[error("{}, record {record}: {reason}", path.display())]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// Number of the record, from 0; in text files of the line, from 1.
+        record: u64,
+        /// What is wrong.
+        reason: String,
+    },
+    /// What was asked for cannot be made.
+    #[error("{0}")]
+    Asked(String),
+}
