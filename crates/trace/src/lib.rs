@@ -5,8 +5,10 @@
 
 mod error;
 mod event;
+mod hypersio;
 mod stream;
 
 pub use error::TraceError;
 pub use event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId, TraceAccess};
+pub use hypersio::HypersioReader;
 pub use stream::{BATCH_EVENTS, EventSink, EventSource, Events};
