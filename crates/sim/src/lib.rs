@@ -1,3 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Performance model of I/O address translation for a thousand tenants
 //! (HyperTRIO III and IV-C).
+//!
+//! A [`Config`] and a trace go in, an [`Outcome`] comes out: [`run`]. The
+//! pipeline is one ([`machine`]); the paper's text and the authors' public
+//! program are two sets of rules for it ([`flavour`]).
+
+mod cache;
+pub mod config;
+mod context;
+mod error;
+mod flavour;
+mod hypersio;
+mod latency;
+mod link;
+mod machine;
+mod next_use;
+mod observe;
+mod outcome;
+mod prefetch;
+mod request;
+mod run;
+mod table;
+mod tenants;
+
+pub use config::Config;
+pub use error::SimError;
+pub use next_use::NextUses;
+pub use observe::{Step, StepRecord};
+pub use outcome::{AllCounts, CacheCounts, LatencySummary, Outcome, PrefetchCounts, TenantOutcome};
+pub use request::DOMAINS_MAX;
+pub use run::{TraceInput, run, run_told};

@@ -1,0 +1,513 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Everything that a run of the model can be told, with the paper's settings as
+//! presets (HyperTRIO tables II and IV).
+//!
+//! A size of 0 entries switches a cache off. Times are whole nanoseconds.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{SimError, impossible};
+use crate::observe::Step;
+
+/// Whose rules the model follows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Flavour {
+    /// The paper's text.
+    #[default]
+    Paper,
+    /// The authors' public program where it differs from the text.
+    Hypersio,
+}
+
+/// What a cache evicts when a set is full.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Replacement {
+    /// The entry not used for the longest time.
+    Lru,
+    /// The entry with the least 4-bit use count; the counts of a set are halved
+    /// when one saturates, ties are broken by the seed (V-C).
+    #[default]
+    Lfu,
+    /// The entry used furthest in the future (Belady): needs the whole trace.
+    Oracle,
+}
+
+/// What chooses the partition that a request's translations may be kept in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PartitionBy {
+    /// Low bits of the source id, above the bits that are the same for all (III).
+    #[default]
+    SourceBits,
+    /// A complete match: a partition belongs to the sources that the host has
+    /// tagged it with, in order of their first request; sources that find every
+    /// partition taken are cached nowhere (III).
+    FullMatch,
+    /// Low bits of the domain id: what the authors' program does.
+    DomainBits,
+}
+
+/// Shape and policy of one cache.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CacheConfig {
+    /// Entries in all; 0: there is no such cache.
+    pub entries: u32,
+    /// Entries a set; as many as `entries`: fully associative.
+    pub ways: u32,
+    /// Partitions the sets are shared out to.
+    #[serde(default = "one")]
+    pub partitions: u32,
+    /// What chooses the partition.
+    #[serde(default)]
+    pub partition_by: PartitionBy,
+    /// Sources that may be tagged with one partition (full match only).
+    #[serde(default = "one")]
+    pub sources_per_partition: u32,
+    /// What is evicted.
+    #[serde(default)]
+    pub replacement: Replacement,
+}
+
+const fn one() -> u32 {
+    1
+}
+
+impl CacheConfig {
+    /// A cache that is not there.
+    pub const OFF: Self = Self::new(0, 0, Replacement::Lru);
+
+    /// A cache with one partition.
+    #[must_use]
+    pub const fn new(entries: u32, ways: u32, replacement: Replacement) -> Self {
+        Self {
+            entries,
+            ways,
+            partitions: 1,
+            partition_by: PartitionBy::SourceBits,
+            sources_per_partition: 1,
+            replacement,
+        }
+    }
+
+    /// The same in `partitions` partitions.
+    #[must_use]
+    pub const fn partitioned(mut self, partitions: u32) -> Self {
+        self.partitions = partitions;
+        self
+    }
+
+    /// The same with partitions chosen by `rule`.
+    #[must_use]
+    pub const fn by(mut self, rule: PartitionBy) -> Self {
+        self.partition_by = rule;
+        self
+    }
+}
+
+/// The I/O link that packets arrive on; it is always full (IV-C).
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LinkConfig {
+    /// Rate in gigabits a second.
+    pub gbps: u64,
+    /// Bytes a packet occupies on the link, gap between packets included; 64 B and up.
+    pub packet_bytes: u64,
+    /// Translation requests that a packet issues.
+    pub requests_per_packet: u32,
+}
+
+/// What an entry of the pending translation buffer holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PtbUnit {
+    /// One translation in flight.
+    #[default]
+    Requests,
+    /// One packet with all its translations.
+    Packets,
+}
+
+/// Pending translation buffer.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PtbConfig {
+    /// Entries.
+    pub entries: u32,
+    /// What one entry holds.
+    pub unit: PtbUnit,
+}
+
+/// How many memory accesses a page walk takes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WalkCost {
+    /// Two-dimensional: `(g + 1)(h + 1) - 1` accesses for g guest and h host
+    /// levels still to walk (II-A).
+    #[default]
+    Nested,
+    /// The authors' program: one access a level, counted from the wrong end
+    /// (level 1 costs one access).
+    Short,
+}
+
+/// Page walks.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WalkConfig {
+    /// Accesses a walk.
+    pub cost: WalkCost,
+    /// Levels of the guest's table: 4 (24 accesses with 4 host levels) or 5 (35 with 5).
+    pub guest_levels: u32,
+    /// Levels of the host's table; 0: not nested.
+    pub host_levels: u32,
+    /// A larger page ends the guest's walk earlier. The paper counts 24 accesses
+    /// for every page (table II).
+    pub large_pages_shorten: bool,
+}
+
+impl PrefetchConfig {
+    /// The prefetch buffer as a cache.
+    #[must_use]
+    pub const fn buffer(&self) -> CacheConfig {
+        CacheConfig::new(self.buffer_entries, self.buffer_entries, Replacement::Lru)
+    }
+}
+
+impl PrefetchTrigger {
+    /// True if a request that took `step` at the device sends a prefetch.
+    #[must_use]
+    pub const fn fires(self, step: Step) -> bool {
+        match self {
+            Self::EveryRequest => true,
+            Self::BufferMiss => matches!(step, Step::Miss),
+        }
+    }
+}
+
+/// When the prefetch unit sends a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PrefetchTrigger {
+    /// When neither prefetch buffer nor DevTLB has the translation (III).
+    #[default]
+    BufferMiss,
+    /// On every request, hit or miss: the authors' program.
+    EveryRequest,
+}
+
+/// How the source-id predictor learns.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Predictor {
+    /// The successor is what followed last time: it follows the traffic (III:
+    /// 'updated on every incoming packet').
+    #[default]
+    Latest,
+    /// The successor is the first that was ever seen: the authors' program.
+    FirstSeen,
+}
+
+/// Who sets the history-length register.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HistoryLength {
+    /// It stays as configured.
+    #[default]
+    Fixed,
+    /// The host writes it again when a tenant joins or leaves or its bandwidth
+    /// changes (III), so that a prefetch is just in time.
+    Host,
+}
+
+/// Prefetch unit.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PrefetchConfig {
+    /// There is one.
+    pub enabled: bool,
+    /// Entries of the prefetch buffer, fully associative, LRU.
+    pub buffer_entries: u32,
+    /// Pages of a tenant's history that one prefetch brings.
+    pub pages_per_tenant: u32,
+    /// History-length register: distance in requests between the source seen and
+    /// the source predicted from it (the paper's stride).
+    pub history_length: u32,
+    /// Who sets that register.
+    pub register: HistoryLength,
+    /// When a prefetch is sent.
+    pub trigger: PrefetchTrigger,
+    /// How successors are learnt.
+    pub predictor: Predictor,
+}
+
+/// Latencies, in nanoseconds.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LatencyConfig {
+    /// PCIe, one way.
+    pub pcie_ns: u64,
+    /// One access to memory.
+    pub dram_ns: u64,
+    /// A hit in the DevTLB.
+    pub devtlb_hit_ns: u64,
+    /// A hit in the prefetch buffer.
+    pub prefetch_hit_ns: u64,
+    /// A hit in the context cache.
+    pub context_hit_ns: u64,
+    /// A hit in the IOTLB or in a page-walk cache.
+    pub walk_cache_hit_ns: u64,
+    /// Memory accesses to read a context entry.
+    pub context_accesses: u64,
+    /// Memory accesses to read a tenant's page history.
+    pub history_accesses: u64,
+}
+
+/// How the stages' queues order what is ready.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Completion {
+    /// What is ready first goes first.
+    #[default]
+    OutOfOrder,
+    /// Each stage serves in the order of arrival, ready or not.
+    InOrder,
+}
+
+/// One configuration of the model.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Whose rules.
+    pub flavour: Flavour,
+    /// Breaks ties of the LFU policy, and nothing else.
+    pub seed: u64,
+    /// The link.
+    pub link: LinkConfig,
+    /// Pending translation buffer of the device.
+    pub ptb: PtbConfig,
+    /// Order of service.
+    pub completion: Completion,
+    /// Context cache: source to domain.
+    pub context_cache: CacheConfig,
+    /// The device's own TLB.
+    pub devtlb: CacheConfig,
+    /// The chipset's TLB; flavour hypersio has none.
+    pub iotlb: CacheConfig,
+    /// Page-walk cache of level 1 entries; flavour hypersio has none.
+    pub l1: CacheConfig,
+    /// Page-walk cache of level 2 entries (2 MiB each).
+    pub l2: CacheConfig,
+    /// Page-walk cache of level 3 entries (1 GiB each).
+    pub l3: CacheConfig,
+    /// Page-walk cache of level 4 entries; flavour hypersio has none.
+    pub l4: CacheConfig,
+    /// Page walks.
+    pub walk: WalkConfig,
+    /// Prefetch unit.
+    pub prefetch: PrefetchConfig,
+    /// Latencies.
+    pub latency: LatencyConfig,
+}
+
+impl Config {
+    /// Table IV, *Base*.
+    #[must_use]
+    pub fn base(flavour: Flavour) -> Self {
+        // The program keeps L2 and L3 by LRU, whatever table IV says.
+        let walk_caches = match flavour {
+            Flavour::Paper => Replacement::Lfu,
+            Flavour::Hypersio => Replacement::Lru,
+        };
+        let (cost, trigger, predictor) = match flavour {
+            Flavour::Paper => (
+                WalkCost::Nested,
+                PrefetchTrigger::BufferMiss,
+                Predictor::Latest,
+            ),
+            Flavour::Hypersio => (
+                WalkCost::Short,
+                PrefetchTrigger::EveryRequest,
+                Predictor::FirstSeen,
+            ),
+        };
+        let rule = partition_rule(flavour);
+        Self {
+            flavour,
+            seed: 0,
+            link: LinkConfig {
+                gbps: 200,
+                packet_bytes: 1542,
+                requests_per_packet: 3,
+            },
+            ptb: PtbConfig {
+                entries: 1,
+                unit: PtbUnit::Requests,
+            },
+            completion: Completion::OutOfOrder,
+            context_cache: CacheConfig::new(1536, 1536, Replacement::Lfu).by(rule),
+            devtlb: CacheConfig::new(64, 8, Replacement::Lfu).by(rule),
+            iotlb: CacheConfig::OFF.by(rule),
+            l1: CacheConfig::OFF.by(rule),
+            l2: CacheConfig::new(512, 16, walk_caches).by(rule),
+            l3: CacheConfig::new(1024, 16, walk_caches).by(rule),
+            l4: CacheConfig::OFF.by(rule),
+            walk: WalkConfig {
+                cost,
+                guest_levels: 4,
+                host_levels: 4,
+                large_pages_shorten: false,
+            },
+            prefetch: PrefetchConfig {
+                enabled: false,
+                buffer_entries: 0,
+                pages_per_tenant: 2,
+                history_length: 48,
+                register: HistoryLength::Fixed,
+                trigger,
+                predictor,
+            },
+            latency: LatencyConfig {
+                pcie_ns: 450,
+                dram_ns: 50,
+                devtlb_hit_ns: 2,
+                prefetch_hit_ns: 2,
+                context_hit_ns: 1,
+                walk_cache_hit_ns: 5,
+                context_accesses: 2,
+                history_accesses: 1,
+            },
+        }
+    }
+
+    /// Table IV, *HyperTRIO*: base with partitions, a PTB of 32 and prefetching.
+    #[must_use]
+    pub fn hypertrio(flavour: Flavour) -> Self {
+        let mut config = Self::base(flavour);
+        config.ptb.entries = 32;
+        config.devtlb.partitions = 8;
+        config.l2.partitions = 32;
+        config.l3.partitions = 64;
+        config.prefetch.enabled = true;
+        config.prefetch.buffer_entries = 8;
+        config
+    }
+}
+
+const fn partition_rule(flavour: Flavour) -> PartitionBy {
+    match flavour {
+        Flavour::Paper => PartitionBy::SourceBits,
+        Flavour::Hypersio => PartitionBy::DomainBits,
+    }
+}
+
+impl Config {
+    /// Looks for parameters that no run can have.
+    ///
+    /// # Errors
+    /// The first that is impossible, with what would be possible.
+    pub fn check(&self) -> Result<(), SimError> {
+        self.check_link()?;
+        for (name, cache) in [
+            ("context_cache", &self.context_cache),
+            ("devtlb", &self.devtlb),
+            ("iotlb", &self.iotlb),
+            ("l1", &self.l1),
+            ("l2", &self.l2),
+            ("l3", &self.l3),
+            ("l4", &self.l4),
+        ] {
+            cache.check(name, self.flavour)?;
+        }
+        if self.context_cache.replacement == Replacement::Oracle {
+            return Err(impossible(
+                "context_cache",
+                "oracle",
+                "the oracle knows the future of pages, not of sources; use lru or lfu",
+            ));
+        }
+        if self.prefetch.enabled
+            && (self.prefetch.pages_per_tenant == 0 || self.prefetch.history_length == 0)
+        {
+            return Err(impossible(
+                "prefetch",
+                "0 pages or a history of 0",
+                "prefetching needs at least one page a tenant and a history length of 1; \
+                 switch it off with enabled = false",
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_link(&self) -> Result<(), SimError> {
+        let LinkConfig {
+            gbps,
+            packet_bytes,
+            requests_per_packet,
+        } = self.link;
+        if gbps == 0 || gbps > 100_000 {
+            return Err(impossible(
+                "link.gbps",
+                gbps,
+                "1 to 100,000 Gb/s can be modelled",
+            ));
+        }
+        if !(64..=1 << 20).contains(&packet_bytes) || packet_bytes * 8 < gbps {
+            return Err(impossible(
+                "link.packet_bytes",
+                packet_bytes,
+                "a packet has 64 B to 1 MiB and takes at least a nanosecond on the link",
+            ));
+        }
+        if !(1..=64).contains(&requests_per_packet) {
+            return Err(impossible(
+                "link.requests_per_packet",
+                requests_per_packet,
+                "a packet issues 1 to 64 requests",
+            ));
+        }
+        if self.ptb.entries == 0 {
+            return Err(impossible(
+                "ptb.entries",
+                0,
+                "without an entry no packet is ever taken",
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl CacheConfig {
+    fn check(&self, name: &'static str, flavour: Flavour) -> Result<(), SimError> {
+        if self.entries == 0 || self.ways == 0 {
+            return Ok(());
+        }
+        let sets = self.entries / self.ways;
+        if sets == 0 || self.entries > 1 << 24 {
+            return Err(impossible(
+                name,
+                format!("{} entries, {} ways", self.entries, self.ways),
+                "a cache has at least as many entries as ways, and at most 16,777,216",
+            ));
+        }
+        if self.partitions == 0 || self.partitions > sets {
+            return Err(impossible(
+                name,
+                format!("{} partitions of {sets} sets", self.partitions),
+                "each partition needs a set of its own",
+            ));
+        }
+        // The authors' program silently uses the next lower power of two.
+        let whole = sets.is_power_of_two() && self.partitions.is_power_of_two();
+        if flavour == Flavour::Paper && (!whole || !self.entries.is_multiple_of(self.ways)) {
+            return Err(impossible(
+                name,
+                format!("{sets} sets in {} partitions", self.partitions),
+                "sets and partitions are chosen by address and id bits: use powers of two",
+            ));
+        }
+        Ok(())
+    }
+}

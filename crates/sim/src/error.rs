@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Why a run gives no result.
+
+use pagetide_trace::TraceError;
+
+/// Why a run gives no result.
+#[derive(Debug, thiserror::Error)]
+pub enum SimError {
+    /// The trace is broken or cannot be read.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// A parameter is impossible.
+    #[error("{parameter} = {value}: {reason}")]
+    Parameter {
+        /// Its name in a study file.
+        parameter: &'static str,
+        /// Its value.
+        value: String,
+        /// What is wrong and what would be right.
+        reason: String,
+    },
+    /// The trace asks for more than the model can tell apart.
+    #[error("request {request} of the trace: {reason}")]
+    Request {
+        /// Its number among the translation requests, from 0.
+        request: u64,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The authors' program never ends on this trace with this configuration.
+    #[error(
+        "request {request} is for a 1 GiB page that hits the L2 page cache: the authors' program \
+         loses such a request and waits for it for ever; use flavour 'paper'"
+    )]
+    NeverEnds {
+        /// Address asked for.
+        request: u64,
+    },
+}
+
+/// An impossible value of `parameter`.
+pub(crate) fn impossible(
+    parameter: &'static str,
+    value: impl std::fmt::Display,
+    reason: &str,
+) -> SimError {
+    SimError::Parameter {
+        parameter,
+        value: value.to_string(),
+        reason: reason.to_owned(),
+    }
+}

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The seams at which the paper's text and the authors' program differ: order
+//! of service, translation agent, predictor. The pipeline between them
+//! ([`crate::machine`]) is one.
+
+use crate::config::{Completion, Config};
+use crate::error::SimError;
+use crate::outcome::AllCounts;
+use crate::request::{Page, Request, Tag};
+
+/// One set of rules.
+pub(crate) trait Flavour {
+    /// Order in which a stage serves.
+    type Queue: StageQueue;
+    /// What lies behind PCIe.
+    type Agent: TranslationAgent;
+    /// Which source comes next.
+    type Predictor: SourcePredictor;
+    /// True if a stage serves one request a nanosecond and no more.
+    const ONE_A_NANOSECOND: bool;
+    /// Nanoseconds by which a hit in the device ends earlier than its latency says.
+    const HIT_ENDS_EARLY_NS: u64;
+
+    /// Length of the link's slot for a packet, as a fraction of nanoseconds.
+    fn slot(config: &Config) -> (u64, u64);
+}
+
+/// Requests waiting for a stage, each from the time that it is ready.
+pub(crate) trait StageQueue {
+    /// An empty queue.
+    fn new(completion: Completion) -> Self;
+    /// Adds the request in `slot`, ready at `ready_ns`.
+    fn push(&mut self, ready_ns: u64, slot: u32);
+    /// When the next request is ready; `u64::MAX` if there is none.
+    fn next_ready_ns(&self) -> u64;
+    /// Takes the next request if it is ready at `now_ns`.
+    fn pop_ready(&mut self, now_ns: u64) -> Option<u32>;
+}
+
+/// How the agent answers a request that has reached it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Answer {
+    /// It had the translation: back at the device after that time.
+    Return {
+        /// From now on.
+        after_ns: u64,
+    },
+    /// It has to walk; fills its caches after that time.
+    Walk {
+        /// From now on.
+        after_ns: u64,
+        /// Memory accesses of the walk.
+        accesses: u64,
+    },
+}
+
+/// IOTLB, page-walk caches and page walker.
+pub(crate) trait TranslationAgent: Sized {
+    /// An agent with empty caches.
+    fn new(config: &Config) -> Self;
+    /// Answers `request`.
+    ///
+    /// # Errors
+    /// If the rules of the flavour leave the request without an end.
+    fn look_up(&mut self, request: &Request) -> Result<Answer, SimError>;
+    /// Puts what the walk for `request` read into the caches.
+    fn fill(&mut self, request: &Request);
+    /// Drops what `is_void` holds for.
+    fn invalidate(&mut self, span: &VoidSpan);
+    /// Adds the counts of its caches.
+    fn count(&self, counts: &mut AllCounts);
+}
+
+/// Learns which source follows which.
+pub(crate) trait SourcePredictor {
+    /// A predictor that knows nothing, for a history of `length` requests.
+    fn new(length: u32) -> Self;
+    /// Takes note that `tenant` issues a request, and returns the tenant to
+    /// prefetch for, if there is one. Both are dense numbers.
+    fn observe(&mut self, tenant: u32) -> Option<u32>;
+    /// Writes the history-length register.
+    fn set_length(&mut self, length: u32);
+}
+
+/// Translations that an invalidation makes void.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum VoidSpan {
+    /// All.
+    All,
+    /// Those of a domain.
+    Domain(u32),
+    /// Those of a domain that meet the span of `1 << shift` bytes around an address.
+    Pages(Page),
+}
+
+impl VoidSpan {
+    /// True if the cached span `tag` of `1 << shift` bytes at most, but not of
+    /// less than a page, meets this one.
+    pub(crate) fn meets(&self, tag: Tag, shift: u32) -> bool {
+        use crate::request::{address_of, domain_of};
+        match self {
+            Self::All => true,
+            Self::Domain(domain) => domain_of(tag) == *domain,
+            Self::Pages(page) => {
+                let wider = shift.max(u32::from(page.shift));
+                domain_of(tag) == page.domain && address_of(tag) >> wider == page.iova >> wider
+            }
+        }
+    }
+}

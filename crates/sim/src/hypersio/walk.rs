@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The program's translation agent: two page-walk caches and a walk of one or
+//! two memory accesses.
+//!
+//! | found in | 4 KiB page | 2 MiB page | 1 GiB page |
+//! |---|---|---|---|
+//! | L2 | 50, fill, 450 | 5 + 450 | the request is lost |
+//! | L3 | 100, fill, 450 | 50, fill, 450 | 5 and no way back |
+//! | neither | 50, fill, 450 | 100, fill, 450 | 150, fill, 450 |
+//!
+//! Whatever ends here or goes to the fill ends one nanosecond early.
+
+use crate::cache::Cache;
+use crate::config::{Config, LatencyConfig};
+use crate::error::SimError;
+use crate::flavour::{Answer, TranslationAgent, VoidSpan};
+use crate::outcome::AllCounts;
+use crate::request::Request;
+
+/// Address bits of an L2 entry: 2 MiB.
+const L2_SHIFT: u32 = 21;
+/// Address bits of an L3 entry: 1 GiB.
+const L3_SHIFT: u32 = 30;
+
+/// L2, L3 and the short walk.
+#[derive(Debug)]
+pub(crate) struct ShortWalk {
+    l2: Option<Cache>,
+    l3: Option<Cache>,
+    latency: LatencyConfig,
+}
+
+impl TranslationAgent for ShortWalk {
+    fn new(config: &Config) -> Self {
+        Self {
+            l2: Cache::new(&config.l2, L2_SHIFT, config.seed),
+            l3: Cache::new(&config.l3, L3_SHIFT, config.seed),
+            latency: config.latency.clone(),
+        }
+    }
+
+    #[inline]
+    fn look_up(&mut self, request: &Request) -> Result<Answer, SimError> {
+        let page = &request.page;
+        let level = u64::from(page.level());
+        let look = |cache: &mut Option<Cache>, shift| {
+            cache
+                .as_mut()
+                .is_some_and(|cache| cache.look_up(page, page.tag_at(shift), request.next_use))
+        };
+        let in_l2 = look(&mut self.l2, L2_SHIFT);
+        let in_l3 = look(&mut self.l3, L3_SHIFT);
+        let hit_ns = self.latency.walk_cache_hit_ns;
+        let accesses = match (in_l2, in_l3, level) {
+            (true, _, 2) => {
+                return Ok(Answer::Return {
+                    after_ns: hit_ns + self.latency.pcie_ns - 1,
+                });
+            }
+            (true, _, 3) => return Err(SimError::NeverEnds { request: page.iova }),
+            (false, true, 3) => {
+                return Ok(Answer::Return {
+                    after_ns: hit_ns - 1,
+                });
+            }
+            (true, _, _) => 2 - level,
+            (false, true, _) => 3 - level,
+            (false, false, _) => level,
+        };
+        Ok(Answer::Walk {
+            after_ns: self.latency.dram_ns * accesses - 1,
+            accesses,
+        })
+    }
+
+    #[inline]
+    fn fill(&mut self, request: &Request) {
+        let page = &request.page;
+        for (cache, shift) in [(&mut self.l2, L2_SHIFT), (&mut self.l3, L3_SHIFT)] {
+            if let Some(cache) = cache {
+                cache.fill(page, page.tag_at(shift), request.next_use);
+            }
+        }
+    }
+
+    fn invalidate(&mut self, span: &VoidSpan) {
+        for (cache, shift) in [(&mut self.l2, L2_SHIFT), (&mut self.l3, L3_SHIFT)] {
+            if let Some(cache) = cache {
+                cache.invalidate(|tag| span.meets(tag, shift));
+            }
+        }
+    }
+
+    fn count(&self, counts: &mut AllCounts) {
+        counts.l2 = self.l2.as_ref().map(Cache::counts).unwrap_or_default();
+        counts.l3 = self.l3.as_ref().map(Cache::counts).unwrap_or_default();
+    }
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a run of the model found.
+
+use serde::Serialize;
+
+/// What happened to one cache. Hits are counted when a request looks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct CacheCounts {
+    /// Times that a request looked.
+    pub lookups: u64,
+    /// Times that it found.
+    pub hits: u64,
+    /// Entries put in.
+    pub insertions: u64,
+    /// Entries that had to go for another.
+    pub evictions: u64,
+    /// Entries dropped by an invalidation.
+    pub invalidated: u64,
+}
+
+impl CacheCounts {
+    /// Hits of all look-ups; 0 if there were none.
+    #[must_use]
+    pub fn hit_rate(&self) -> f64 {
+        ratio(self.hits, self.lookups)
+    }
+}
+
+/// `part` of `whole`; 0 of nothing.
+#[must_use]
+pub(crate) fn ratio(part: u64, whole: u64) -> f64 {
+    if whole == 0 {
+        return 0.0;
+    }
+    #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
+    let ratio = part as f64 / whole as f64;
+    ratio
+}
+
+/// Times that a group of requests took, in nanoseconds; exact.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize)]
+pub struct LatencySummary {
+    /// Mean.
+    pub mean_ns: f64,
+    /// Half took no longer.
+    pub p50_ns: u64,
+    /// 90% took no longer.
+    pub p90_ns: u64,
+    /// 99% took no longer.
+    pub p99_ns: u64,
+    /// 99.9% took no longer.
+    pub p999_ns: u64,
+    /// The longest.
+    pub max_ns: u64,
+}
+
+/// Caches of a run; one that is not there has no look-ups.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct AllCounts {
+    /// Context cache.
+    pub context_cache: CacheCounts,
+    /// The device's TLB.
+    pub devtlb: CacheCounts,
+    /// Prefetch buffer.
+    pub prefetch_buffer: CacheCounts,
+    /// The chipset's TLB.
+    pub iotlb: CacheCounts,
+    /// Page-walk cache, level 1.
+    pub l1: CacheCounts,
+    /// Page-walk cache, level 2.
+    pub l2: CacheCounts,
+    /// Page-walk cache, level 3.
+    pub l3: CacheCounts,
+    /// Page-walk cache, level 4.
+    pub l4: CacheCounts,
+}
+
+/// What the prefetch unit did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct PrefetchCounts {
+    /// Requests that it sent.
+    pub sent: u64,
+    /// Of these, ended before the run did.
+    pub filled: u64,
+    /// Times that the history-length register was written during the run.
+    pub register_writes: u64,
+}
+
+/// One tenant's share.
+#[derive(Clone, PartialEq, Debug, Default, Serialize)]
+pub struct TenantOutcome {
+    /// Source id.
+    pub source: u32,
+    /// Requests that ended.
+    pub requests: u64,
+    /// Whole packets that ended.
+    pub packets: u64,
+    /// Hits in the DevTLB.
+    pub devtlb_hits: u64,
+    /// Hits in the prefetch buffer that the DevTLB did not have.
+    pub prefetch_hits: u64,
+    /// Mean time of a request.
+    pub mean_latency_ns: f64,
+    /// Goodput over the whole run, in gigabits a second.
+    pub gbps: f64,
+}
+
+/// What a run found.
+#[derive(Clone, PartialEq, Debug, Default, Serialize)]
+pub struct Outcome {
+    /// Time that passed in the model.
+    pub elapsed_ns: u64,
+    /// Requests of the trace, all ended.
+    pub requests: u64,
+    /// Whole packets of the trace, all ended.
+    pub packets: u64,
+    /// Slots of the link in which the packet found no room and had to be sent again.
+    pub dropped_slots: u64,
+    /// Bytes of those packets.
+    pub bytes: u64,
+    /// Goodput, in gigabits a second.
+    pub gbps: f64,
+    /// Goodput as a fraction of the link's rate.
+    pub link_share: f64,
+    /// Invalidations applied.
+    pub invalidations: u64,
+    /// Page walks.
+    pub walks: u64,
+    /// Memory accesses of those walks.
+    pub walk_accesses: u64,
+    /// What the caches did.
+    pub caches: AllCounts,
+    /// What the prefetch unit did.
+    pub prefetch: PrefetchCounts,
+    /// Time from a request's entry to its end.
+    pub latency: LatencySummary,
+    /// Jain's index over the tenants' packets: 1 if all have the same.
+    pub fairness: f64,
+    /// Tenants, in order of their first request.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tenants: Vec<TenantOutcome>,
+}

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A translation request on its way through the model, and the tags under
+//! which caches know what it asks for.
+
+use pagetide_trace::{Event, PageSize};
+
+/// Domains that a run can tell apart: a tag is 45 bits of page number and 19
+/// bits of domain. Far above the thousands of tenants that the model is for.
+pub const DOMAINS_MAX: u32 = (1 << DOMAIN_BITS) - 1;
+const DOMAIN_BITS: u32 = 19;
+
+/// Page of a domain, of whatever size, as one number: two pages of one domain
+/// differ in their first byte's address.
+pub(crate) type Tag = u64;
+
+/// A tag that no page has (its domain would be [`DOMAINS_MAX`]).
+pub(crate) const NO_TAG: Tag = u64::MAX;
+
+/// Next use of a page that is not used again, as far as anybody knows.
+pub(crate) const NEVER: u64 = u64::MAX;
+
+/// A page as a tenant asked for it: what a history keeps, what a prefetch asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Page {
+    /// Address as issued.
+    pub iova: u64,
+    /// Domain, below [`DOMAINS_MAX`].
+    pub domain: u32,
+    /// Source that asked, as its dense number in this run.
+    pub tenant: u32,
+    /// Source id as in the trace.
+    pub source: u32,
+    /// log2 of the page size.
+    pub shift: u8,
+}
+
+impl Page {
+    pub(crate) fn of(event: &Event, tenant: u32, unknown: PageSize) -> Self {
+        let size = event.page_size.unwrap_or(unknown);
+        #[expect(clippy::cast_possible_truncation, reason = "a shift is at most 57")]
+        let shift = size.shift() as u8;
+        Self {
+            iova: event.iova.0,
+            domain: event.domain.0,
+            tenant,
+            source: event.source.0,
+            shift,
+        }
+    }
+
+    /// Tag of the page itself.
+    pub(crate) const fn tag(&self) -> Tag {
+        self.tag_at(self.shift as u32)
+    }
+
+    /// Tag of the span of `1 << shift` bytes around the address.
+    pub(crate) const fn tag_at(&self, shift: u32) -> Tag {
+        ((self.iova >> shift << shift) >> 12) << DOMAIN_BITS | self.domain as u64
+    }
+
+    /// Page-table level that maps it: 1 for 4 KiB, 2 for 2 MiB, 3 for 1 GiB.
+    pub(crate) const fn level(&self) -> u32 {
+        match self.shift {
+            12 => 1,
+            21 => 2,
+            _ => 3,
+        }
+    }
+}
+
+/// Domain of a tag.
+pub(crate) const fn domain_of(tag: Tag) -> u32 {
+    #[expect(clippy::cast_possible_truncation, reason = "19 bits")]
+    let domain = (tag & DOMAINS_MAX as u64) as u32;
+    domain
+}
+
+/// First address of a tag.
+pub(crate) const fn address_of(tag: Tag) -> u64 {
+    tag >> DOMAIN_BITS << 12
+}
+
+/// log2 of the largest page that may begin where `tag`'s does. A tag does not
+/// tell its page's size; an invalidation that meets the largest possible one
+/// voids it, which at worst voids too much.
+pub(crate) const fn widest_page(tag: Tag) -> u32 {
+    match address_of(tag).trailing_zeros() {
+        30.. => 30,
+        21.. => 21,
+        _ => 12,
+    }
+}
+
+/// A request in flight.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Request {
+    /// What it asks for.
+    pub page: Page,
+    /// Index of the next request for the same page in the trace, [`NEVER`] if none or not known.
+    pub next_use: u64,
+    /// When it entered the device.
+    pub issued_ns: u64,
+    /// Packet it belongs to, as a slot of the packet table.
+    pub packet: u32,
+    /// Who waits for it.
+    pub origin: Origin,
+}
+
+/// Where a request comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) enum Origin {
+    /// A packet waits for it.
+    #[default]
+    Demand,
+    /// The prefetch unit guessed it.
+    Prefetch,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tag_of_the_last_page_of_the_last_domain_is_a_tag() {
+        let page = Page {
+            iova: (1 << pagetide_trace::IOVA_BITS) - 1,
+            domain: DOMAINS_MAX - 1,
+            tenant: 0,
+            source: 0,
+            shift: 12,
+        };
+        assert_ne!(page.tag(), NO_TAG);
+        assert_eq!(domain_of(page.tag()), DOMAINS_MAX - 1);
+        assert_eq!(address_of(page.tag()), page.iova >> 12 << 12);
+    }
+
+    #[test]
+    fn tags_of_one_address_in_two_domains_differ() {
+        let page = Page {
+            iova: 0x3480_0000,
+            shift: 21,
+            ..Page::default()
+        };
+        let other = Page { domain: 1, ..page };
+        assert_ne!(page.tag(), other.tag());
+    }
+}

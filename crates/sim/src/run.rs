@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One run: a configuration, a trace, a result.
+
+use pagetide_trace::EventSource;
+
+use crate::config::{Config, Flavour, Replacement};
+use crate::error::SimError;
+use crate::hypersio::Hypersio;
+use crate::machine::Machine;
+use crate::next_use::NextUses;
+use crate::observe::{Nobody, Observer, StepRecord, Told};
+use crate::outcome::Outcome;
+
+/// A trace that is about to be run.
+pub struct TraceInput<'a> {
+    /// Its events.
+    pub events: &'a mut dyn EventSource,
+    /// Its future; needed if a cache is replaced by the oracle.
+    pub next_uses: Option<&'a NextUses>,
+}
+
+/// Runs `config` over a trace.
+///
+/// # Errors
+/// If the configuration is impossible, the trace is broken, or an oracle lacks
+/// the future.
+pub fn run(config: &Config, trace: TraceInput<'_>) -> Result<Outcome, SimError> {
+    dispatch(config, trace, Nobody)
+}
+
+/// The same, and `told` of every step that a request takes.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_told(
+    config: &Config,
+    trace: TraceInput<'_>,
+    told: &mut dyn FnMut(StepRecord),
+) -> Result<Outcome, SimError> {
+    dispatch(config, trace, Told(told))
+}
+
+fn dispatch<O: Observer>(
+    config: &Config,
+    trace: TraceInput<'_>,
+    observer: O,
+) -> Result<Outcome, SimError> {
+    config.check()?;
+    if config.needs_future() && trace.next_uses.is_none() {
+        return Err(crate::error::impossible(
+            "replacement",
+            "oracle",
+            "the oracle needs the trace's future, which was not given",
+        ));
+    }
+    let TraceInput { events, next_uses } = trace;
+    match config.flavour {
+        Flavour::Hypersio => Machine::<Hypersio, O>::new(config, events, next_uses, observer).run(),
+        Flavour::Paper => todo!(),
+    }
+}
+
+impl Config {
+    /// True if some cache is replaced by the oracle: the run needs [`NextUses`].
+    #[must_use]
+    pub fn needs_future(&self) -> bool {
+        [
+            &self.devtlb,
+            &self.iotlb,
+            &self.l1,
+            &self.l2,
+            &self.l3,
+            &self.l4,
+        ]
+        .iter()
+        .any(|cache| cache.entries > 0 && cache.replacement == Replacement::Oracle)
+    }
+}

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Sources by dense number, in order of their first request: what the model
+//! keeps for each tenant is a row of these tables.
+
+use rustc_hash::FxHashMap;
+
+use crate::outcome::{TenantOutcome, ratio};
+
+/// Source ids below this are looked up in an array: the 16-bit ids of hardware
+/// and those that a hyper-trace numbers on from there.
+const ARRAY_SOURCES: u32 = 1 << 18;
+
+/// No number given yet.
+const NONE: u32 = u32::MAX;
+
+/// Figures of one tenant.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) source: u32,
+    /// Domain of its last request.
+    pub(crate) domain: u32,
+    pub(crate) requests: u64,
+    pub(crate) devtlb_hits: u64,
+    pub(crate) prefetch_hits: u64,
+    pub(crate) latency_ns: u64,
+}
+
+/// All sources seen so far.
+#[derive(Debug, Default)]
+pub(crate) struct Tenants {
+    by_source: Vec<u32>,
+    far_sources: FxHashMap<u32, u32>,
+    pub(crate) tallies: Vec<Tally>,
+}
+
+impl Tenants {
+    /// The dense number of `source`.
+    #[inline]
+    pub(crate) fn number(&mut self, source: u32) -> u32 {
+        match self.by_source.get(source as usize) {
+            Some(number) if *number != NONE => *number,
+            _ => self.number_new(source),
+        }
+    }
+
+    #[cold]
+    fn number_new(&mut self, source: u32) -> u32 {
+        if let Some(number) = self.far_sources.get(&source) {
+            return *number;
+        }
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "at most 2^32 source ids, less one"
+        )]
+        let number = self.tallies.len() as u32;
+        self.tallies.push(Tally {
+            source,
+            ..Tally::default()
+        });
+        if source < ARRAY_SOURCES {
+            let at = source as usize;
+            if self.by_source.len() <= at {
+                self.by_source.resize(at + 1, NONE);
+            }
+            self.by_source[at] = number;
+        } else {
+            self.far_sources.insert(source, number);
+        }
+        number
+    }
+
+    /// Of `number`.
+    #[inline]
+    pub(crate) fn tally(&mut self, number: u32) -> &mut Tally {
+        &mut self.tallies[number as usize]
+    }
+
+    /// Jain's index of the tenants' packets: `(sum x)^2 / (n * sum x^2)`.
+    pub(crate) fn fairness(&self, requests_per_packet: u64) -> f64 {
+        let packets = self
+            .tallies
+            .iter()
+            .map(|tally| tally.requests / requests_per_packet);
+        let sum: u128 = packets.clone().map(u128::from).sum();
+        let squares: u128 = packets.map(|packets| u128::from(packets).pow(2)).sum();
+        if squares == 0 {
+            return 1.0;
+        }
+        #[expect(clippy::cast_precision_loss, reason = "an index for people")]
+        let fairness = (sum * sum) as f64 / (self.tallies.len() as u128 * squares) as f64;
+        fairness
+    }
+
+    /// What each tenant got in `elapsed_ns`.
+    pub(crate) fn outcomes(
+        &self,
+        elapsed_ns: u64,
+        requests_per_packet: u64,
+        packet_bytes: u64,
+    ) -> Vec<TenantOutcome> {
+        self.tallies
+            .iter()
+            .map(|tally| {
+                let packets = tally.requests / requests_per_packet;
+                TenantOutcome {
+                    source: tally.source,
+                    requests: tally.requests,
+                    packets,
+                    devtlb_hits: tally.devtlb_hits,
+                    prefetch_hits: tally.prefetch_hits,
+                    mean_latency_ns: ratio(tally.latency_ns, tally.requests),
+                    gbps: ratio(packets * packet_bytes * 8, elapsed_ns),
+                }
+            })
+            .collect()
+    }
+}
