@@ -6,9 +6,23 @@
 mod error;
 mod event;
 mod hypersio;
+mod hypertrace;
+mod parquet;
+mod partial;
 mod stream;
+mod tenant;
 
 pub use error::TraceError;
 pub use event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId, TraceAccess};
 pub use hypersio::HypersioReader;
+pub use hypertrace::{
+    Built, End, HyperSpec, HyperTrace, Input, Lengths, MAX_BURST_PACKETS, MAX_DOMAINS_PER_SOURCE,
+    MAX_REQUESTS_PER_PACKET, MAX_SOURCES_PER_LOG, MAX_TENANTS, MAX_WEIGHT, Membership, OpenLog,
+    Order, Progress, RecordedInput, RecordedSource, Recordings, Reuse, SourceRule, build,
+};
+pub use parquet::{ParquetReader, ParquetWriter, REQUESTS_PER_PACKET, ROW_GROUP_EVENTS, TraceMeta};
 pub use stream::{BATCH_EVENTS, EventSink, EventSource, Events};
+pub use tenant::{
+    DataPages, GroupAccess, InitPages, MAX_GROUP_PAGES, PageChoice, RunLengths, SinglePage,
+    Stagger, SyntheticTenant, TenantShape, ThirdPage, Timing, Unmap, Workload,
+};

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Keeps what a broken or hostile file can do to the `parquet` crate inside one
+//! file's error: panics, and reservations of memory that the file does not back.
+
+use std::any::Any;
+use std::cell::Cell;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Once;
+
+use parquet::column::page::{Page, PageMetadata, PageReader};
+use parquet::errors::{ParquetError, Result as ParquetResult};
+
+thread_local! {
+    /// Whether this thread is inside [`contained`].
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+static HOOK: Once = Once::new();
+
+/// Runs `call`, a use of the `parquet` crate, and gives its failure as a sentence.
+///
+/// The crate checks most of what it reads, and asserts, indexes or multiplies in
+/// the rest; on a file made for it that is a panic, which is the file's fault and
+/// not ours. It ends here: the message is an error, and the panic hook (which
+/// would print it) is silent for this thread meanwhile. What `call` worked on may
+/// be half changed afterwards: the caller throws it away on any error.
+pub(super) fn contained<T>(call: impl FnOnce() -> ParquetResult<T>) -> Result<T, String> {
+    HOOK.call_once(|| {
+        let others = panic::take_hook();
+        panic::set_hook(Box::new(move |panic| {
+            if !QUIET.get() {
+                others(panic);
+            }
+        }));
+    });
+    let before = QUIET.replace(true);
+    let outcome = panic::catch_unwind(AssertUnwindSafe(call));
+    QUIET.set(before);
+    match outcome {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(panic) => Err(format!(
+            "the Parquet data is inconsistent ({})",
+            message(&*panic)
+        )),
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    panic
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or_else(|| panic.downcast_ref::<&str>().copied())
+        .unwrap_or("no more is known")
+}
+
+/// Pages of a column chunk, passed on only if they are no larger than the file makes them.
+///
+/// The decoders reserve memory for as many values as a page's header claims. A
+/// dictionary holds its values one after the other, at least `value_bytes` each;
+/// a data page holds no more values than its row group has rows.
+pub(super) struct CheckedPages {
+    pub inner: Box<dyn PageReader>,
+    /// Rows of the row group.
+    pub rows: u64,
+    /// Bytes of a value of the column.
+    pub value_bytes: u64,
+}
+
+impl CheckedPages {
+    fn check(&self, page: &Page) -> ParquetResult<()> {
+        let values = u64::from(page.num_values());
+        let most = match page {
+            Page::DictionaryPage { buf, .. } => buf.len() as u64 / self.value_bytes,
+            Page::DataPage { .. } | Page::DataPageV2 { .. } => self.rows,
+        };
+        if values > most {
+            return Err(ParquetError::General(format!(
+                "a page claims {values} values where at most {most} can be"
+            )));
+        }
+        Ok(())
+    }
+}
+
+impl PageReader for CheckedPages {
+    fn get_next_page(&mut self) -> ParquetResult<Option<Page>> {
+        let page = self.inner.get_next_page()?;
+        if let Some(page) = &page {
+            self.check(page)?;
+        }
+        Ok(page)
+    }
+
+    fn peek_next_page(&mut self) -> ParquetResult<Option<PageMetadata>> {
+        self.inner.peek_next_page()
+    }
+
+    fn skip_next_page(&mut self) -> ParquetResult<()> {
+        self.inner.skip_next_page()
+    }
+}
+
+impl Iterator for CheckedPages {
+    type Item = ParquetResult<Page>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.get_next_page().transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn panic_inside_is_an_error_with_its_message() {
+        let outcome: Result<(), String> = contained(|| panic!("no room at {}", 7));
+        assert_eq!(
+            outcome,
+            Err("the Parquet data is inconsistent (no room at 7)".to_owned())
+        );
+        assert!(!QUIET.get());
+    }
+}

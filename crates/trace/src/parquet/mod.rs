@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The project's own trace format: one Parquet file, one row an event.
+//!
+//! ```text
+//! column           type             null means
+//! time_ns          int64            the trace knows only the order
+//! source           uint32           -
+//! domain           uint32           -
+//! iova             uint64           -
+//! page_size_bytes  int64            the trace does not tell
+//! access           uint8, a code    -
+//! kind             uint8, a code    -
+//! ```
+//! The codes are small numbers and not strings, because reading a string for
+//! each of 70 million rows costs more than all the other columns; what they
+//! stand for is in the file itself, under `pagetide.kinds` and
+//! `pagetide.accesses`. An event that is about no source, domain or address has 0 there.
+//!
+//! The file's key-value metadata:
+//!
+//! | key | value |
+//! |---|---|
+//! | `pagetide.format` | `pagetide-trace` |
+//! | `pagetide.version` | `1` |
+//! | `pagetide.requests_per_packet` | consecutive requests that make a packet |
+//! | `pagetide.origin` | JSON: where the events are from, told by who wrote the file |
+//! | `pagetide.kinds`, `pagetide.accesses` | JSON: name to code |
+//!
+//! Rows are in row groups of at most [`ROW_GROUP_EVENTS`], which bounds the
+//! memory of the writer; the reader needs a page of each column. Columns are
+//! found by name and may be nullable where the table says they need not be, so a
+//! file that went through another tool is still read; other columns are ignored.
+//!
+//! # Hostile files
+//! The `parquet` crate is careful but large. All calls into it go through
+//! `contain::contained`, which turns a panic into an error, and its pages pass
+//! `contain::CheckedPages`, which stops those that would make it reserve memory
+//! out of proportion to the file.
+
+mod contain;
+mod reader;
+mod writer;
+
+pub use reader::ParquetReader;
+pub use writer::{ParquetWriter, ROW_GROUP_EVENTS};
+
+use std::num::NonZeroU32;
+
+use crate::event::{EventKind, TraceAccess};
+
+/// Requests a packet of the devices that the paper looks at (HyperTRIO IV-C).
+pub const REQUESTS_PER_PACKET: NonZeroU32 = NonZeroU32::new(3).unwrap();
+
+/// What a trace says about itself.
+#[derive(Clone, PartialEq, Debug)]
+pub struct TraceMeta {
+    /// Consecutive translation requests that make a packet.
+    pub requests_per_packet: NonZeroU32,
+    /// Where the events come from: recipe, seed, file; free JSON, for people and later tools.
+    pub origin: serde_json::Value,
+}
+
+impl Default for TraceMeta {
+    fn default() -> Self {
+        Self {
+            requests_per_packet: REQUESTS_PER_PACKET,
+            origin: serde_json::Value::Null,
+        }
+    }
+}
+
+const FORMAT_KEY: &str = "pagetide.format";
+const FORMAT: &str = "pagetide-trace";
+const VERSION_KEY: &str = "pagetide.version";
+const VERSION: &str = "1";
+const PACKET_KEY: &str = "pagetide.requests_per_packet";
+const ORIGIN_KEY: &str = "pagetide.origin";
+const KINDS_KEY: &str = "pagetide.kinds";
+const ACCESSES_KEY: &str = "pagetide.accesses";
+
+/// The columns, in the order they are written in.
+const SCHEMA: &str = "message trace {
+    optional int64 time_ns;
+    required int32 source (integer(32, false));
+    required int32 domain (integer(32, false));
+    required int64 iova (integer(64, false));
+    optional int64 page_size_bytes;
+    required int32 access (integer(8, false));
+    required int32 kind (integer(8, false));
+}";
+
+/// Kinds with their names in the file; the position is the code, so only append.
+const KINDS: [(EventKind, &str); 9] = [
+    (EventKind::Translate, "translate"),
+    (EventKind::InvalidatePages, "invalidate-pages"),
+    (EventKind::InvalidateDomain, "invalidate-domain"),
+    (EventKind::InvalidateAll, "invalidate-all"),
+    (EventKind::InvalidateSource, "invalidate-source"),
+    (
+        EventKind::InvalidateContextsOfDomain,
+        "invalidate-contexts-of-domain",
+    ),
+    (EventKind::InvalidateContexts, "invalidate-contexts"),
+    (EventKind::Join, "join"),
+    (EventKind::Leave, "leave"),
+];
+
+/// Accesses with their names in the file; the position is the code, so only append.
+const ACCESSES: [(TraceAccess, &str); 3] = [
+    (TraceAccess::Unknown, "unknown"),
+    (TraceAccess::Read, "read"),
+    (TraceAccess::Write, "write"),
+];
+
+/// Code of `kind` in the column of that name.
+const fn kind_code(kind: EventKind) -> i32 {
+    match kind {
+        EventKind::Translate => 0,
+        EventKind::InvalidatePages => 1,
+        EventKind::InvalidateDomain => 2,
+        EventKind::InvalidateAll => 3,
+        EventKind::InvalidateSource => 4,
+        EventKind::InvalidateContextsOfDomain => 5,
+        EventKind::InvalidateContexts => 6,
+        EventKind::Join => 7,
+        EventKind::Leave => 8,
+    }
+}
+
+/// Code of `access` in the column of that name.
+const fn access_code(access: TraceAccess) -> i32 {
+    match access {
+        TraceAccess::Unknown => 0,
+        TraceAccess::Read => 1,
+        TraceAccess::Write => 2,
+    }
+}
+
+/// Entry of a table of codes.
+fn decoded<T: Copy>(table: &[(T, &str)], code: i32) -> Option<T> {
+    usize::try_from(code)
+        .ok()
+        .and_then(|index| table.get(index))
+        .map(|(value, _)| *value)
+}
+
+/// A table of codes as JSON, name to code.
+fn codes_json<T>(table: &[(T, &str)]) -> String {
+    let codes = table
+        .iter()
+        .enumerate()
+        .map(|(code, (_, name))| ((*name).to_owned(), code.into()))
+        .collect();
+    serde_json::Value::Object(codes).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_kind_and_access_has_its_position_as_code() {
+        for (code, (kind, name)) in KINDS.iter().enumerate() {
+            assert_eq!(kind_code(*kind), i32::try_from(code).unwrap(), "{name}");
+        }
+        for (code, (access, name)) in ACCESSES.iter().enumerate() {
+            assert_eq!(access_code(*access), i32::try_from(code).unwrap(), "{name}");
+        }
+    }
+
+    #[test]
+    fn code_outside_the_table_is_none() {
+        assert_eq!(decoded(&KINDS, -1), None);
+        assert_eq!(decoded(&KINDS, 9), None);
+    }
+}

@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Writes a trace as Parquet: rows are gathered column by column until they fill
+//! a row group, which then goes to the file as a whole.
+//!
+//! The file has a temporary name beside its own until it is complete, so whoever
+//! finds a trace finds a whole one.
+
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use parquet::basic::{Compression, Encoding};
+use parquet::data_type::{DataType, Int32Type, Int64Type};
+use parquet::errors::Result as ParquetResult;
+use parquet::file::metadata::KeyValue;
+use parquet::file::properties::{EnabledStatistics, WriterProperties};
+use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
+use parquet::schema::parser::parse_message_type;
+use parquet::schema::types::ColumnPath;
+
+use super::{
+    ACCESSES, ACCESSES_KEY, FORMAT, FORMAT_KEY, KINDS, KINDS_KEY, ORIGIN_KEY, PACKET_KEY, SCHEMA,
+    TraceMeta, VERSION, VERSION_KEY, access_code, codes_json, kind_code,
+};
+use crate::error::TraceError;
+use crate::event::{Event, EventKind, IOVA_BITS};
+use crate::partial::PartialFile;
+use crate::stream::EventSink;
+
+/// Events of a row group: at 29 bytes an event the writer gathers some 8 MB, and
+/// what belongs to a row group as such (dictionaries, metadata) is below one percent.
+pub const ROW_GROUP_EVENTS: usize = 1 << 18;
+
+/// Writes events to a Parquet trace.
+///
+/// Nothing is at the path until [`EventSink::finish`]; a writer that is dropped
+/// before takes its temporary file with it.
+pub struct ParquetWriter {
+    partial: PartialFile,
+    writer: SerializedFileWriter<BufWriter<File>>,
+    rows: Rows,
+    /// Events written before those in `rows`.
+    done: u64,
+    /// Time of the last event that had one.
+    last_time_ns: u64,
+}
+
+/// A row group in the making. Columns that may be null have a level a row (1:
+/// there is a value) and values only for those rows.
+#[derive(Default)]
+struct Rows {
+    time_ns: Vec<i64>,
+    time_levels: Vec<i16>,
+    source: Vec<i32>,
+    domain: Vec<i32>,
+    iova: Vec<i64>,
+    page_size: Vec<i64>,
+    page_size_levels: Vec<i16>,
+    access: Vec<i32>,
+    kind: Vec<i32>,
+}
+
+impl ParquetWriter {
+    /// Begins a trace that will be at `path`.
+    ///
+    /// # Errors
+    /// If no file can be made beside `path`.
+    pub fn create(path: &Path, meta: &TraceMeta) -> Result<Self, TraceError> {
+        let (partial, file) = PartialFile::create(path)?;
+        let writer = parse_message_type(SCHEMA)
+            .and_then(|schema| {
+                SerializedFileWriter::new(
+                    BufWriter::with_capacity(1 << 20, file),
+                    Arc::new(schema),
+                    Arc::new(properties(meta)),
+                )
+            })
+            .map_err(|error| TraceError::File {
+                path: path.to_owned(),
+                reason: error.to_string(),
+            })?;
+        Ok(Self {
+            partial,
+            writer,
+            rows: Rows::default(),
+            done: 0,
+            last_time_ns: 0,
+        })
+    }
+
+    fn path(&self) -> &Path {
+        self.partial.path()
+    }
+
+    /// What would make the reader refuse the event.
+    fn check(&mut self, event: &Event) -> Result<(), String> {
+        if event.iova.0 >> IOVA_BITS != 0 {
+            return Err(format!(
+                "iova {} has more than {IOVA_BITS} bits",
+                event.iova
+            ));
+        }
+        if event.kind == EventKind::Translate
+            && let Some(size) = event.page_size
+            && size.level().is_none()
+        {
+            return Err(format!(
+                "a request for a page of {size}, which no level maps"
+            ));
+        }
+        if let Some(time) = event.time_ns {
+            if time < self.last_time_ns || i64::try_from(time).is_err() {
+                return Err(format!(
+                    "time {time} ns, after {} ns; times never run backwards and end at 2^63",
+                    self.last_time_ns
+                ));
+            }
+            self.last_time_ns = time;
+        }
+        Ok(())
+    }
+
+    /// Writes the gathered rows as a row group.
+    fn flush(&mut self) -> Result<(), TraceError> {
+        if self.rows.kind.is_empty() {
+            return Ok(());
+        }
+        self.rows
+            .write(&mut self.writer)
+            .map_err(|error| write_error(self.partial.path(), &error))?;
+        self.done += self.rows.kind.len() as u64;
+        self.rows.clear();
+        Ok(())
+    }
+}
+
+impl EventSink for ParquetWriter {
+    fn write(&mut self, events: &[Event]) -> Result<(), TraceError> {
+        for event in events {
+            if let Err(reason) = self.check(event) {
+                return Err(TraceError::Record {
+                    path: self.path().to_owned(),
+                    record: self.done + self.rows.kind.len() as u64,
+                    reason,
+                });
+            }
+            self.rows.push(event);
+            if self.rows.kind.len() == ROW_GROUP_EVENTS {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<(), TraceError> {
+        self.flush()?;
+        let path: PathBuf = self.path().to_owned();
+        let buffer = self
+            .writer
+            .into_inner()
+            .map_err(|error| write_error(&path, &error))?;
+        let file = buffer.into_inner().map_err(|error| TraceError::Io {
+            path,
+            source: error.into_error(),
+        })?;
+        self.partial.complete(&file)
+    }
+}
+
+impl std::fmt::Debug for ParquetWriter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ParquetWriter")
+            .field("path", &self.path())
+            .field("done", &self.done)
+            .finish_non_exhaustive()
+    }
+}
+
+fn write_error(path: &Path, error: &parquet::errors::ParquetError) -> TraceError {
+    TraceError::File {
+        path: path.to_owned(),
+        reason: format!("cannot be written: {error}"),
+    }
+}
+
+/// Times are stored as differences. Everything else repeats itself, so it has a
+/// dictionary; where that grows too large the crate falls back to plain values.
+fn properties(meta: &TraceMeta) -> WriterProperties {
+    let pairs = [
+        (FORMAT_KEY, FORMAT.to_owned()),
+        (VERSION_KEY, VERSION.to_owned()),
+        (PACKET_KEY, meta.requests_per_packet.to_string()),
+        (ORIGIN_KEY, meta.origin.to_string()),
+        (KINDS_KEY, codes_json(&KINDS)),
+        (ACCESSES_KEY, codes_json(&ACCESSES)),
+    ];
+    let time = ColumnPath::from("time_ns");
+    WriterProperties::builder()
+        .set_compression(Compression::LZ4_RAW)
+        .set_statistics_enabled(EnabledStatistics::Chunk)
+        .set_column_dictionary_enabled(time.clone(), false)
+        .set_column_encoding(time, Encoding::DELTA_BINARY_PACKED)
+        .set_max_row_group_row_count(Some(ROW_GROUP_EVENTS))
+        .set_created_by(concat!("pagetide ", env!("CARGO_PKG_VERSION")).to_owned())
+        .set_key_value_metadata(Some(
+            pairs
+                .into_iter()
+                .map(|(key, value)| KeyValue::new(key.to_owned(), value))
+                .collect(),
+        ))
+        .build()
+}
+
+impl Rows {
+    /// Adds an event that was checked.
+    fn push(&mut self, event: &Event) {
+        self.time_levels.push(i16::from(event.time_ns.is_some()));
+        self.time_ns.extend(event.time_ns.map(u64::cast_signed));
+        self.source.push(event.source.0.cast_signed());
+        self.domain.push(event.domain.0.cast_signed());
+        self.iova.push(event.iova.0.cast_signed());
+        self.page_size_levels
+            .push(i16::from(event.page_size.is_some()));
+        self.page_size
+            .extend(event.page_size.map(|size| size.bytes().cast_signed()));
+        self.access.push(access_code(event.access));
+        self.kind.push(kind_code(event.kind));
+    }
+
+    fn write(&self, writer: &mut SerializedFileWriter<BufWriter<File>>) -> ParquetResult<()> {
+        let mut group = writer.next_row_group()?;
+        column::<Int64Type>(&mut group, &self.time_ns, Some(&self.time_levels))?;
+        column::<Int32Type>(&mut group, &self.source, None)?;
+        column::<Int32Type>(&mut group, &self.domain, None)?;
+        column::<Int64Type>(&mut group, &self.iova, None)?;
+        column::<Int64Type>(&mut group, &self.page_size, Some(&self.page_size_levels))?;
+        column::<Int32Type>(&mut group, &self.access, None)?;
+        column::<Int32Type>(&mut group, &self.kind, None)?;
+        group.close().map(drop)
+    }
+
+    fn clear(&mut self) {
+        self.time_ns.clear();
+        self.time_levels.clear();
+        self.source.clear();
+        self.domain.clear();
+        self.iova.clear();
+        self.page_size.clear();
+        self.page_size_levels.clear();
+        self.access.clear();
+        self.kind.clear();
+    }
+}
+
+/// Writes the next column of a row group.
+fn column<T: DataType>(
+    group: &mut SerializedRowGroupWriter<'_, BufWriter<File>>,
+    values: &[T::T],
+    levels: Option<&[i16]>,
+) -> ParquetResult<()> {
+    let Some(mut writer) = group.next_column()? else {
+        return Err(parquet::errors::ParquetError::General(
+            "more columns than the schema has".to_owned(),
+        ));
+    };
+    writer.typed::<T>().write_batch(values, levels, None)?;
+    writer.close()
+}
