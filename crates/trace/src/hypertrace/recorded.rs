@@ -1,0 +1,447 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Logs taken apart into one stream a source, so that a hyper-trace can read
+//! thousands of them side by side.
+//!
+//! A log has its sources mixed. A reader for each tenant would decode a log as
+//! many times as it has sources (24 in the paper's) and would keep thousands of
+//! decoders. So each log is read once, and its events go to one unnamed
+//! temporary file, each source into a chain of chunks of its own:
+//!
+//! ```text
+//!   │ A: next=3 │ B: next=4 │ C: next=… │ A: next=5 │ B: end │ A: end │
+//! ```
+//!
+//! A chunk's successor is given its place when the chunk is written, so nothing
+//! is written twice and no index grows with the trace: while a log is read,
+//! memory holds one chunk for each of its sources, and afterwards one for each
+//! tenant that reads. On disk an event takes 24 bytes.
+//!
+//! A log's invalidations reach the sources that they concern: one of a domain
+//! goes to every source seen with that domain so far, a global one to every
+//! source seen so far, as one of each of its domains. So a flush on one recorded
+//! machine does not empty the caches of tenants that were never on it. Joins and
+//! leaves of a log are left out; the constructor knows better who is there.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use pagetide_addr::Iova;
+
+use crate::error::TraceError;
+use crate::event::{Event, EventKind, IommuDomain, PageSize, SourceId, TraceAccess};
+use crate::stream::{BATCH_EVENTS, EventSource};
+
+const RECORD_BYTES: usize = 24;
+/// Records of a chunk: 3 KiB, so that a thousand readers take 3 MiB.
+const CHUNK_RECORDS: usize = 128;
+/// The number of the next chunk, then records.
+const CHUNK_BYTES: usize = 8 + CHUNK_RECORDS * RECORD_BYTES;
+/// Sources that one log may have: PCIe has no more ids.
+pub const MAX_SOURCES_PER_LOG: usize = 1 << 16;
+/// Domains that one source may have in one log; a device that is handed from
+/// the host to a tenant and back has two.
+pub const MAX_DOMAINS_PER_SOURCE: usize = 64;
+const NO_TIME: u64 = u64::MAX;
+
+/// One source of one log.
+#[derive(Clone, Debug)]
+pub struct RecordedSource {
+    /// Which log, in the order they were added.
+    pub log: usize,
+    /// Its id there.
+    pub source: SourceId,
+    /// Its translation requests.
+    pub requests: u64,
+    /// Whether every event had a time.
+    pub timed: bool,
+    /// The domains it was seen with, that of its first request first.
+    pub domains: Vec<IommuDomain>,
+    first_chunk: u64,
+    records: u64,
+}
+
+/// Logs taken apart.
+#[derive(Debug)]
+pub struct Recordings {
+    file: Arc<File>,
+    chunks: u64,
+    logs: usize,
+    sources: Vec<RecordedSource>,
+}
+
+impl Recordings {
+    /// No log yet.
+    ///
+    /// # Errors
+    /// If there is no room for a temporary file.
+    pub fn new() -> Result<Self, TraceError> {
+        let file = tempfile::tempfile().map_err(spill_error)?;
+        Ok(Self {
+            file: Arc::new(file),
+            chunks: 0,
+            logs: 0,
+            sources: Vec::new(),
+        })
+    }
+
+    /// Every source of every log so far, in order of log and first request.
+    #[must_use]
+    pub fn sources(&self) -> &[RecordedSource] {
+        &self.sources
+    }
+
+    /// Takes `log` apart, to its end.
+    ///
+    /// # Errors
+    /// If the log is broken, has more sources or domains than any machine, or
+    /// the temporary file cannot take it. Nothing of that log is kept then.
+    pub fn add(&mut self, log: &mut dyn EventSource) -> Result<(), TraceError> {
+        let mut split = Split {
+            file: &self.file,
+            chunks: self.chunks,
+            log: self.logs,
+            open: Vec::new(),
+            by_source: HashMap::new(),
+            by_domain: HashMap::new(),
+        };
+        let mut batch = Vec::with_capacity(BATCH_EVENTS);
+        loop {
+            batch.clear();
+            if log.next_batch(&mut batch)? == 0 {
+                break;
+            }
+            for event in &batch {
+                split.take(event)?;
+            }
+        }
+        let (sources, chunks) = split.finish()?;
+        self.sources.extend(sources);
+        self.chunks = chunks;
+        self.logs += 1;
+        Ok(())
+    }
+}
+
+/// A source whose log is being read.
+#[derive(Debug)]
+struct Open {
+    summary: RecordedSource,
+    /// The place of the chunk being filled.
+    chunk: u64,
+    bytes: Vec<u8>,
+}
+
+/// The state of taking one log apart.
+struct Split<'a> {
+    file: &'a File,
+    chunks: u64,
+    log: usize,
+    open: Vec<Open>,
+    by_source: HashMap<SourceId, usize>,
+    /// Sources seen with a domain, each with the domain's place in its list.
+    by_domain: HashMap<IommuDomain, Vec<(usize, u32)>>,
+}
+
+impl Split<'_> {
+    fn take(&mut self, event: &Event) -> Result<(), TraceError> {
+        match event.kind {
+            EventKind::Translate => {
+                let at = self.source(event.source)?;
+                let domain = self.domain_of(at, event.domain)?;
+                self.open[at].summary.requests += 1;
+                self.push(at, event, domain)
+            }
+            EventKind::InvalidateSource => match self.by_source.get(&event.source) {
+                Some(&at) => {
+                    let domain = self.domain_of(at, event.domain)?;
+                    self.push(at, event, domain)
+                }
+                None => Ok(()),
+            },
+            EventKind::InvalidatePages
+            | EventKind::InvalidateDomain
+            | EventKind::InvalidateContextsOfDomain => {
+                let reached = self.by_domain.get(&event.domain).cloned();
+                for (at, domain) in reached.unwrap_or_default() {
+                    self.push(at, event, domain)?;
+                }
+                Ok(())
+            }
+            EventKind::InvalidateAll => self.to_all(event, EventKind::InvalidateDomain),
+            EventKind::InvalidateContexts => {
+                self.to_all(event, EventKind::InvalidateContextsOfDomain)
+            }
+            EventKind::Join | EventKind::Leave => Ok(()),
+        }
+    }
+
+    fn to_all(&mut self, event: &Event, kind: EventKind) -> Result<(), TraceError> {
+        let event = Event { kind, ..*event };
+        for at in 0..self.open.len() {
+            for domain in (0..).take(self.open[at].summary.domains.len()) {
+                self.push(at, &event, domain)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn source(&mut self, source: SourceId) -> Result<usize, TraceError> {
+        if let Some(&at) = self.by_source.get(&source) {
+            return Ok(at);
+        }
+        let at = self.open.len();
+        if at == MAX_SOURCES_PER_LOG {
+            return Err(TraceError::Asked(format!(
+                "log {} has more than {MAX_SOURCES_PER_LOG} sources",
+                self.log
+            )));
+        }
+        let chunk = self.new_chunk();
+        self.open.push(Open {
+            summary: RecordedSource {
+                log: self.log,
+                source,
+                requests: 0,
+                timed: true,
+                domains: Vec::new(),
+                first_chunk: chunk,
+                records: 0,
+            },
+            chunk,
+            bytes: Vec::new(),
+        });
+        self.by_source.insert(source, at);
+        Ok(at)
+    }
+
+    /// The place of `domain` in the list of source `at`.
+    fn domain_of(&mut self, at: usize, domain: IommuDomain) -> Result<u32, TraceError> {
+        let summary = &mut self.open[at].summary;
+        if let Some(place) = (0..).zip(&summary.domains).find(|(_, d)| **d == domain) {
+            return Ok(place.0);
+        }
+        if summary.domains.len() == MAX_DOMAINS_PER_SOURCE {
+            return Err(TraceError::Asked(format!(
+                "log {}: source {:#x} has more than {MAX_DOMAINS_PER_SOURCE} domains",
+                summary.log, summary.source.0
+            )));
+        }
+        #[expect(clippy::cast_possible_truncation, reason = "limited just above")]
+        let place = summary.domains.len() as u32;
+        summary.domains.push(domain);
+        self.by_domain.entry(domain).or_default().push((at, place));
+        Ok(place)
+    }
+
+    fn push(&mut self, at: usize, event: &Event, domain: u32) -> Result<(), TraceError> {
+        if self.open[at].bytes.len() == CHUNK_BYTES {
+            self.write_chunk(at)?;
+        }
+        let open = &mut self.open[at];
+        if open.bytes.is_empty() {
+            open.bytes.extend_from_slice(&[0; 8]);
+        }
+        open.bytes.extend_from_slice(&record(event, domain));
+        open.summary.records += 1;
+        open.summary.timed &= event.time_ns.is_some();
+        Ok(())
+    }
+
+    /// Writes the full or last chunk of source `at` and gives its successor a place.
+    fn write_chunk(&mut self, at: usize) -> Result<(), TraceError> {
+        let next = self.new_chunk();
+        let open = &mut self.open[at];
+        open.bytes[..8].copy_from_slice(&next.to_le_bytes());
+        self.file
+            .write_all_at(&open.bytes, open.chunk * CHUNK_BYTES as u64)
+            .map_err(spill_error)?;
+        open.bytes.clear();
+        open.chunk = next;
+        Ok(())
+    }
+
+    fn new_chunk(&mut self) -> u64 {
+        self.chunks += 1;
+        self.chunks - 1
+    }
+
+    fn finish(mut self) -> Result<(Vec<RecordedSource>, u64), TraceError> {
+        for at in 0..self.open.len() {
+            if !self.open[at].bytes.is_empty() {
+                self.write_chunk(at)?;
+            }
+        }
+        let sources = self.open.into_iter().map(|open| open.summary).collect();
+        Ok((sources, self.chunks))
+    }
+}
+
+/// A tenant that reads one recorded source.
+#[derive(Debug)]
+pub(super) struct Cursor {
+    file: Arc<File>,
+    next_chunk: u64,
+    records_left: u64,
+    requests_left: u64,
+    requests_per_packet: u32,
+    bytes: Vec<u8>,
+    at: usize,
+    source: SourceId,
+    /// New numbers of the source's domains.
+    domains: Box<[IommuDomain]>,
+}
+
+impl Cursor {
+    /// At the beginning of `recorded`, under new ids; `domains` has one for each
+    /// domain of the source.
+    pub(super) fn new(
+        recordings: &Recordings,
+        recorded: &RecordedSource,
+        requests_per_packet: u32,
+        source: SourceId,
+        domains: Box<[IommuDomain]>,
+    ) -> Self {
+        debug_assert_eq!(domains.len(), recorded.domains.len());
+        Self {
+            file: Arc::clone(&recordings.file),
+            next_chunk: recorded.first_chunk,
+            records_left: recorded.records,
+            requests_left: recorded.requests,
+            requests_per_packet,
+            bytes: Vec::new(),
+            at: 0,
+            source,
+            domains,
+        }
+    }
+
+    /// Whole packets left.
+    pub(super) fn packets_left(&self) -> u64 {
+        self.requests_left / u64::from(self.requests_per_packet)
+    }
+
+    /// Appends the requests of the next packet, and before each the
+    /// invalidations that came before it.
+    pub(super) fn next_packet(&mut self, out: &mut Vec<Event>) -> Result<(), TraceError> {
+        let mut requests = 0;
+        while requests < self.requests_per_packet {
+            let Some(bytes) = self.next_record()? else {
+                break;
+            };
+            let event = self.event(&bytes);
+            if event.kind == EventKind::Translate {
+                requests += 1;
+                self.requests_left -= 1;
+            }
+            out.push(event);
+        }
+        Ok(())
+    }
+
+    /// When the next event is; `None` without times and at the end.
+    pub(super) fn next_time_ns(&mut self) -> Result<Option<u64>, TraceError> {
+        let Some(bytes) = self.next_record()? else {
+            return Ok(None);
+        };
+        self.at -= RECORD_BYTES;
+        self.records_left += 1;
+        Ok(self.event(&bytes).time_ns)
+    }
+
+    fn next_record(&mut self) -> Result<Option<[u8; RECORD_BYTES]>, TraceError> {
+        if self.records_left == 0 {
+            return Ok(None);
+        }
+        if self.at == self.bytes.len() {
+            self.read_chunk()?;
+        }
+        let record = self.bytes[self.at..].first_chunk().copied();
+        self.at += RECORD_BYTES;
+        self.records_left -= 1;
+        Ok(record)
+    }
+
+    fn read_chunk(&mut self) -> Result<(), TraceError> {
+        let records = usize::try_from(self.records_left)
+            .unwrap_or(usize::MAX)
+            .min(CHUNK_RECORDS);
+        self.bytes.resize(8 + records * RECORD_BYTES, 0);
+        self.file
+            .read_exact_at(&mut self.bytes, self.next_chunk * CHUNK_BYTES as u64)
+            .map_err(spill_error)?;
+        self.next_chunk = word(&self.bytes, 0);
+        self.at = 8;
+        Ok(())
+    }
+
+    fn event(&self, bytes: &[u8; RECORD_BYTES]) -> Event {
+        let [kind, access, shift, domain, ..] = word(bytes, 16).to_le_bytes();
+        let time_ns = word(bytes, 8);
+        Event {
+            time_ns: (time_ns != NO_TIME).then_some(time_ns),
+            source: self.source,
+            domain: self
+                .domains
+                .get(usize::from(domain))
+                .copied()
+                .unwrap_or_default(),
+            iova: Iova(word(bytes, 0)),
+            page_size: PageSize::from_shift(u32::from(shift)),
+            access: [TraceAccess::Unknown, TraceAccess::Read, TraceAccess::Write]
+                [usize::from(access).min(2)],
+            kind: KINDS[usize::from(kind).min(KINDS.len() - 1)],
+        }
+    }
+}
+
+/// Kinds as numbered in a record.
+const KINDS: [EventKind; 5] = [
+    EventKind::Translate,
+    EventKind::InvalidatePages,
+    EventKind::InvalidateDomain,
+    EventKind::InvalidateSource,
+    EventKind::InvalidateContextsOfDomain,
+];
+
+const _: () = assert!(
+    MAX_DOMAINS_PER_SOURCE <= 1 << 8,
+    "a domain's place is a byte"
+);
+
+/// 24 bytes: address, time, then kind, access, log2 of the page size (0: unknown) and domain, a byte each.
+fn record(event: &Event, domain: u32) -> [u8; RECORD_BYTES] {
+    let kind = match event.kind {
+        EventKind::InvalidatePages => 1,
+        EventKind::InvalidateDomain => 2,
+        EventKind::InvalidateSource => 3,
+        EventKind::InvalidateContextsOfDomain => 4,
+        _ => 0,
+    };
+    let access = match event.access {
+        TraceAccess::Unknown => 0,
+        TraceAccess::Read => 1,
+        TraceAccess::Write => 2,
+    };
+    let shift = u64::from(event.page_size.map_or(0, PageSize::shift));
+    let tail: u64 = kind | access << 8 | shift << 16 | u64::from(domain) << 24;
+    let mut bytes = [0; RECORD_BYTES];
+    bytes[..8].copy_from_slice(&event.iova.0.to_le_bytes());
+    bytes[8..16].copy_from_slice(&event.time_ns.unwrap_or(NO_TIME).to_le_bytes());
+    bytes[16..].copy_from_slice(&tail.to_le_bytes());
+    bytes
+}
+
+fn word(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}
+
+fn spill_error(source: std::io::Error) -> TraceError {
+    TraceError::Io {
+        path: std::env::temp_dir(),
+        source,
+    }
+}

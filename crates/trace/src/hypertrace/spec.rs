@@ -1,0 +1,405 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a hyper-trace is to be: the settings of the constructor, as a TOML file
+//! or a command line gives them.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::TraceError;
+use crate::event::SourceId;
+use crate::tenant::{TenantShape, Workload};
+
+/// Tenants that a hyper-trace may have; a thousand times the paper's.
+pub const MAX_TENANTS: u32 = 1 << 20;
+/// Packets that a turn may have.
+pub const MAX_BURST_PACKETS: u32 = 1 << 20;
+/// Largest weight. In RR a tenant of weight 1 waits for so many rounds.
+pub const MAX_WEIGHT: u32 = 1 << 16;
+/// Requests that a packet of a recorded tenant may be.
+pub const MAX_REQUESTS_PER_PACKET: u32 = 1 << 10;
+
+/// Whose turn it is (IV-B).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Order {
+    /// One after the other: RR. The order is imposed, so events carry no times.
+    #[default]
+    Rr,
+    /// Each turn anybody's, by seed: RAND. Events carry no times.
+    Rand,
+    /// As the tenants' own times say; a turn is one packet. Not in the paper:
+    /// for tenants with [`crate::Timing`] or logs with times.
+    Time,
+}
+
+impl Order {
+    /// Its name in files and on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Rr => "rr",
+            Self::Rand => "rand",
+            Self::Time => "time",
+        }
+    }
+}
+
+/// When a hyper-trace ends, if no number of packets ends it before.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum End {
+    /// When a tenant has its turn and nothing left: the paper, "in order to
+    /// avoid the edge effect when only a subset of all tenants is active" (V-A).
+    #[default]
+    FirstRunsOut,
+    /// The same, but the others of that round still have their turn: what the
+    /// authors' program does in RR. Only RR has rounds.
+    RoundFinished,
+    /// When nobody has anything left: what the authors' program does in RAND.
+    AllRunOut,
+}
+
+/// Lengths of tenants, between two figures and both of them reached: one tenant
+/// has the least, one the most, each other one a random length between (Table III).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Lengths {
+    /// Packets of the shortest tenant.
+    pub min_packets: u64,
+    /// Packets of the longest.
+    pub max_packets: u64,
+}
+
+impl Lengths {
+    /// Table III, in packets of three requests; `None` for a workload that is not in it.
+    #[must_use]
+    #[doc(alias = "Table III")]
+    pub const fn of_paper(workload: Workload) -> Option<Self> {
+        let (min, max) = match workload {
+            Workload::Seq => return None,
+            Workload::Iperf3 => (68_079, 108_510),
+            Workload::Mediastream => (5_520, 73_657),
+            Workload::Websearch => (43_362, 108_513),
+        };
+        Some(Self {
+            min_packets: min / 3,
+            max_packets: max / 3,
+        })
+    }
+}
+
+/// The source id of tenant number `i`, counted from 0.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum SourceRule {
+    /// `first + step * i`: no two tenants share one.
+    Unique {
+        /// Of tenant 0.
+        first: u32,
+        /// From one tenant to the next; at least 1.
+        step: u32,
+        /// Bits that an id may have: 16 in PCIe, and in the authors' format; at most 32.
+        id_bits: u32,
+    },
+    /// `128 * (i / n) + 8 * (2 + i % n)` with `n` devices a log: the rule of the
+    /// authors' trace constructor, under which ids of neighbouring logs collide
+    /// if `n` is above 16, and which is here to study just that.
+    Log {
+        /// Devices in one log: 24 in the paper's runs, 12 for websearch.
+        devices_per_log: u32,
+    },
+}
+
+impl Default for SourceRule {
+    fn default() -> Self {
+        Self::Unique {
+            first: 16,
+            step: 8,
+            id_bits: 16,
+        }
+    }
+}
+
+impl SourceRule {
+    /// The source of tenant `tenant`, or `None` if 32 bits cannot hold it.
+    #[must_use]
+    pub fn source(self, tenant: u32) -> Option<SourceId> {
+        let i = u64::from(tenant);
+        let id = match self {
+            Self::Unique { first, step, .. } => u64::from(first) + u64::from(step) * i,
+            Self::Log { devices_per_log } => {
+                let n = u64::from(devices_per_log);
+                128 * i.checked_div(n)? + 8 * (2 + i % n)
+            }
+        };
+        u32::try_from(id).ok().map(SourceId)
+    }
+
+    /// Its name in files: `unique`, or `log24` for 24 devices a log.
+    #[must_use]
+    pub fn name(self) -> String {
+        match self {
+            Self::Unique { .. } => "unique".to_owned(),
+            Self::Log { devices_per_log } => format!("log{devices_per_log}"),
+        }
+    }
+
+    fn look_at(self, tenants: u32) -> Result<(), TraceError> {
+        match self {
+            Self::Unique { step: 0, .. } => {
+                asked("sources.unique.step = 0: two tenants would share an id".to_owned())
+            }
+            Self::Unique {
+                id_bits: 0 | 33.., ..
+            } => asked("sources.unique.id_bits: between 1 and 32".to_owned()),
+            Self::Unique {
+                first,
+                step,
+                id_bits,
+            } => {
+                let last = u64::from(first) + u64::from(step) * u64::from(tenants - 1);
+                if last >> id_bits == 0 {
+                    return Ok(());
+                }
+                asked(format!(
+                    "{tenants} tenants with ids from {first} in steps of {step} need ids up to {last}, \
+                     which {id_bits} bits do not hold: take a smaller step, or more id_bits"
+                ))
+            }
+            Self::Log { devices_per_log: 0 } => {
+                asked("sources.log.devices_per_log = 0: a log has at least one device".to_owned())
+            }
+            Self::Log { .. } => match self.source(tenants - 1) {
+                Some(_) => Ok(()),
+                None => asked(format!("{tenants} tenants need ids of more than 32 bits")),
+            },
+        }
+    }
+}
+
+/// Whether the trace says who comes and goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Membership {
+    /// Requests alone, as in the authors' traces.
+    #[default]
+    Silent,
+    /// A join right before a tenant's first packet, and a leave right after its
+    /// last; of tenants that the end of the trace cuts off, at that end.
+    Announced,
+}
+
+/// What the tenants are.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Input {
+    /// Made by a recipe.
+    Synthetic(TenantShape),
+    /// Taken from logs.
+    Recorded(RecordedInput),
+}
+
+/// Tenants from logs: the sources of the logs in order, each one tenant.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RecordedInput {
+    /// The logs, of any format that can be read.
+    pub logs: Vec<PathBuf>,
+    /// Consecutive requests of a source that are one packet (IV-C: 3).
+    #[serde(default = "three")]
+    pub requests_per_packet: u32,
+    /// What to do if there are fewer sources than tenants.
+    #[serde(default)]
+    pub reuse: Reuse,
+}
+
+const fn three() -> u32 {
+    3
+}
+
+/// Whether one recorded source may be several tenants.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reuse {
+    /// No: more tenants than sources are an error.
+    #[default]
+    Never,
+    /// Yes, from the first source again when the last is taken. Such tenants do
+    /// the same in step, which real ones do not.
+    Wrap,
+}
+
+/// What a hyper-trace is to be.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HyperSpec {
+    /// How many tenants.
+    pub tenants: u32,
+    /// What they are.
+    pub input: Input,
+    /// What every random choice follows from.
+    #[serde(default = "one")]
+    pub seed: u64,
+    /// Whose turn it is.
+    #[serde(default)]
+    pub order: Order,
+    /// Packets of one turn: 1 in RR1 and RAND1, 4 in RR4.
+    #[serde(default = "one_packet")]
+    pub burst_packets: u32,
+    /// Packets of the whole trace, at most.
+    #[serde(default)]
+    pub packets: Option<u64>,
+    /// When it ends otherwise.
+    #[serde(default)]
+    pub end: End,
+    /// How long the tenants are. Not given: synthetic ones are endless, recorded
+    /// ones as they are; given: recorded ones are cut to it.
+    #[serde(default)]
+    pub lengths: Option<Lengths>,
+    /// Bandwidth of the tenants in proportion: that of tenant `i` is entry `i`
+    /// modulo the length. None: all alike. In RR a tenant sits out rounds, in
+    /// RAND it is chosen less often; its bursts stay whole.
+    #[serde(default)]
+    pub weights: Vec<u32>,
+    /// Under which source ids.
+    #[serde(default)]
+    pub sources: SourceRule,
+    /// Whether joins and leaves are told.
+    #[serde(default)]
+    pub membership: Membership,
+}
+
+const fn one() -> u64 {
+    1
+}
+
+const fn one_packet() -> u32 {
+    1
+}
+
+impl HyperSpec {
+    /// `tenants` tenants of `shape`, RR1, endless unless [`HyperSpec::packets`]
+    /// or [`HyperSpec::lengths`] is set.
+    #[must_use]
+    pub fn synthetic(shape: TenantShape, tenants: u32) -> Self {
+        Self::new(Input::Synthetic(shape), tenants)
+    }
+
+    /// `tenants` tenants of `input`, RR1, with every other setting at its default.
+    #[must_use]
+    pub fn new(input: Input, tenants: u32) -> Self {
+        Self {
+            tenants,
+            input,
+            seed: one(),
+            order: Order::default(),
+            burst_packets: one_packet(),
+            packets: None,
+            end: End::default(),
+            lengths: None,
+            weights: Vec::new(),
+            sources: SourceRule::default(),
+            membership: Membership::default(),
+        }
+    }
+
+    /// Looks at every setting that can be judged without the logs.
+    ///
+    /// # Errors
+    /// [`TraceError::Asked`] with what is wrong and what would be right.
+    pub fn look_at_settings(&self) -> Result<(), TraceError> {
+        within("tenants", u64::from(self.tenants), u64::from(MAX_TENANTS))?;
+        within(
+            "burst_packets",
+            u64::from(self.burst_packets),
+            u64::from(MAX_BURST_PACKETS),
+        )?;
+        if let Some(packets) = self.packets {
+            within("packets", packets, u64::MAX)?;
+        }
+        self.look_at_end()?;
+        self.look_at_order()?;
+        self.sources.look_at(self.tenants)?;
+        match &self.input {
+            Input::Synthetic(shape) => shape.layout().map(drop),
+            Input::Recorded(input) => within(
+                "requests_per_packet",
+                u64::from(input.requests_per_packet),
+                u64::from(MAX_REQUESTS_PER_PACKET),
+            ),
+        }
+    }
+
+    fn look_at_end(&self) -> Result<(), TraceError> {
+        if let Some(lengths) = self.lengths {
+            within("lengths.min_packets", lengths.min_packets, u64::MAX)?;
+            if lengths.min_packets > lengths.max_packets {
+                return asked(format!(
+                    "lengths: min_packets = {} is above max_packets = {}",
+                    lengths.min_packets, lengths.max_packets
+                ));
+            }
+        } else if self.packets.is_none() && matches!(self.input, Input::Synthetic(_)) {
+            return asked("synthetic tenants never run out: give packets, or lengths".to_owned());
+        }
+        if self.end == End::RoundFinished && self.order != Order::Rr {
+            return asked(format!(
+                "end = \"round_finished\" is for order = \"rr\"; order = \"{}\" has no rounds",
+                self.order.name()
+            ));
+        }
+        Ok(())
+    }
+
+    fn look_at_order(&self) -> Result<(), TraceError> {
+        for &weight in &self.weights {
+            within("weights", u64::from(weight), u64::from(MAX_WEIGHT))?;
+        }
+        if self.weights.len() > self.tenants as usize {
+            return asked(format!(
+                "{} weights for {} tenants",
+                self.weights.len(),
+                self.tenants
+            ));
+        }
+        if self.order != Order::Time {
+            return Ok(());
+        }
+        if self.burst_packets != 1 || !self.weights.is_empty() {
+            return asked(
+                "order = \"time\" follows the tenants' own times: burst_packets is 1 and there are no weights"
+                    .to_owned(),
+            );
+        }
+        match &self.input {
+            Input::Synthetic(shape) if shape.timing.is_none() => asked(
+                "order = \"time\" needs tenants with times: give input.synthetic.timing".to_owned(),
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// Weight of tenant `tenant`.
+    pub(crate) fn weight(&self, tenant: u32) -> u32 {
+        match self.weights.len() {
+            0 => 1,
+            n => self.weights[tenant as usize % n],
+        }
+    }
+}
+
+/// Refuses a count of 0 or above `max`.
+fn within(name: &str, count: u64, max: u64) -> Result<(), TraceError> {
+    if (1..=max).contains(&count) {
+        return Ok(());
+    }
+    asked(match max {
+        u64::MAX => format!("{name} = {count}: at least 1"),
+        _ => format!("{name} = {count}: between 1 and {max}"),
+    })
+}
+
+fn asked<T>(sentence: String) -> Result<T, TraceError> {
+    Err(TraceError::Asked(sentence))
+}
