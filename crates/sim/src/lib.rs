@@ -23,6 +23,7 @@ mod request;
 mod run;
 mod table;
 mod tenants;
+pub mod verify;
 
 pub use config::Config;
 pub use error::SimError;

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+//! How far the model is from the authors' program.
+
+use serde::Serialize;
+
+use super::row::Reference;
+use crate::config::Replacement;
+
+/// LRU and oracle rows may differ by this fraction of the elapsed time.
+pub const EXACT_ERROR_MAX: f64 = 0.001;
+/// LFU rows may lie outside the range of the tie seeds by this fraction.
+pub const LFU_ERROR_MAX: f64 = 0.03;
+
+/// One row's comparison.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct RowOutcome {
+    /// Number of the row in the table, from 1.
+    pub row: usize,
+    /// Name of its configuration.
+    pub config: String,
+    /// Replacement of the DevTLB.
+    pub replacement: Replacement,
+    /// What the program printed.
+    pub reference_ns: u64,
+    /// What the model says; the least of the tie seeds.
+    pub least_ns: u64,
+    /// The most of the tie seeds; equal to the least without ties.
+    pub most_ns: u64,
+    /// Dropped slots agree too (where the table has them, and there are no ties).
+    pub drops_agree: Option<bool>,
+    /// Distance of the program's answer from the range, as a fraction of it.
+    pub error: f64,
+}
+
+impl RowOutcome {
+    pub(super) fn of(row: &Reference, answers: impl Iterator<Item = (u64, u64)>) -> Self {
+        let answers: Vec<(u64, u64)> = answers.collect();
+        let times = answers.iter().map(|(elapsed, _)| *elapsed);
+        let least_ns = times.clone().min().unwrap_or(0);
+        let most_ns = times.max().unwrap_or(0);
+        let reference_ns = row.elapsed_ns;
+        let distance = least_ns
+            .saturating_sub(reference_ns)
+            .max(reference_ns.saturating_sub(most_ns));
+        let replacement = row.config.devtlb.replacement;
+        Self {
+            row: row.row,
+            config: row.name.clone(),
+            replacement,
+            reference_ns,
+            least_ns,
+            most_ns,
+            drops_agree: match (row.dropped_slots, replacement) {
+                (Some(dropped), Replacement::Lru | Replacement::Oracle) => {
+                    Some(answers.iter().all(|(_, ours)| *ours == dropped))
+                }
+                _ => None,
+            },
+            error: crate::outcome::ratio(distance, reference_ns),
+        }
+    }
+}
+
+/// The comparison in figures.
+#[derive(Clone, PartialEq, Debug, Default, Serialize)]
+pub struct VerifyFigures {
+    /// Rows compared.
+    pub rows: usize,
+    /// Rows whose trace is not there.
+    pub rows_without_trace: usize,
+    /// LRU rows compared.
+    pub lru_rows: usize,
+    /// Oracle rows compared.
+    pub oracle_rows: usize,
+    /// LFU rows compared.
+    pub lfu_rows: usize,
+    /// LRU rows equal to the nanosecond.
+    pub lru_exact: usize,
+    /// Oracle rows equal to the nanosecond.
+    pub oracle_exact: usize,
+    /// LFU rows within the range of the tie seeds.
+    pub lfu_within: usize,
+    /// Rows without ties whose dropped slots agree as well.
+    pub drops_exact: usize,
+    /// Worst LRU row, as a fraction of the elapsed time.
+    pub lru_error_max: f64,
+    /// Worst oracle row.
+    pub oracle_error_max: f64,
+    /// Worst LFU row.
+    pub lfu_error_max: f64,
+}
+
+/// The whole comparison.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct VerifyReport {
+    /// `verify`.
+    pub name: &'static str,
+    /// True if every row compared is within its bound, and there was one.
+    pub agrees: bool,
+    /// In figures.
+    pub figures: VerifyFigures,
+    /// The rows furthest off, worst first.
+    pub worst: Vec<RowOutcome>,
+}
+
+/// Rows that are shown.
+const SHOWN: usize = 10;
+
+impl VerifyReport {
+    pub(super) fn of(mut rows: Vec<RowOutcome>, rows_without_trace: usize) -> Self {
+        let mut figures = VerifyFigures {
+            rows: rows.len(),
+            rows_without_trace,
+            ..VerifyFigures::default()
+        };
+        for row in &rows {
+            let exact = row.error == 0.0;
+            figures.drops_exact += usize::from(row.drops_agree == Some(true));
+            let (count, good, worst) = match row.replacement {
+                Replacement::Lru => (
+                    &mut figures.lru_rows,
+                    &mut figures.lru_exact,
+                    &mut figures.lru_error_max,
+                ),
+                Replacement::Oracle => (
+                    &mut figures.oracle_rows,
+                    &mut figures.oracle_exact,
+                    &mut figures.oracle_error_max,
+                ),
+                Replacement::Lfu => (
+                    &mut figures.lfu_rows,
+                    &mut figures.lfu_within,
+                    &mut figures.lfu_error_max,
+                ),
+            };
+            *count += 1;
+            *good += usize::from(exact);
+            *worst = worst.max(row.error);
+        }
+        rows.sort_by(|one, other| other.error.total_cmp(&one.error));
+        rows.truncate(SHOWN);
+        Self {
+            name: "verify",
+            agrees: figures.rows > 0
+                && figures.lru_error_max <= EXACT_ERROR_MAX
+                && figures.oracle_error_max <= EXACT_ERROR_MAX
+                && figures.lfu_error_max <= LFU_ERROR_MAX,
+            figures,
+            worst: rows.into_iter().filter(|row| row.error > 0.0).collect(),
+        }
+    }
+}
