@@ -7,19 +7,22 @@ mod error;
 mod event;
 mod hypersio;
 mod hypertrace;
+mod params;
 mod parquet;
 mod partial;
 mod stream;
 mod tenant;
+mod text;
 
 pub use error::TraceError;
 pub use event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId, TraceAccess};
-pub use hypersio::HypersioReader;
+pub use hypersio::{HypersioLogReader, HypersioReader, HypersioWriter, LogSources};
 pub use hypertrace::{
     Built, End, HyperSpec, HyperTrace, Input, Lengths, MAX_BURST_PACKETS, MAX_DOMAINS_PER_SOURCE,
     MAX_REQUESTS_PER_PACKET, MAX_SOURCES_PER_LOG, MAX_TENANTS, MAX_WEIGHT, Membership, OpenLog,
     Order, Progress, RecordedInput, RecordedSource, Recordings, Reuse, SourceRule, build,
 };
+pub use params::TraceParams;
 pub use parquet::{ParquetReader, ParquetWriter, REQUESTS_PER_PACKET, ROW_GROUP_EVENTS, TraceMeta};
 pub use stream::{BATCH_EVENTS, EventSink, EventSource, Events};
 pub use tenant::{

@@ -27,8 +27,12 @@
 //! QEMU. See [`HypersioLogReader`].
 
 mod binary;
+mod log;
+mod writer;
 
 pub use binary::HypersioReader;
+pub use log::{HypersioLogReader, LogSources};
+pub use writer::HypersioWriter;
 
 use pagetide_addr::Iova;
 
