@@ -169,15 +169,15 @@ impl Split<'_> {
                 }
                 Ok(())
             }
-            EventKind::InvalidateAll => self.to_all(event, EventKind::InvalidateDomain),
+            EventKind::InvalidateAll => self.push_to_all(event, EventKind::InvalidateDomain),
             EventKind::InvalidateContexts => {
-                self.to_all(event, EventKind::InvalidateContextsOfDomain)
+                self.push_to_all(event, EventKind::InvalidateContextsOfDomain)
             }
             EventKind::Join | EventKind::Leave => Ok(()),
         }
     }
 
-    fn to_all(&mut self, event: &Event, kind: EventKind) -> Result<(), TraceError> {
+    fn push_to_all(&mut self, event: &Event, kind: EventKind) -> Result<(), TraceError> {
         let event = Event { kind, ..*event };
         for at in 0..self.open.len() {
             for domain in (0..).take(self.open[at].summary.domains.len()) {

@@ -21,7 +21,7 @@ pub const MAX_REQUESTS_PER_PACKET: u32 = 1 << 10;
 
 /// Whose turn it is (IV-B).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Order {
     /// One after the other: RR. The order is imposed, so events carry no times.
     #[default]
@@ -47,7 +47,7 @@ impl Order {
 
 /// When a hyper-trace ends, if no number of packets ends it before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum End {
     /// When a tenant has its turn and nothing left: the paper, "in order to
     /// avoid the edge effect when only a subset of all tenants is active" (V-A).
@@ -91,15 +91,18 @@ impl Lengths {
 
 /// The source id of tenant number `i`, counted from 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum SourceRule {
     /// `first + step * i`: no two tenants share one.
     Unique {
         /// Of tenant 0.
+        #[serde(default = "first_id")]
         first: u32,
         /// From one tenant to the next; at least 1.
+        #[serde(default = "id_step")]
         step: u32,
         /// Bits that an id may have: 16 in PCIe, and in the authors' format; at most 32.
+        #[serde(default = "id_bits")]
         id_bits: u32,
     },
     /// `128 * (i / n) + 8 * (2 + i % n)` with `n` devices a log: the rule of the
@@ -111,12 +114,26 @@ pub enum SourceRule {
     },
 }
 
+/// Device 2, function 0 of bus 0: the first that the authors' emulated machine gives out.
+const fn first_id() -> u32 {
+    16
+}
+
+/// From one device to the next.
+const fn id_step() -> u32 {
+    8
+}
+
+const fn id_bits() -> u32 {
+    16
+}
+
 impl Default for SourceRule {
     fn default() -> Self {
         Self::Unique {
-            first: 16,
-            step: 8,
-            id_bits: 16,
+            first: first_id(),
+            step: id_step(),
+            id_bits: id_bits(),
         }
     }
 }
@@ -142,6 +159,18 @@ impl SourceRule {
         match self {
             Self::Unique { .. } => "unique".to_owned(),
             Self::Log { devices_per_log } => format!("log{devices_per_log}"),
+        }
+    }
+
+    /// The rule of that name, the default one for `unique`.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        if name == "unique" {
+            return Some(Self::default());
+        }
+        match name.strip_prefix("log")?.parse() {
+            Ok(devices_per_log) => Some(Self::Log { devices_per_log }),
+            Err(_) => None,
         }
     }
 
@@ -180,7 +209,7 @@ impl SourceRule {
 
 /// Whether the trace says who comes and goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Membership {
     /// Requests alone, as in the authors' traces.
     #[default]
@@ -192,7 +221,7 @@ pub enum Membership {
 
 /// What the tenants are.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Input {
     /// Made by a recipe.
     Synthetic(TenantShape),
@@ -220,7 +249,7 @@ const fn three() -> u32 {
 
 /// Whether one recorded source may be several tenants.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Reuse {
     /// No: more tenants than sources are an error.
     #[default]
@@ -345,7 +374,7 @@ impl HyperSpec {
         }
         if self.end == End::RoundFinished && self.order != Order::Rr {
             return asked(format!(
-                "end = \"round_finished\" is for order = \"rr\"; order = \"{}\" has no rounds",
+                "end = \"round-finished\" is for order = \"rr\"; order = \"{}\" has no rounds",
                 self.order.name()
             ));
         }

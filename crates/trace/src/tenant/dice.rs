@@ -19,22 +19,12 @@ impl Dice {
 
     /// A number below `n`, all alike but for a bias of at most `n / 2^32`; 0 if `n` is.
     pub(crate) fn below(&mut self, n: u32) -> u32 {
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "a product of two u32, its upper half"
-        )]
-        let number = ((u64::from(self.0.next_u32()) * u64::from(n)) >> 32) as u32;
-        number
+        ((u64::from(self.0.next_u32()) * u64::from(n)) >> 32) as u32
     }
 
     /// As [`Dice::below`], for wide numbers.
     pub(crate) fn below_u64(&mut self, n: u64) -> u64 {
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "a product of two u64, its upper half"
-        )]
-        let number = ((u128::from(self.0.next_u64()) * u128::from(n)) >> 64) as u64;
-        number
+        ((u128::from(self.0.next_u64()) * u128::from(n)) >> 64) as u64
     }
 
     /// True once in `n` times; always if `n` is 0 or 1.

@@ -17,7 +17,7 @@ pub const MAX_GROUP_PAGES: u32 = 1 << 20;
 /// their active sets (V-C: 8, 32 and 36 pages, ring and mailbox included); how a
 /// tenant moves among its live pages is our reading, and each figure can be set.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Workload {
     /// One live page at a time, used 1500 packets in a row: IV-D to the letter.
     Seq,
@@ -92,7 +92,7 @@ impl Workload {
 
 /// How the next live page is chosen when a run of packets ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum PageChoice {
     /// The next one, in turn.
     Cyclic,
@@ -102,7 +102,7 @@ pub enum PageChoice {
 
 /// How long a run of packets on one page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum RunLengths {
     /// Always `run_packets`.
     Fixed,
@@ -112,7 +112,7 @@ pub enum RunLengths {
 
 /// The page of a packet's third request (the notification, IV-C).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum ThirdPage {
     /// A page of its own.
     #[default]
@@ -137,7 +137,7 @@ impl ThirdPage {
 
 /// Where in their period tenants begin.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Stagger {
     /// Each at a random place of its own.
     #[default]
@@ -148,7 +148,7 @@ pub enum Stagger {
 
 /// Whether pages are unmapped when the window leaves them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Unmap {
     /// Never: the trace has no invalidations, as the authors' have none.
     #[default]
@@ -159,7 +159,7 @@ pub enum Unmap {
 
 /// What a group's requests want, as written in a recipe.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum GroupAccess {
     /// Not told.
     #[default]
