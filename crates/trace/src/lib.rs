@@ -10,6 +10,7 @@ mod hypertrace;
 mod params;
 mod parquet;
 mod partial;
+mod qemu;
 mod stream;
 mod tenant;
 mod text;
@@ -24,6 +25,7 @@ pub use hypertrace::{
 };
 pub use params::TraceParams;
 pub use parquet::{ParquetReader, ParquetWriter, REQUESTS_PER_PACKET, ROW_GROUP_EVENTS, TraceMeta};
+pub use qemu::QemuLogReader;
 pub use stream::{BATCH_EVENTS, EventSink, EventSource, Events};
 pub use tenant::{
     DataPages, GroupAccess, InitPages, MAX_GROUP_PAGES, PageChoice, RunLengths, SinglePage,

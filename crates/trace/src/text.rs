@@ -219,6 +219,13 @@ pub fn fields<const N: usize>(text: &[u8], shape: &Shape<N>) -> Result<[u64; N],
     Err(nearest.1)
 }
 
+/// An id of 16 bits.
+pub fn id16(what: &str, id: u64) -> Result<u32, String> {
+    u16::try_from(id)
+        .map(u32::from)
+        .map_err(|_| format!("{what} {id:#x} has more than 16 bits"))
+}
+
 /// Where `needle` begins in `haystack`, the last time.
 fn rfind(haystack: &[u8], needle: &[u8]) -> Option<usize> {
     if needle.is_empty() || needle.len() > haystack.len() {

@@ -32,7 +32,7 @@ use super::size_of_mask;
 use crate::error::TraceError;
 use crate::event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId, TraceAccess};
 use crate::stream::{BATCH_EVENTS, EventSource};
-use crate::text::{Lines, Radix, Shape, fields, find};
+use crate::text::{Lines, Radix, Shape, fields, find, id16};
 
 const HIT: Shape<5> = [
     ("sid", Radix::PrefixedHex),
@@ -209,8 +209,8 @@ fn parse(line: &[u8], sources: LogSources) -> Result<Option<Event>, String> {
             return Ok(None);
         }
         let mut event = Event::translate(
-            SourceId(narrow("sid", source)?),
-            IommuDomain(narrow("domain", high >> 8 & 0xffff)?),
+            SourceId(id16("sid", source)?),
+            IommuDomain(id16("domain", high >> 8 & 0xffff)?),
             Iova(0),
             None,
         );
@@ -238,18 +238,11 @@ fn request(source: u64, domain: u64, iova: u64, size: PageSize) -> Result<Event,
     }
     Ok(Event {
         time_ns: None,
-        source: SourceId(narrow("sid", source)?),
-        domain: IommuDomain(narrow("domain", domain)?),
+        source: SourceId(id16("sid", source)?),
+        domain: IommuDomain(id16("domain", domain)?),
         iova: Iova(iova),
         page_size: Some(size),
         access: TraceAccess::Unknown,
         kind: EventKind::Translate,
     })
-}
-
-/// An id of 16 bits.
-fn narrow(what: &str, id: u64) -> Result<u32, String> {
-    u16::try_from(id)
-        .map(u32::from)
-        .map_err(|_| format!("{what} {id:#x} has more than 16 bits"))
 }
