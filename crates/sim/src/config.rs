@@ -421,6 +421,7 @@ impl Config {
         ] {
             cache.check(name, self.flavour)?;
         }
+        self.check_walk()?;
         if self.context_cache.replacement == Replacement::Oracle {
             return Err(impossible(
                 "context_cache",
@@ -436,6 +437,29 @@ impl Config {
                 "0 pages or a history of 0",
                 "prefetching needs at least one page a tenant and a history length of 1; \
                  switch it off with enabled = false",
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_walk(&self) -> Result<(), SimError> {
+        let WalkConfig {
+            guest_levels,
+            host_levels,
+            ..
+        } = self.walk;
+        if !(3..=5).contains(&guest_levels) {
+            return Err(impossible(
+                "walk.guest_levels",
+                guest_levels,
+                "pages of 1 GiB are mapped at level 3, and no IOMMU walks more than 5 levels",
+            ));
+        }
+        if host_levels > 5 {
+            return Err(impossible(
+                "walk.host_levels",
+                host_levels,
+                "0 (not nested) to 5 levels can be modelled",
             ));
         }
         Ok(())

@@ -3,7 +3,7 @@
 //! of service, translation agent, predictor. The pipeline between them
 //! ([`crate::machine`]) is one.
 
-use crate::config::{Completion, Config};
+use crate::config::{Completion, Config, PrefetchConfig};
 use crate::error::SimError;
 use crate::outcome::AllCounts;
 use crate::request::{Page, Request, Tag};
@@ -73,8 +73,8 @@ pub(crate) trait TranslationAgent: Sized {
 
 /// Learns which source follows which.
 pub(crate) trait SourcePredictor {
-    /// A predictor that knows nothing, for a history of `length` requests.
-    fn new(length: u32) -> Self;
+    /// A predictor that knows nothing.
+    fn new(config: &PrefetchConfig) -> Self;
     /// Takes note that `tenant` issues a request, and returns the tenant to
     /// prefetch for, if there is one. Both are dense numbers.
     fn observe(&mut self, tenant: u32) -> Option<u32>;

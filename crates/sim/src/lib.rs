@@ -18,6 +18,7 @@ mod machine;
 mod next_use;
 mod observe;
 mod outcome;
+mod paper;
 mod prefetch;
 mod request;
 mod run;

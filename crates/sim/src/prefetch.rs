@@ -24,7 +24,7 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
     /// A unit that knows nothing.
     pub(crate) fn new(config: &PrefetchConfig) -> Self {
         Self {
-            predictor: P::new(config.history_length),
+            predictor: P::new(config),
             depth: config.pages_per_tenant as usize,
             pages: Vec::new(),
             lengths: Vec::new(),

@@ -10,6 +10,7 @@ use crate::machine::Machine;
 use crate::next_use::NextUses;
 use crate::observe::{Nobody, Observer, StepRecord, Told};
 use crate::outcome::Outcome;
+use crate::paper::Paper;
 
 /// A trace that is about to be run.
 pub struct TraceInput<'a> {
@@ -56,7 +57,7 @@ fn dispatch<O: Observer>(
     let TraceInput { events, next_uses } = trace;
     match config.flavour {
         Flavour::Hypersio => Machine::<Hypersio, O>::new(config, events, next_uses, observer).run(),
-        Flavour::Paper => todo!(),
+        Flavour::Paper => Machine::<Paper, O>::new(config, events, next_uses, observer).run(),
     }
 }
 

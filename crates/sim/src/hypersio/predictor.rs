@@ -4,6 +4,7 @@
 
 use std::collections::VecDeque;
 
+use crate::config::PrefetchConfig;
 use crate::flavour::SourcePredictor;
 
 /// No successor yet.
@@ -21,9 +22,9 @@ pub(crate) struct FirstSeen {
 }
 
 impl SourcePredictor for FirstSeen {
-    fn new(length: u32) -> Self {
+    fn new(config: &PrefetchConfig) -> Self {
         Self {
-            length: length as usize,
+            length: config.history_length as usize,
             recent: VecDeque::new(),
             previous: None,
             successors: Vec::new(),
