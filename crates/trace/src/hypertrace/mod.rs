@@ -317,8 +317,12 @@ impl HyperTrace {
                 join.time_ns = time_ns;
             }
         }
-        seat.packets_left -= u64::from(seat.packets_left != u64::MAX);
-        self.packets_left -= u64::from(self.packets_left != u64::MAX);
+        if seat.packets_left != u64::MAX {
+            seat.packets_left -= 1;
+        }
+        if self.packets_left != u64::MAX {
+            self.packets_left -= 1;
+        }
         self.packets_made += 1;
         if announced && seat.packets_left == 0 {
             seat.presence = Presence::Gone;
@@ -385,8 +389,8 @@ impl Seat {
 
 impl EventSource for HyperTrace {
     fn next_batch(&mut self, batch: &mut Vec<Event>) -> Result<usize, TraceError> {
-        if self.sent == self.stage.len() {
-            self.stage.clear();
+        if self.stage.len() - self.sent < BATCH_EVENTS && !self.ended {
+            self.stage.drain(..self.sent);
             self.sent = 0;
             while !self.ended && self.stage.len() < BATCH_EVENTS {
                 if let Err(error) = self.step() {
@@ -395,7 +399,7 @@ impl EventSource for HyperTrace {
                 }
             }
         }
-        if self.stage.is_empty()
+        if self.sent == self.stage.len()
             && let Some(error) = self.failed.take()
         {
             return Err(error);
