@@ -11,6 +11,7 @@ pub mod config;
 mod context;
 mod error;
 mod flavour;
+mod host;
 mod hypersio;
 mod latency;
 mod link;

@@ -26,6 +26,7 @@ use crate::error::SimError;
 use crate::flavour::{
     Answer, Flavour, SourcePredictor as _, StageQueue as _, TranslationAgent as _, VoidSpan,
 };
+use crate::host::Host;
 use crate::latency::Latencies;
 use crate::link::Link;
 use crate::next_use::NextUses;
@@ -62,6 +63,8 @@ pub(crate) struct Machine<'a, F: Flavour, O> {
     buffer: Option<Cache>,
     agent: F::Agent,
     prefetch: Option<PrefetchUnit<F::Predictor>>,
+    /// Who writes the history-length register, if it is not fixed.
+    host: Option<Host>,
     /// Pages of one prefetch on their way out, kept to spare an allocation.
     guesses: Vec<Page>,
     tenants: Tenants,
@@ -137,6 +140,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
                 .filter(|_| prefetch.enabled),
             agent: F::Agent::new(config),
             prefetch: prefetch.enabled.then(|| PrefetchUnit::new(prefetch)),
+            host: Host::new(config),
             guesses: Vec::new(),
             tenants: Tenants::default(),
             latencies: Latencies::default(),
@@ -337,6 +341,12 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             return Ok(());
         };
         unit.remember(page);
+        if let Some(host) = &mut self.host
+            && let Some(length) = host.requested(now_ns, page.tenant)
+        {
+            unit.predictor.set_length(length);
+            self.tally.prefetch.register_writes += 1;
+        }
         let Some(next) = unit.predictor.observe(page.tenant) else {
             return Ok(());
         };
@@ -399,6 +409,9 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         match request.origin {
             Origin::Prefetch => {
                 self.tally.prefetch.filled += 1;
+                if let Some(host) = &mut self.host {
+                    host.prefetch_ended(now_ns - request.issued_ns);
+                }
                 if let Some(buffer) = &mut self.buffer {
                     buffer.fill(page, tag, NEVER);
                 }
@@ -440,7 +453,11 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         let domain = event.domain.0;
         let source = event.source.0;
         let span = match event.kind {
-            EventKind::Translate | EventKind::Join | EventKind::Leave => return,
+            EventKind::Translate => return,
+            EventKind::Join | EventKind::Leave => {
+                self.tell_host(event);
+                return;
+            }
             EventKind::InvalidatePages => VoidSpan::Pages(Page::of(event, 0, PageSize::SIZE_4K)),
             EventKind::InvalidateDomain => VoidSpan::Domain(domain),
             EventKind::InvalidateAll => VoidSpan::All,
@@ -466,6 +483,21 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             cache.invalidate(|tag| span.meets(tag, widest_page(tag)));
         }
         self.agent.invalidate(&span);
+    }
+
+    /// Tells the host, if there is one, that a tenant joins or leaves.
+    fn tell_host(&mut self, event: &Event) {
+        let Some(host) = &mut self.host else {
+            return;
+        };
+        if event.kind == EventKind::Join {
+            host.joined();
+            return;
+        }
+        let sources = self.tenants.tallies.iter().map(|tally| tally.source);
+        for (number, _) in (0..).zip(sources).filter(|(_, s)| *s == event.source.0) {
+            host.left(number);
+        }
     }
 
     fn outcome(self, elapsed_ns: u64) -> Outcome {
