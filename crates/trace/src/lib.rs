@@ -7,6 +7,8 @@ mod error;
 mod event;
 mod hypersio;
 mod hypertrace;
+mod info;
+mod open;
 mod params;
 mod parquet;
 mod partial;
@@ -23,9 +25,12 @@ pub use hypertrace::{
     MAX_REQUESTS_PER_PACKET, MAX_SOURCES_PER_LOG, MAX_TENANTS, MAX_WEIGHT, Membership, OpenLog,
     Order, Progress, RecordedInput, RecordedSource, Recordings, Reuse, SourceRule, build,
 };
+pub use info::{Distinct, PageSizes, RequestsPerSource, TraceInfo, convert, info};
+pub use open::{FormatChoice, OpenTrace, TraceFormat, detect, open, open_trace};
 pub use params::TraceParams;
 pub use parquet::{ParquetReader, ParquetWriter, REQUESTS_PER_PACKET, ROW_GROUP_EVENTS, TraceMeta};
 pub use qemu::QemuLogReader;
+pub use partial::PartialFile;
 pub use stream::{BATCH_EVENTS, EventSink, EventSource, Events};
 pub use tenant::{
     DataPages, GroupAccess, InitPages, MAX_GROUP_PAGES, PageChoice, RunLengths, SinglePage,

@@ -99,6 +99,8 @@ pub struct HypersioLogReader<R = File> {
     sources: LogSources,
     /// Domain of each source that has joined; at most one entry for each of 2^16 ids.
     joined: HashMap<SourceId, IommuDomain>,
+    /// Lines with one of the four events.
+    matched: u64,
     broken: Option<TraceError>,
     ended: bool,
 }
@@ -124,6 +126,7 @@ impl<R: Read> HypersioLogReader<R> {
             lines: Lines::new(path, input),
             sources,
             joined: HashMap::new(),
+            matched: 0,
             broken: None,
             ended: false,
         }
@@ -133,20 +136,40 @@ impl<R: Read> HypersioLogReader<R> {
     fn next_event(&mut self) -> Result<Option<Event>, TraceError> {
         loop {
             let Some(line) = self.lines.next()? else {
-                return Ok(None);
+                return self.end();
             };
-            let event = parse(line, self.sources).map_err(|reason| self.lines.error(reason))?;
-            match event {
-                Some(event) if event.kind == EventKind::Join => {
+            let parsed = parse(line, self.sources).map_err(|reason| self.lines.error(reason))?;
+            self.matched += u64::from(!matches!(parsed, Parsed::Nothing));
+            match parsed {
+                Parsed::Event(event) if event.kind == EventKind::Join => {
                     if self.joined.insert(event.source, event.domain) != Some(event.domain) {
                         return Ok(Some(event));
                     }
                 }
-                Some(event) => return Ok(Some(event)),
-                None => {}
+                Parsed::Event(event) => return Ok(Some(event)),
+                Parsed::Nothing | Parsed::PassedOver => {}
             }
         }
     }
+
+    /// The end of a log, unless it is one of something else.
+    fn end(&self) -> Result<Option<Event>, TraceError> {
+        if self.matched == 0 {
+            return Err(self
+                .lines
+                .file_error("it has no trace event of HyperSIO's patched QEMU (`vtd_…`)"));
+        }
+        Ok(None)
+    }
+}
+
+/// What a line holds.
+enum Parsed {
+    /// None of the four events.
+    Nothing,
+    /// One that is checked and not used, or of a source that is not wanted.
+    PassedOver,
+    Event(Event),
 }
 
 impl<R: Read> EventSource for HypersioLogReader<R> {
@@ -175,30 +198,30 @@ impl<R: Read> EventSource for HypersioLogReader<R> {
     }
 }
 
-/// The event of a line, `None` if it has none, or what is wrong with it.
-fn parse(line: &[u8], sources: LogSources) -> Result<Option<Event>, String> {
+/// What a line holds, or what is wrong with it.
+fn parse(line: &[u8], sources: LogSources) -> Result<Parsed, String> {
     // All four names begin so; most other lines do not.
     let Some(at) = find(line, b"vtd_") else {
-        return Ok(None);
+        return Ok(Parsed::Nothing);
     };
     let line = &line[at..];
     if let Some(rest) = after(line, "vtd_iotlb_page_update") {
         let [source, iova, _, level, domain] = named("vtd_iotlb_page_update", rest, &UPDATE)?;
         if !sources.has(source) {
-            return Ok(None);
+            return Ok(Parsed::PassedOver);
         }
         let size = PageSize::from_level(level)
             .ok_or_else(|| format!("level is {level}; pages are mapped at level 1, 2 or 3"))?;
-        request(source, domain, iova, size).map(Some)
+        request(source, domain, iova, size).map(Parsed::Event)
     } else if let Some(rest) = after(line, "vtd_iotlb_page_hit") {
         let [source, iova, mask, _, domain] = named("vtd_iotlb_page_hit", rest, &HIT)?;
         if !sources.has(source) {
-            return Ok(None);
+            return Ok(Parsed::PassedOver);
         }
         let size = size_of_mask(mask).ok_or_else(|| {
             format!("pmask {mask:#x} is not that of a page of 4 KiB, 2 MiB or 1 GiB")
         })?;
-        request(source, domain, iova, size).map(Some)
+        request(source, domain, iova, size).map(Parsed::Event)
     } else if let Some(rest) = after(line, "vtd_iotlb_cc_update") {
         let [bus, devfn, high, ..] = named("vtd_iotlb_cc_update", rest, &CONTEXT)?;
         if bus > 0xff || devfn > 0xff {
@@ -206,7 +229,7 @@ fn parse(line: &[u8], sources: LogSources) -> Result<Option<Event>, String> {
         }
         let source = bus << 8 | devfn;
         if !sources.has(source) {
-            return Ok(None);
+            return Ok(Parsed::PassedOver);
         }
         let mut event = Event::translate(
             SourceId(id16("sid", source)?),
@@ -215,11 +238,11 @@ fn parse(line: &[u8], sources: LogSources) -> Result<Option<Event>, String> {
             None,
         );
         event.kind = EventKind::Join;
-        Ok(Some(event))
+        Ok(Parsed::Event(event))
     } else if let Some(rest) = after(line, "vtd_slpte_fetch") {
-        named("vtd_slpte_fetch", rest, &FETCH).map(|_| None)
+        named("vtd_slpte_fetch", rest, &FETCH).map(|_| Parsed::PassedOver)
     } else {
-        Ok(None)
+        Ok(Parsed::Nothing)
     }
 }
 

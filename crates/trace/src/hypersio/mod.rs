@@ -105,3 +105,10 @@ fn complaint(kind: u32, iova: u64, mask: u64, level: u64) -> String {
         Some(_) => format!("I/O virtual address {iova:#x} has more than {IOVA_BITS} bits"),
     }
 }
+
+/// Whether `bytes` begin with a record that [`HypersioReader`] takes.
+pub(crate) fn is_record(bytes: &[u8]) -> bool {
+    bytes
+        .first_chunk()
+        .is_some_and(|record| decode(record).is_ok())
+}

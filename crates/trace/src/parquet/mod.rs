@@ -136,6 +136,14 @@ const fn access_code(access: TraceAccess) -> i32 {
     }
 }
 
+/// Name of `kind` in files and documents.
+pub(crate) fn kind_name(kind: EventKind) -> &'static str {
+    KINDS
+        .iter()
+        .find(|(known, _)| *known == kind)
+        .map_or("", |(_, name)| name)
+}
+
 /// Entry of a table of codes.
 fn decoded<T: Copy>(table: &[(T, &str)], code: i32) -> Option<T> {
     usize::try_from(code)
