@@ -162,14 +162,14 @@ impl Census {
 /// Requests by an id, as long as there are not too many ids.
 struct Tally<T> {
     requests: HashMap<T, u64>,
-    overflowed: bool,
+    room: Room,
 }
 
 impl<T> Default for Tally<T> {
     fn default() -> Self {
         Self {
             requests: HashMap::new(),
-            overflowed: false,
+            room: Room::Enough,
         }
     }
 }
@@ -181,17 +181,17 @@ impl<T: Eq + std::hash::Hash> Tally<T> {
         } else if self.requests.len() < DISTINCT_IDS_MAX {
             self.requests.insert(id, 1);
         } else {
-            self.overflowed = true;
+            self.room = Room::Exceeded;
         }
     }
 
     fn distinct(&self) -> Distinct {
-        distinct(self.requests.len(), self.overflowed)
+        self.room.distinct(self.requests.len())
     }
 
     fn range(&self) -> Option<RequestsPerSource> {
         let (min, max) = (self.requests.values().min()?, self.requests.values().max()?);
-        (!self.overflowed).then_some(RequestsPerSource {
+        (self.room == Room::Enough).then_some(RequestsPerSource {
             min: *min,
             max: *max,
         })
@@ -202,7 +202,7 @@ impl<T: Eq + std::hash::Hash> Tally<T> {
 struct Pages {
     /// Domain, page number and size of each.
     seen: HashSet<(IommuDomain, u64, u32)>,
-    overflowed: bool,
+    room: Room,
 }
 
 impl Pages {
@@ -214,19 +214,28 @@ impl Pages {
         if self.seen.len() < DISTINCT_PAGES_MAX {
             self.seen.insert(page);
         } else if !self.seen.contains(&page) {
-            self.overflowed = true;
+            self.room = Room::Exceeded;
         }
     }
 
     fn distinct(&self) -> Distinct {
-        distinct(self.seen.len(), self.overflowed)
+        self.room.distinct(self.seen.len())
     }
 }
 
-fn distinct(count: usize, overflowed: bool) -> Distinct {
-    if overflowed {
-        Distinct::AtLeast(count as u64)
-    } else {
-        Distinct::Exactly(count as u64)
+/// Whether more things came than are told apart.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+enum Room {
+    #[default]
+    Enough,
+    Exceeded,
+}
+
+impl Room {
+    fn distinct(self, count: usize) -> Distinct {
+        match self {
+            Self::Enough => Distinct::Exactly(count as u64),
+            Self::Exceeded => Distinct::AtLeast(count as u64),
+        }
     }
 }

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What every reader is held to, whatever the bytes: no panic, no event that is
+//! outside what an event may be, an error that names the file, and an end.
+
+use std::io::Write;
+use std::path::Path;
+
+use pagetide_trace::{
+    BATCH_EVENTS, Event, EventKind, EventSource, FormatChoice, HypersioLogReader, HypersioReader,
+    IOVA_BITS, LogSources, ParquetReader, QemuLogReader, TraceError, info, open_trace,
+};
+
+const NAME: &str = "a_trace";
+
+/// The authors' binary trace: also every record is an event, or the first that is none is named.
+pub fn hypersio_binary(bytes: &[u8]) {
+    let (events, error) = drain(&mut HypersioReader::new(Path::new(NAME), bytes));
+    match error {
+        None => assert_eq!(events * 48, bytes.len()),
+        Some(TraceError::Record { record, .. }) => assert_eq!(record, events as u64),
+        Some(other) => panic!("{other}"),
+    }
+}
+
+/// The text log of the authors' patched QEMU.
+pub fn hypersio_log(bytes: &[u8]) {
+    for sources in [LogSources::All, LogSources::Devices(2)] {
+        let mut reader = HypersioLogReader::new(Path::new(NAME), bytes, sources);
+        drain(&mut reader);
+    }
+}
+
+/// The log of stock QEMU's emulated VT-d.
+pub fn qemu_log(bytes: &[u8]) {
+    drain(&mut QemuLogReader::new(Path::new(NAME), bytes));
+}
+
+/// A trace in Parquet.
+pub fn parquet(bytes: &[u8]) {
+    with_file(bytes, |path| {
+        if let Ok(mut reader) = ParquetReader::open(path).map_err(named) {
+            drain(&mut reader);
+        }
+    });
+}
+
+/// A file of any format: opened, read, counted.
+pub fn open(bytes: &[u8]) {
+    with_file(bytes, |path| {
+        let error = match open_trace(path, FormatChoice::Detect).map_err(named) {
+            Ok(mut trace) => drain(&mut *trace.source).1,
+            Err(error) => Some(error),
+        };
+        let counted = info(path, FormatChoice::Detect);
+        assert_eq!(counted.is_err(), error.is_some());
+    });
+}
+
+fn with_file(bytes: &[u8], use_it: impl FnOnce(&Path)) {
+    let mut file = tempfile::Builder::new()
+        .prefix(NAME)
+        .tempfile()
+        .expect("a temporary file");
+    file.write_all(bytes).expect("room for a temporary file");
+    use_it(file.path());
+}
+
+/// Reads to the end or the first error; events read, and the error.
+fn drain(source: &mut dyn EventSource) -> (usize, Option<TraceError>) {
+    let mut batch = Vec::new();
+    let mut events = 0;
+    let mut last_ns = 0;
+    loop {
+        batch.clear();
+        let outcome = source.next_batch(&mut batch);
+        for event in &batch {
+            check(event, &mut last_ns);
+        }
+        events += batch.len();
+        match outcome {
+            Ok(count) => {
+                assert_eq!(count, batch.len());
+                assert!(count <= BATCH_EVENTS);
+                if count == 0 {
+                    return (events, None);
+                }
+            }
+            Err(error) => {
+                assert!(batch.is_empty(), "events before the break come before it");
+                assert_eq!(source.next_batch(&mut batch).ok(), Some(0));
+                return (events, Some(named(error)));
+            }
+        }
+    }
+}
+
+/// What an event promises.
+fn check(event: &Event, last_ns: &mut u64) {
+    assert_eq!(event.iova.0 >> IOVA_BITS, 0, "{event:?}");
+    if event.kind == EventKind::Translate
+        && let Some(size) = event.page_size
+    {
+        assert!(size.level().is_some(), "{event:?}");
+    }
+    if let Some(time) = event.time_ns {
+        assert!(time >= *last_ns, "{event:?}");
+        *last_ns = time;
+    }
+}
+
+/// The error, if it names its file.
+fn named(error: TraceError) -> TraceError {
+    assert!(error.to_string().contains(NAME), "{error}");
+    error
+}
