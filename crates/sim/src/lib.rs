@@ -23,6 +23,7 @@ mod paper;
 mod prefetch;
 mod request;
 mod run;
+pub mod study;
 mod table;
 mod tenants;
 pub mod verify;

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a point is made of, and what its run found, as flat columns.
+
+use std::collections::{HashMap, HashSet};
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use super::traces::Trace;
+use super::{Point, Preset};
+use crate::config::Config;
+
+/// Every leaf of `value` under its name: parts joined by `joint`. Lists are leaves.
+pub(super) fn flatten(prefix: &str, joint: char, value: &Value, into: &mut Vec<(String, Value)>) {
+    match value {
+        Value::Object(table) => {
+            for (key, inner) in table {
+                let name = match prefix {
+                    "" => key.clone(),
+                    _ => format!("{prefix}{joint}{key}"),
+                };
+                flatten(&name, joint, inner, into);
+            }
+        }
+        leaf => into.push((prefix.to_owned(), leaf.clone())),
+    }
+}
+
+/// What can be written as JSON, as JSON. Our own types always can.
+pub(super) fn json<T: Serialize>(value: &T) -> Value {
+    match serde_json::to_value(value) {
+        Ok(value) => value,
+        Err(error) => unreachable!("plain data is always JSON: {error}"),
+    }
+}
+
+/// Preset, configuration and trace of `point` by the names that a study has them under.
+pub(super) fn parameters(point: &Point, trace: &Trace) -> Vec<(String, Value)> {
+    let mut row = vec![("preset".to_owned(), json(&point.preset))];
+    flatten("", '.', &json(&point.config), &mut row);
+    match trace {
+        Trace::File(path) => {
+            row.push(("trace.file".to_owned(), path.to_string_lossy().into()));
+        }
+        Trace::Made(spec) => flatten("trace", '.', &json(spec), &mut row),
+    }
+    row
+}
+
+/// Names that do not have the same value in each of `rows`. A preset is left
+/// out if the two presets' parameters tell the same.
+pub(super) fn varying(rows: &[Vec<(String, Value)>]) -> HashSet<&str> {
+    let mut seen: HashMap<&str, (&Value, usize)> = HashMap::new();
+    let mut varying = HashSet::new();
+    for (name, value) in rows.iter().flatten() {
+        let (first, times) = seen.entry(name).or_insert((value, 0));
+        *times += 1;
+        if *first != value {
+            varying.insert(name.as_str());
+        }
+    }
+    for (name, (_, times)) in seen {
+        if times != rows.len() {
+            varying.insert(name);
+        }
+    }
+    // A preset stands for all that it sets, unless a list of the study sets it too.
+    if varying.contains("preset") {
+        let set = preset_difference();
+        let by_preset = |name: &str| {
+            let mut value_of: HashMap<String, &Value> = HashMap::new();
+            rows.iter().all(|row| {
+                let find = |wanted: &str| row.iter().find(|(n, _)| n == wanted).map(|(_, v)| v);
+                let (Some(preset), Some(value)) = (find("preset"), find(name)) else {
+                    return false;
+                };
+                *value_of.entry(preset.to_string()).or_insert(value) == value
+            })
+        };
+        varying.retain(|name| !set.contains(*name) || !by_preset(name));
+    }
+    varying
+}
+
+/// Parameters in which the presets differ.
+fn preset_difference() -> HashSet<String> {
+    let of = |preset: Preset| {
+        let mut row = Vec::new();
+        flatten(
+            "",
+            '.',
+            &json::<Config>(&preset.config(crate::config::Flavour::Paper)),
+            &mut row,
+        );
+        row
+    };
+    of(Preset::Base)
+        .into_iter()
+        .zip(of(Preset::Hypertrio))
+        .filter(|(base, hypertrio)| base != hypertrio)
+        .map(|((name, _), _)| name)
+        .collect()
+}
+
+/// A value as text without quotes.
+pub(super) fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// The figures of a run as one flat table.
+pub(super) fn figures(outcome: &crate::Outcome) -> Map<String, Value> {
+    let mut value = json(outcome);
+    if let Value::Object(table) = &mut value {
+        table.remove("tenants");
+    }
+    let mut row = Vec::new();
+    flatten("", '_', &value, &mut row);
+    let mut table: Map<String, Value> = row.into_iter().collect();
+    let slowest = outcome.tenants.iter().map(|t| t.gbps).reduce(f64::min);
+    let fastest = outcome.tenants.iter().map(|t| t.gbps).reduce(f64::max);
+    table.insert("tenants".to_owned(), outcome.tenants.len().into());
+    table.insert(
+        "tenant_gbps_min".to_owned(),
+        slowest.unwrap_or_default().into(),
+    );
+    table.insert(
+        "tenant_gbps_max".to_owned(),
+        fastest.unwrap_or_default().into(),
+    );
+    table
+}

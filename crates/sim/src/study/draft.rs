@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A study while it is put together from a file and a command line, and its
+//! judgement: everything that can be judged without running is judged here.
+
+use std::path::{Path, PathBuf};
+
+use pagetide_trace::{HyperSpec, Input, TenantShape};
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use super::error::StudyError;
+use super::expand::{expand, in_order_of, lay, put};
+use super::traces::Trace;
+use super::{Point, Preset, Study};
+use crate::config::{Config, Flavour};
+
+/// Points that a study may have: at a second each, a day and a half of computing.
+pub const POINTS_MAX: usize = 1 << 17;
+
+/// Bytes of a study's file; one that a person wrote has some hundreds.
+const STUDY_BYTES_MAX: u64 = 1 << 20;
+
+/// What is a list by nature in a trace's recipe.
+const LISTS: [&str; 2] = ["weights", "input.recorded.logs"];
+
+/// A study in the making.
+#[derive(Clone, Debug, Default)]
+pub struct Draft {
+    table: Map<String, Value>,
+    /// What relative names of traces are relative to.
+    directory: PathBuf,
+}
+
+impl Draft {
+    /// Reads the study at `path`; its traces' names are relative to its directory.
+    ///
+    /// # Errors
+    /// If the file cannot be read or is no TOML.
+    pub fn read(path: &Path) -> Result<Self, StudyError> {
+        use std::io::Read as _;
+        let mut text = String::new();
+        std::fs::File::open(path)
+            .and_then(|file| file.take(STUDY_BYTES_MAX + 1).read_to_string(&mut text))
+            .map_err(|source| StudyError::Read {
+                path: path.to_owned(),
+                source,
+            })?;
+        if text.len() as u64 > STUDY_BYTES_MAX {
+            return Err(StudyError::Syntax {
+                reason: format!("{} is larger than a MiB", path.display()),
+            });
+        }
+        Self::parse(&text, path.parent().unwrap_or(Path::new("")))
+    }
+
+    /// Takes a study's text; its traces' names are relative to `directory`.
+    ///
+    /// # Errors
+    /// If it is no TOML.
+    pub fn parse(text: &str, directory: &Path) -> Result<Self, StudyError> {
+        let table = toml::from_str(text).map_err(|error| StudyError::Syntax {
+            reason: error.to_string().trim_end().to_owned(),
+        })?;
+        Ok(Self {
+            table,
+            directory: directory.to_owned(),
+        })
+    }
+
+    /// Sets a parameter: `devtlb.entries=64`, `flavour=hypersio`, `seed=[1, 2]`.
+    ///
+    /// # Errors
+    /// If there is no `=`.
+    pub fn set(&mut self, assignment: &str) -> Result<(), StudyError> {
+        let (path, value) = assigned(assignment)?;
+        if path.first().is_some_and(|key| key == "trace") {
+            return Err(StudyError::key(
+                assignment,
+                "traces are set in the study or by --trace",
+            ));
+        }
+        put(&mut self.table, &path, value);
+        Ok(())
+    }
+
+    /// Puts files in the place of the study's traces; names are relative to the
+    /// working directory.
+    pub fn replace_traces<P: AsRef<Path>>(&mut self, files: &[P]) {
+        let traces = files.iter().map(|file| {
+            let file = file.as_ref();
+            // A name that is not UTF-8 cannot be in a study; it is then not found.
+            let file = std::path::absolute(file).unwrap_or_else(|_| file.to_owned());
+            serde_json::json!({ "file": file.to_string_lossy() })
+        });
+        self.table.insert("trace".to_owned(), traces.collect());
+    }
+
+    /// Multiplies out and judges every point.
+    ///
+    /// # Errors
+    /// The first key that is unknown or impossible, or point that cannot be run.
+    pub fn study(&self) -> Result<Study, StudyError> {
+        let source = Value::Object(self.table.clone());
+        let mut table = self.table.clone();
+        let traces = self.traces(table.remove("trace"))?;
+        let configs = configs(table)?;
+        let points = traces.len().saturating_mul(configs.len());
+        if points > POINTS_MAX {
+            return Err(StudyError::TooMany { max: POINTS_MAX });
+        }
+        let points = (0..traces.len())
+            .flat_map(|trace| {
+                configs.iter().map(move |(preset, config)| Point {
+                    preset: *preset,
+                    config: config.clone(),
+                    trace,
+                })
+            })
+            .collect();
+        let study = Study {
+            traces,
+            points,
+            source,
+        };
+        study.check()?;
+        Ok(study)
+    }
+
+    fn traces(&self, given: Option<Value>) -> Result<Vec<Trace>, StudyError> {
+        let entries = match given {
+            Some(Value::Array(entries)) if !entries.is_empty() => entries,
+            // `[trace]` for a single one is meant well.
+            Some(Value::Object(entry)) => vec![Value::Object(entry)],
+            _ => {
+                return Err(StudyError::key(
+                    "trace",
+                    "the study has no trace; add [[trace]] with 'file', or with 'tenants', \
+                     'packets' and 'input.synthetic'",
+                ));
+            }
+        };
+        let mut traces: Vec<Trace> = Vec::new();
+        for (number, entry) in entries.into_iter().enumerate() {
+            let name = format!("trace[{number}]");
+            let Value::Object(entry) = entry else {
+                return Err(StudyError::key(name, "a trace is a table: write [[trace]]"));
+            };
+            for trace in self.expand_trace(&name, entry)? {
+                // The same trace twice is the same points twice.
+                if !traces.contains(&trace) {
+                    traces.push(trace);
+                }
+            }
+        }
+        Ok(traces)
+    }
+
+    fn expand_trace(
+        &self,
+        name: &str,
+        entry: Map<String, Value>,
+    ) -> Result<Vec<Trace>, StudyError> {
+        let named = |error| match error {
+            StudyError::Key { key, reason } => StudyError::key(format!("{name}.{key}"), reason),
+            other => other,
+        };
+        let entry = in_order_of(entry, &trace_template());
+        let expanded = expand(entry, &LISTS, POINTS_MAX).map_err(named)?;
+        expanded
+            .into_iter()
+            .map(|one| self.trace(one).map_err(named))
+            .collect()
+    }
+
+    fn trace(&self, mut entry: Map<String, Value>) -> Result<Trace, StudyError> {
+        if let Some(file) = entry.remove("file") {
+            let Value::String(file) = file else {
+                return Err(StudyError::key("file", "the name of a file is a string"));
+            };
+            if let Some(other) = entry.keys().next() {
+                return Err(StudyError::key(
+                    other.as_str(),
+                    "a trace from a file has no other key than 'file'",
+                ));
+            }
+            return Ok(Trace::File(self.directory.join(file)));
+        }
+        let mut spec: HyperSpec = read_value(entry)?;
+        if let Input::Recorded(input) = &mut spec.input {
+            for log in &mut input.logs {
+                *log = self.directory.join(&log);
+            }
+        }
+        spec.look_at_settings().map_err(|error| StudyError::Key {
+            key: "recipe".to_owned(),
+            reason: error.to_string(),
+        })?;
+        Ok(Trace::Made(Box::new(spec)))
+    }
+}
+
+/// `key.of.many.parts=value`: the value as TOML, or else as a plain string.
+///
+/// # Errors
+/// If there is no `=`, or nothing before it.
+pub(super) fn assigned(assignment: &str) -> Result<(Vec<String>, Value), StudyError> {
+    let wrong = || StudyError::key(assignment, "write key=value, such as devtlb.entries=64");
+    let (key, value) = assignment.split_once('=').ok_or_else(wrong)?;
+    let path: Vec<String> = key.split('.').map(|part| part.trim().to_owned()).collect();
+    if path.iter().any(String::is_empty) {
+        return Err(wrong());
+    }
+    let value = value.trim();
+    let parsed = toml::from_str::<Map<String, Value>>(&format!("value = {value}"))
+        .ok()
+        .and_then(|mut table| table.remove("value"));
+    Ok((path, parsed.unwrap_or_else(|| value.into())))
+}
+
+/// Keys of a trace in the order they are declared.
+fn trace_template() -> Value {
+    let spec = HyperSpec::synthetic(TenantShape::default(), 1);
+    serde_json::to_value(spec).unwrap_or_default()
+}
+
+/// Every configuration of a study.
+fn configs(table: Map<String, Value>) -> Result<Vec<(Preset, Config)>, StudyError> {
+    let mut template = Map::new();
+    template.insert("preset".to_owned(), Value::Null);
+    lay(&mut template, ground(Preset::Base, Flavour::Paper));
+    let table = in_order_of(table, &Value::Object(template));
+    let mut configs: Vec<(Preset, Config)> = Vec::new();
+    for mut over in expand(table, &[], POINTS_MAX)? {
+        let preset: Preset = take(&mut over, "preset")?;
+        let flavour: Flavour = match over.get("flavour") {
+            Some(_) => take(&mut over.clone(), "flavour")?,
+            None => Flavour::default(),
+        };
+        let mut laid = ground(preset, flavour);
+        lay(&mut laid, over);
+        let config: Config = read_value(laid)?;
+        configs.push((preset, config));
+    }
+    Ok(configs)
+}
+
+fn ground(preset: Preset, flavour: Flavour) -> Map<String, Value> {
+    match serde_json::to_value(preset.config(flavour)) {
+        Ok(Value::Object(map)) => map,
+        other => unreachable!("a configuration is a table, not {other:?}"),
+    }
+}
+
+/// Takes the word at `key` out of `table`; the default if it is not there.
+fn take<T: DeserializeOwned + Default>(
+    table: &mut Map<String, Value>,
+    key: &str,
+) -> Result<T, StudyError> {
+    match table.remove(key) {
+        None => Ok(T::default()),
+        Some(value) => {
+            serde_json::from_value(value).map_err(|error| StudyError::key(key, error.to_string()))
+        }
+    }
+}
+
+/// Reads a `T`, with the key in the error.
+fn read_value<T: DeserializeOwned>(table: Map<String, Value>) -> Result<T, StudyError> {
+    serde_path_to_error::deserialize(Value::Object(table)).map_err(|error| {
+        let path = error.path().to_string();
+        let reason = error.inner().to_string();
+        match path.as_str() {
+            "." => StudyError::key("study", reason),
+            _ => StudyError::key(path, reason),
+        }
+    })
+}
+
+impl Study {
+    /// The only point.
+    ///
+    /// # Errors
+    /// [`StudyError::Several`] if there are several.
+    pub fn single(&self) -> Result<&Point, StudyError> {
+        match self.points.as_slice() {
+            [point] => Ok(point),
+            points => Err(StudyError::Several {
+                points: points.len(),
+            }),
+        }
+    }
+
+    fn check(&self) -> Result<(), StudyError> {
+        for (number, point) in self.points.iter().enumerate() {
+            if let Err(error) = point.config.check() {
+                return Err(StudyError::Point {
+                    point: number,
+                    label: self.labels().swap_remove(number),
+                    source: Box::new(error),
+                });
+            }
+        }
+        Ok(())
+    }
+}

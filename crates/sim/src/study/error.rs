@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Why a study cannot be run, or a sweep was not finished.
+
+use std::path::PathBuf;
+
+use pagetide_trace::TraceError;
+
+use crate::error::SimError;
+
+/// Why a study gives no results.
+#[derive(Debug, thiserror::Error)]
+pub enum StudyError {
+    /// The study's file cannot be read.
+    #[error("{}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The text is no TOML.
+    #[error("the study is not TOML: {reason}")]
+    Syntax {
+        /// What is wrong, and where.
+        reason: String,
+    },
+    /// A key is unknown or its value impossible.
+    #[error("{key}: {reason}")]
+    Key {
+        /// The key, from the top of the study.
+        key: String,
+        /// What is wrong and what would be right.
+        reason: String,
+    },
+    /// Values that are possible each, and impossible together.
+    #[error("point {point} ({label}): {source}")]
+    Point {
+        /// Its number, from 0.
+        point: usize,
+        /// What sets it apart from other points.
+        label: String,
+        /// What is wrong.
+        source: Box<SimError>,
+    },
+    /// More points than a study may have.
+    #[error("the study's lists make more than {max} points; split it")]
+    TooMany {
+        /// Points that a study may have.
+        max: usize,
+    },
+    /// Several points where one was wanted.
+    #[error(
+        "this is a study of {points} points, and 'sim run' runs one: take 'sim sweep', \
+         or leave one value in each list"
+    )]
+    Several {
+        /// How many there are.
+        points: usize,
+    },
+    /// A trace is broken or cannot be read.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// A run failed.
+    #[error(transparent)]
+    Run(#[from] SimError),
+    /// The record of finished points cannot be used.
+    #[error("{}: {reason}", path.display())]
+    Journal {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+    /// Results or their journal cannot be written.
+    #[error("{}: cannot be written: {reason}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        reason: String,
+    },
+}
+
+impl StudyError {
+    /// True if what was asked for is wrong, or a trace is broken; false if a
+    /// sound request failed.
+    #[must_use]
+    pub fn is_wrong_use(&self) -> bool {
+        match self {
+            Self::Syntax { .. }
+            | Self::Key { .. }
+            | Self::Point { .. }
+            | Self::TooMany { .. }
+            | Self::Several { .. }
+            | Self::Journal { .. }
+            | Self::Read { .. }
+            | Self::Trace(_)
+            | Self::Run(_) => true,
+            Self::Write { .. } => false,
+        }
+    }
+
+    pub(super) fn key(key: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::Key {
+            key: key.into(),
+            reason: reason.into(),
+        }
+    }
+}

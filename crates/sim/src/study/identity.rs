@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+//! By what a point is known: the first 128 bits of the SHA-256 of its canonical
+//! JSON, which has the keys of each table in order of their bytes and no space.
+//!
+//! ```text
+//! {"config":{…every parameter…},"trace":{"made":{…the recipe…}}}
+//! {"config":{…every parameter…},"trace":{"bytes":4800,"sha256":"…"}}
+//! ```
+//!
+//! So neither the layout of a study, nor defaults written out, nor the name of a
+//! trace's file makes another point of it; one bit of the file's content does.
+//! A recipe with logs has the content of those logs in the place of their names.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use pagetide_trace::TraceError;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use super::columns;
+use crate::config::Config;
+
+/// Identity of a point: 32 hexadecimal digits.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct PointId(pub String);
+
+impl std::fmt::Display for PointId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What a trace is, apart from where it lies.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct TraceIdentity(pub(super) Value);
+
+impl TraceIdentity {
+    /// The point of `config` over this trace.
+    #[must_use]
+    pub fn point(&self, config: &Config) -> PointId {
+        let whole = json!({ "config": columns::json(config), "trace": self.0 });
+        let digest = Sha256::digest(canonical(&whole).to_string().as_bytes());
+        PointId(hex(&digest[..16]))
+    }
+}
+
+/// Content of a file.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Content {
+    /// SHA-256 of it, in hexadecimal.
+    pub sha256: String,
+    /// Its length.
+    pub bytes: u64,
+}
+
+impl Content {
+    /// Reads all of the file at `path`.
+    pub(super) fn of(path: &Path) -> Result<Self, TraceError> {
+        let io = |source| TraceError::Io {
+            path: path.to_owned(),
+            source,
+        };
+        let mut file = File::open(path).map_err(io)?;
+        let mut hash = Sha256::new();
+        let mut buffer = vec![0; 1 << 20];
+        let mut bytes = 0;
+        loop {
+            let read = file.read(&mut buffer).map_err(io)?;
+            if read == 0 {
+                break;
+            }
+            hash.update(&buffer[..read]);
+            bytes += read as u64;
+        }
+        Ok(Self {
+            sha256: hex(&hash.finalize()),
+            bytes,
+        })
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        // Writing to a string cannot fail.
+        if write!(text, "{byte:02x}").is_err() {
+            unreachable!("a string takes everything");
+        }
+        text
+    })
+}
+
+/// The same with the keys of each table sorted.
+pub(super) fn canonical(value: &Value) -> Value {
+    match value {
+        Value::Object(table) => {
+            let mut keys: Vec<&String> = table.keys().collect();
+            keys.sort_unstable();
+            let sorted: Map<String, Value> = keys
+                .into_iter()
+                .map(|key| (key.clone(), canonical(&table[key])))
+                .collect();
+            Value::Object(sorted)
+        }
+        Value::Array(values) => values.iter().map(canonical).collect(),
+        leaf => leaf.clone(),
+    }
+}

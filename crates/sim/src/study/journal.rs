@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The record of finished points, from which a sweep goes on after it was killed.
+//!
+//! A text file beside the results, one JSON object a line, appended and synced
+//! when its point is done. A kill leaves at most the last line torn: it has no
+//! line feed, or is no JSON. That one is cut off, its point runs again. Anything
+//! else that cannot be read was not left by us, and is refused, not overwritten.
+//!
+//! Lines of points that the study no longer has stay; they cost nothing and the
+//! study may come back. Lines of another build of the program are passed over:
+//! its model may have differed.
+
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::error::StudyError;
+use super::identity::PointId;
+
+/// What lines of this layout begin with.
+const VERSION: u32 = 1;
+
+/// Which program made a result.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Build {
+    /// Its version.
+    pub pagetide_version: String,
+    /// The commit it was built from, if that was known.
+    pub git_commit: Option<String>,
+}
+
+/// What is kept of one run.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Run {
+    /// Who ran it.
+    #[serde(flatten)]
+    pub build: Build,
+    /// On which machine.
+    pub host: String,
+    /// When it began, in milliseconds of Unix time.
+    pub started_unix_ms: u64,
+    /// How long it took.
+    pub wall_seconds: f64,
+    /// What it found, by column.
+    pub figures: Map<String, Value>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Line {
+    journal: u32,
+    id: PointId,
+    #[serde(flatten)]
+    run: Run,
+}
+
+/// The journal of a sweep under way; no other sweep has it meanwhile.
+#[derive(Debug)]
+pub(super) struct Journal {
+    path: PathBuf,
+    file: File,
+}
+
+impl Journal {
+    /// Where the journal of the results at `results` is.
+    pub(super) fn path_beside(results: &Path) -> PathBuf {
+        let mut name = results.file_name().unwrap_or_default().to_owned();
+        name.push(".journal");
+        results.with_file_name(name)
+    }
+
+    /// Opens the journal at `path` or begins it, and returns what `build` has
+    /// finished already.
+    pub(super) fn open(
+        path: &Path,
+        build: &Build,
+    ) -> Result<(Self, HashMap<PointId, Run>), StudyError> {
+        let mut file = OpenOptions::new()
+            .read(true)
+            .append(true)
+            .create(true)
+            .open(path)
+            .map_err(|error| write_error(path, &error))?;
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).map_err(
+            |_| StudyError::Journal {
+                path: path.to_owned(),
+                reason: "another sweep is writing it; wait for that, or give another --out"
+                    .to_owned(),
+            },
+        )?;
+        let mut text = Vec::new();
+        file.read_to_end(&mut text)
+            .map_err(|error| write_error(path, &error))?;
+        let (finished, whole) = read_lines(path, &text, build)?;
+        if whole < text.len() {
+            file.set_len(whole as u64)
+                .and_then(|()| file.seek(SeekFrom::End(0)))
+                .map_err(|error| write_error(path, &error))?;
+        }
+        let path = path.to_owned();
+        Ok((Self { path, file }, finished))
+    }
+
+    /// Adds a point; when this returns it is on disk.
+    pub(super) fn add(&mut self, id: &PointId, run: &Run) -> Result<(), StudyError> {
+        let line = Line {
+            journal: VERSION,
+            id: id.clone(),
+            run: run.clone(),
+        };
+        let mut text = super::columns::json(&line).to_string();
+        text.push('\n');
+        self.file
+            .write_all(text.as_bytes())
+            .and_then(|()| self.file.sync_data())
+            .map_err(|error| write_error(&self.path, &error))
+    }
+}
+
+/// The runs of `build` in `text`, and how many bytes of it are whole lines.
+fn read_lines(
+    path: &Path,
+    text: &[u8],
+    build: &Build,
+) -> Result<(HashMap<PointId, Run>, usize), StudyError> {
+    let mut finished = HashMap::new();
+    let mut whole = 0;
+    for (number, bytes) in text.split_inclusive(|byte| *byte == b'\n').enumerate() {
+        let last = whole + bytes.len() == text.len();
+        match serde_json::from_slice::<Line>(bytes) {
+            Ok(line) if bytes.ends_with(b"\n") && line.journal == VERSION => {
+                if line.run.build == *build {
+                    finished.insert(line.id, line.run);
+                }
+            }
+            _ if last && looks_torn(bytes) => break,
+            _ => {
+                return Err(StudyError::Journal {
+                    path: path.to_owned(),
+                    reason: format!(
+                        "line {} is not of a journal of this program; move the file away to start anew",
+                        number + 1
+                    ),
+                });
+            }
+        }
+        whole += bytes.len();
+    }
+    Ok((finished, whole))
+}
+
+/// True if `bytes` may be what a kill or a power cut left of a line of ours.
+fn looks_torn(bytes: &[u8]) -> bool {
+    const BEGIN: &[u8] = b"{\"journal\":";
+    let common = bytes.len().min(BEGIN.len());
+    bytes[..common] == BEGIN[..common] || bytes.iter().all(|byte| *byte == 0)
+}
+
+fn write_error(path: &Path, error: &std::io::Error) -> StudyError {
+    StudyError::Write {
+        path: path.to_owned(),
+        reason: error.to_string(),
+    }
+}

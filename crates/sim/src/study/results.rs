@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Results as Parquet: one row a point, one column a parameter, a fact about
+//! where the row is from, or a figure.
+//!
+//! | columns | what |
+//! |---|---|
+//! | `point`, `id` | number in the study, identity |
+//! | `preset`, `config_…` | every parameter of the run: `config_devtlb_entries` |
+//! | `trace_…` | every parameter of the trace's recipe: `trace_tenants`, `trace_input_synthetic_workload` |
+//! | `trace_recipe` | the recipe as JSON, if there is one |
+//! | `trace_files`, `trace_file_sha256`, `trace_file_bytes` | the file; of several logs their names and hashes, a space between, and the sum |
+//! | `pagetide_version`, `git_commit`, `host`, `started_at`, `wall_seconds` | provenance |
+//! | all others | figures: `gbps`, `caches_devtlb_hits`, `latency_p99_ns` |
+//!
+//! A value that a row does not have is null; a column that no row has is left
+//! out. Names have no dots, because tools take those for nested columns. The
+//! file's metadata has `pagetide.format`, `pagetide.version` and, under
+//! `pagetide.study`, the study as JSON.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::Path;
+use std::sync::Arc;
+
+use pagetide_trace::PartialFile;
+use parquet::basic::Compression;
+use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
+use parquet::errors::Result as ParquetResult;
+use parquet::file::metadata::KeyValue;
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
+use parquet::schema::parser::parse_message_type;
+use serde_json::{Value, json};
+
+use super::error::StudyError;
+use super::sweep::SweepRow;
+use super::traces::{Trace, Traces};
+use super::{Study, columns};
+
+/// What results call themselves in their metadata.
+pub const RESULTS_FORMAT: &str = "pagetide-sim-results";
+
+/// Its one column that is a time.
+const STARTED: &str = "started_at";
+
+/// Writes one row a point to `path`, under a temporary name until it is whole.
+pub(super) fn write_results(
+    study: &Study,
+    traces: &Traces,
+    rows: &[SweepRow],
+    path: &Path,
+) -> Result<(), StudyError> {
+    let mut table = Table::new(rows.len());
+    for (number, row) in rows.iter().enumerate() {
+        for (name, value) in cells(study, traces, number, row) {
+            table.put(number, name, value);
+        }
+    }
+    let failed = |error: &dyn std::fmt::Display| StudyError::Write {
+        path: path.to_owned(),
+        reason: error.to_string(),
+    };
+    let (partial, file) = PartialFile::create(path)?;
+    let file = table
+        .write(file, &study.source)
+        .map_err(|error| failed(&error))?
+        .into_inner()
+        .map_err(|error| failed(&error.into_error()))?;
+    Ok(partial.complete(&file)?)
+}
+
+/// All of one row, by column.
+fn cells(study: &Study, traces: &Traces, number: usize, row: &SweepRow) -> Vec<(String, Value)> {
+    let point = &study.points[number];
+    let mut cells = vec![
+        ("point".to_owned(), json!(number)),
+        ("id".to_owned(), json!(row.id)),
+        ("preset".to_owned(), json!(point.preset)),
+    ];
+    columns::flatten("config", '_', &columns::json(&point.config), &mut cells);
+    if let Trace::Made(spec) = &study.traces[point.trace] {
+        let recipe = columns::json(spec);
+        columns::flatten("trace", '_', &recipe, &mut cells);
+        cells.push(("trace_recipe".to_owned(), recipe.to_string().into()));
+    }
+    let files = traces.files(point.trace);
+    if !files.is_empty() {
+        let joined = |parts: Vec<String>| Value::from(parts.join(" "));
+        let names = files.iter().map(|file| file.path.display().to_string());
+        let hashes = files.iter().map(|file| file.sha256.clone());
+        let bytes: u64 = files.iter().map(|file| file.bytes).sum();
+        cells.push(("trace_files".to_owned(), joined(names.collect())));
+        cells.push(("trace_file_sha256".to_owned(), joined(hashes.collect())));
+        cells.push(("trace_file_bytes".to_owned(), bytes.into()));
+    }
+    let run = &row.run;
+    cells.extend(
+        [
+            ("pagetide_version", json!(run.build.pagetide_version)),
+            ("git_commit", json!(run.build.git_commit)),
+            ("host", json!(run.host)),
+            (STARTED, json!(run.started_unix_ms)),
+            ("wall_seconds", json!(run.wall_seconds)),
+        ]
+        .map(|(name, value)| (name.to_owned(), value)),
+    );
+    let figures = run.figures.iter();
+    cells.extend(figures.map(|(name, value)| (name.clone(), value.clone())));
+    cells
+}
+
+/// Columns in order of their first appearance.
+struct Table {
+    rows: usize,
+    columns: Vec<Column>,
+    by_name: HashMap<String, usize>,
+}
+
+struct Column {
+    name: String,
+    /// One a row; null where there is none.
+    values: Vec<Value>,
+}
+
+/// What a column holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    Truth,
+    Whole,
+    Real,
+    Text,
+}
+
+impl Table {
+    fn new(rows: usize) -> Self {
+        Self {
+            rows,
+            columns: Vec::new(),
+            by_name: HashMap::new(),
+        }
+    }
+
+    fn put(&mut self, row: usize, name: String, value: Value) {
+        let column = *self.by_name.entry(name).or_insert_with_key(|name| {
+            self.columns.push(Column {
+                name: name.clone(),
+                values: vec![Value::Null; self.rows],
+            });
+            self.columns.len() - 1
+        });
+        self.columns[column].values[row] = value;
+    }
+
+    fn write(self, file: File, study: &Value) -> ParquetResult<BufWriter<File>> {
+        let columns: Vec<(Kind, &Column)> = self
+            .columns
+            .iter()
+            .filter_map(|column| Some((column.kind()?, column)))
+            .collect();
+        let fields: Vec<String> = columns
+            .iter()
+            .map(|(kind, column)| column.declaration(*kind))
+            .collect();
+        let schema = format!("message results {{ {} }}", fields.join(" "));
+        let pair = |key: &str, value: String| KeyValue::new(key.to_owned(), value);
+        let properties = WriterProperties::builder()
+            .set_compression(Compression::LZ4_RAW)
+            .set_key_value_metadata(Some(vec![
+                pair("pagetide.format", RESULTS_FORMAT.to_owned()),
+                pair("pagetide.version", "1".to_owned()),
+                pair("pagetide.study", study.to_string()),
+            ]))
+            .build();
+        let mut writer = SerializedFileWriter::new(
+            BufWriter::new(file),
+            Arc::new(parse_message_type(&schema)?),
+            Arc::new(properties),
+        )?;
+        let mut group = writer.next_row_group()?;
+        for (kind, column) in columns {
+            column.write(kind, &mut group)?;
+        }
+        group.close()?;
+        writer.into_inner()
+    }
+}
+
+impl Column {
+    /// The narrowest kind that takes every value; `None` if all are null.
+    fn kind(&self) -> Option<Kind> {
+        let kinds = self.values.iter().filter_map(|value| match value {
+            Value::Null => None,
+            Value::Bool(_) => Some(Kind::Truth),
+            Value::Number(number) if number.is_u64() => Some(Kind::Whole),
+            Value::Number(_) => Some(Kind::Real),
+            _ => Some(Kind::Text),
+        });
+        kinds.reduce(|a, b| match (a, b) {
+            (a, b) if a == b => a,
+            (Kind::Whole, Kind::Real) | (Kind::Real, Kind::Whole) => Kind::Real,
+            _ => Kind::Text,
+        })
+    }
+
+    fn declaration(&self, kind: Kind) -> String {
+        let name = &self.name;
+        match kind {
+            _ if name == STARTED => format!("optional int64 {name} (timestamp(millis,true));"),
+            Kind::Truth => format!("optional boolean {name};"),
+            Kind::Whole => format!("optional int64 {name} (integer(64,false));"),
+            Kind::Real => format!("optional double {name};"),
+            Kind::Text => format!("optional binary {name} (string);"),
+        }
+    }
+
+    fn write(
+        &self,
+        kind: Kind,
+        group: &mut SerializedRowGroupWriter<'_, BufWriter<File>>,
+    ) -> ParquetResult<()> {
+        let present = || self.values.iter().filter(|value| !value.is_null());
+        match kind {
+            Kind::Truth => {
+                let values = present().map(|value| value == &Value::Bool(true));
+                self.write_as::<BoolType>(values.collect(), group)
+            }
+            Kind::Whole => {
+                // The schema says that these 64 bits have no sign.
+                let values = present().map(|value| value.as_u64().unwrap_or_default());
+                self.write_as::<Int64Type>(values.map(u64::cast_signed).collect(), group)
+            }
+            Kind::Real => {
+                let values = present().map(|value| value.as_f64().unwrap_or(f64::NAN));
+                self.write_as::<DoubleType>(values.collect(), group)
+            }
+            Kind::Text => {
+                let values = present().map(|value| ByteArray::from(columns::plain(value).as_str()));
+                self.write_as::<ByteArrayType>(values.collect(), group)
+            }
+        }
+    }
+
+    fn write_as<T: DataType>(
+        &self,
+        values: Vec<T::T>,
+        group: &mut SerializedRowGroupWriter<'_, BufWriter<File>>,
+    ) -> ParquetResult<()> {
+        let levels: Vec<i16> = self
+            .values
+            .iter()
+            .map(|value| i16::from(!value.is_null()))
+            .collect();
+        let Some(mut writer) = group.next_column()? else {
+            unreachable!("the schema has a field for each column");
+        };
+        writer
+            .typed::<T>()
+            .write_batch(&values, Some(&levels), None)?;
+        writer.close()
+    }
+}

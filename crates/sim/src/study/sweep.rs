@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Runs every point of a study on several threads.
+//!
+//! Points share nothing that one of them changes, so a result does not depend on
+//! who computes it or when. Workers take the next point that is not finished yet;
+//! each result goes into the journal before it counts as finished. When all are,
+//! the rows are written in the order of the study.
+
+use std::collections::{HashMap, HashSet};
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+
+use super::error::StudyError;
+use super::identity::PointId;
+use super::journal::{Build, Journal, Run};
+use super::results::write_results;
+use super::traces::Traces;
+use super::{Point, Study, columns};
+
+/// How a sweep is run.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SweepOptions {
+    /// Where the results go.
+    pub out: PathBuf,
+    /// Threads.
+    pub jobs: NonZeroUsize,
+    /// The program that runs it, for the record.
+    pub build: Build,
+    /// The machine, for the record.
+    pub host: String,
+}
+
+/// How far a sweep is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SweepProgress {
+    /// Points finished, those of an earlier sweep among them.
+    pub done: usize,
+    /// Points in all.
+    pub points: usize,
+    /// Translation requests simulated by this sweep.
+    pub requests: u64,
+}
+
+/// What a sweep did.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct SweepSummary {
+    /// The results.
+    pub out: PathBuf,
+    /// The record of finished points.
+    pub journal: PathBuf,
+    /// Points of the study.
+    pub points: usize,
+    /// Of these, run now.
+    pub run: usize,
+    /// Of these, known from an earlier sweep, or the same as another point.
+    pub kept: usize,
+    /// Threads.
+    pub jobs: usize,
+    /// Translation requests simulated now.
+    pub requests: u64,
+    /// How long that took.
+    pub elapsed_seconds: f64,
+}
+
+/// One row of the results.
+#[derive(Clone, PartialEq, Debug)]
+pub struct SweepRow {
+    /// Identity of the point.
+    pub id: PointId,
+    /// Its run.
+    pub run: Run,
+}
+
+/// A finished sweep.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Sweep {
+    /// What was done.
+    pub summary: SweepSummary,
+    /// A row for each point, in the order of the study.
+    pub rows: Vec<SweepRow>,
+}
+
+/// Runs what is not finished yet of `study` and writes the results. `told` is
+/// called at the beginning and after each point, from any thread.
+///
+/// # Errors
+/// If a trace or the model fails at a point, or a file cannot be written; what
+/// was finished by then is kept in the journal.
+pub fn sweep(
+    study: &Study,
+    options: &SweepOptions,
+    told: &(dyn Fn(SweepProgress) + Sync),
+) -> Result<Sweep, StudyError> {
+    let began = Instant::now();
+    let traces = Traces::of(study)?;
+    let path = Journal::path_beside(&options.out);
+    let (journal, finished) = Journal::open(&path, &options.build)?;
+    let ids: Vec<PointId> = study.points.iter().map(|point| traces.id(point)).collect();
+    let mut seen: HashSet<&PointId> = finished.keys().collect();
+    let open: Vec<(&PointId, &Point)> = ids
+        .iter()
+        .zip(&study.points)
+        .filter(|(id, _)| seen.insert(*id))
+        .collect();
+    let run = open.len();
+    traces.announce(open.iter().map(|(_, point)| *point));
+    let work = Work {
+        options,
+        traces: &traces,
+        points: study.points.len(),
+        kept: study.points.len() - run,
+        open,
+        next: AtomicUsize::new(0),
+        failed: AtomicBool::new(false),
+        told,
+        shared: Mutex::new(Shared {
+            journal,
+            finished,
+            requests: 0,
+            done: 0,
+        }),
+    };
+    let Shared {
+        finished, requests, ..
+    } = work.on_threads()?;
+    let rows = rows(ids, &finished);
+    write_results(study, &traces, &rows, &options.out)?;
+    Ok(Sweep {
+        summary: SweepSummary {
+            out: options.out.clone(),
+            journal: path,
+            points: study.points.len(),
+            run,
+            kept: study.points.len() - run,
+            jobs: options.jobs.get(),
+            requests,
+            elapsed_seconds: began.elapsed().as_secs_f64(),
+        },
+        rows,
+    })
+}
+
+fn rows(ids: Vec<PointId>, finished: &HashMap<PointId, Run>) -> Vec<SweepRow> {
+    ids.into_iter()
+        .map(|id| {
+            let Some(run) = finished.get(&id).cloned() else {
+                unreachable!("every point is finished when all workers are");
+            };
+            SweepRow { id, run }
+        })
+        .collect()
+}
+
+/// What the workers share.
+struct Work<'a> {
+    options: &'a SweepOptions,
+    traces: &'a Traces,
+    points: usize,
+    kept: usize,
+    open: Vec<(&'a PointId, &'a Point)>,
+    /// The next of `open` that nobody has taken.
+    next: AtomicUsize,
+    /// A point failed: no new ones are begun.
+    failed: AtomicBool,
+    told: &'a (dyn Fn(SweepProgress) + Sync),
+    shared: Mutex<Shared>,
+}
+
+struct Shared {
+    journal: Journal,
+    finished: HashMap<PointId, Run>,
+    requests: u64,
+    done: usize,
+}
+
+impl Work<'_> {
+    fn on_threads(self) -> Result<Shared, StudyError> {
+        (self.told)(SweepProgress {
+            done: self.kept,
+            points: self.points,
+            requests: 0,
+        });
+        let workers = self.options.jobs.get().min(self.open.len());
+        let outcomes: Vec<Result<(), StudyError>> = std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..workers)
+                .map(|_| scope.spawn(|| self.work_off()))
+                .collect();
+            let joined = workers.into_iter().map(|worker| worker.join());
+            joined
+                .map(|outcome| outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
+        });
+        outcomes.into_iter().collect::<Result<(), _>>()?;
+        Ok(self
+            .shared
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn work_off(&self) -> Result<(), StudyError> {
+        // Relaxed: the count hands out numbers, what they stand for is not changed.
+        while !self.failed.load(Ordering::Relaxed)
+            && let Some((id, point)) = self.open.get(self.next.fetch_add(1, Ordering::Relaxed))
+        {
+            let finished = self
+                .one(point)
+                .and_then(|(run, requests)| self.keep(id, run, requests));
+            if finished.is_err() {
+                self.failed.store(true, Ordering::Relaxed);
+            }
+            (self.told)(finished?);
+        }
+        Ok(())
+    }
+
+    fn one(&self, point: &Point) -> Result<(Run, u64), StudyError> {
+        let began = Instant::now();
+        let started_unix_ms = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |time| u64::try_from(time.as_millis()).unwrap_or(0));
+        let outcome = self.traces.run(point)?;
+        let run = Run {
+            build: self.options.build.clone(),
+            host: self.options.host.clone(),
+            started_unix_ms,
+            wall_seconds: began.elapsed().as_secs_f64(),
+            figures: columns::figures(&outcome),
+        };
+        Ok((run, outcome.requests))
+    }
+
+    /// Writes a result down.
+    fn keep(&self, id: &PointId, run: Run, requests: u64) -> Result<SweepProgress, StudyError> {
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.journal.add(id, &run)?;
+        shared.finished.insert(id.clone(), run);
+        shared.requests += requests;
+        shared.done += 1;
+        Ok(SweepProgress {
+            done: self.kept + shared.done,
+            points: self.points,
+            requests: shared.requests,
+        })
+    }
+}

@@ -1,0 +1,476 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Studies against naive products, sweeps against kills.
+
+use std::collections::HashSet;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::Field;
+use serde_json::{Value, json};
+
+use super::expand::expand;
+use super::*;
+use crate::config::Replacement;
+
+/// Eight points over two small traces.
+const SMALL: &str = r#"
+preset = ["base", "hypertrio"]
+flavour = "hypersio"
+[devtlb]
+entries = [64, 128]
+[[trace]]
+tenants = [2, 3]
+packets = 40
+input.synthetic.workload = "iperf3"
+"#;
+
+fn study(text: &str) -> Result<Study, StudyError> {
+    Draft::parse(text, Path::new(""))?.study()
+}
+
+fn small() -> Study {
+    study(SMALL).unwrap()
+}
+
+fn refusal(text: &str) -> String {
+    study(text).unwrap_err().to_string()
+}
+
+fn options(out: PathBuf, jobs: usize) -> SweepOptions {
+    SweepOptions {
+        out,
+        jobs: NonZeroUsize::new(jobs).unwrap(),
+        build: Build {
+            pagetide_version: "1.2.3".into(),
+            git_commit: Some("abc".into()),
+        },
+        host: "here".into(),
+    }
+}
+
+fn run(study: &Study, options: &SweepOptions) -> Sweep {
+    sweep(study, options, &|_| {}).unwrap()
+}
+
+/// Rows without what differs from run to run.
+fn results(sweep: &Sweep) -> Vec<(PointId, serde_json::Map<String, Value>)> {
+    let rows = sweep.rows.iter();
+    rows.map(|row| (row.id.clone(), row.run.figures.clone()))
+        .collect()
+}
+
+#[test]
+fn study_is_the_product_of_its_lists_in_declared_order() {
+    let study = small();
+    let mut naive = Vec::new();
+    for tenants in [2, 3] {
+        for preset in [Preset::Base, Preset::Hypertrio] {
+            for entries in [64, 128] {
+                naive.push((tenants, preset, entries));
+            }
+        }
+    }
+    let ours: Vec<_> = study
+        .points
+        .iter()
+        .map(|point| {
+            let Trace::Made(spec) = &study.traces[point.trace] else {
+                panic!("the trace is made");
+            };
+            (spec.tenants, point.preset, point.config.devtlb.entries)
+        })
+        .collect();
+    assert_eq!(ours, naive);
+    for point in &study.points {
+        let mut expected = point.preset.config(Flavour::Hypersio);
+        expected.devtlb.entries = point.config.devtlb.entries;
+        assert_eq!(point.config, expected);
+    }
+}
+
+#[test]
+fn layout_of_the_file_changes_no_point() {
+    let other = study(
+        r#"
+devtlb.entries = [64, 128]
+trace = [{ input = { synthetic = { workload = "iperf3" } }, packets = 40, tenants = [2, 3], seed = 1 }]
+flavour = "hypersio"
+preset = ["base", "hypertrio"]
+"#,
+    )
+    .unwrap();
+    assert_eq!(other.points, small().points);
+    assert_eq!(other.traces, small().traces);
+}
+
+#[test]
+fn expansion_of_nested_tables_equals_a_naive_product() {
+    let Value::Object(table) = json!({"a": [1, 2, 3], "b": {"c": ["x", "y"], "l": [5]}, "d": 0})
+    else {
+        unreachable!()
+    };
+    let all: Vec<Value> = expand(table, &["b.l"], 100)
+        .unwrap()
+        .into_iter()
+        .map(Value::Object)
+        .collect();
+    let mut naive = Vec::new();
+    for a in [1, 2, 3] {
+        for c in ["x", "y"] {
+            naive.push(json!({"a": a, "b": {"c": c, "l": [5]}, "d": 0}));
+        }
+    }
+    assert_eq!(all, naive);
+}
+
+#[test]
+fn wrong_studies_are_refused_with_the_key_and_what_is_right() {
+    let trace = "[[trace]]\ntenants = 1\npackets = 1\ninput.synthetic.workload = \"iperf3\"\n";
+    for (text, parts) in [
+        ("x = [".to_owned(), vec!["not TOML"]),
+        (String::new(), vec!["trace: the study has no trace"]),
+        (
+            format!("devtlb.entry = 1\n{trace}"),
+            vec!["devtlb", "`entry`", "`entries`"],
+        ),
+        (format!("tlb = 1\n{trace}"), vec!["`tlb`", "`devtlb`"]),
+        (
+            format!("devtlb.entries = \"x\"\n{trace}"),
+            vec!["devtlb.entries:", "expected u32"],
+        ),
+        (
+            format!("devtlb.entries = []\n{trace}"),
+            vec!["devtlb.entries:", "empty"],
+        ),
+        (
+            format!("devtlb.replacement = \"fifo\"\n{trace}"),
+            vec!["devtlb.replacement:", "`lru`"],
+        ),
+        (
+            format!("preset = \"best\"\n{trace}"),
+            vec!["preset:", "`hypertrio`"],
+        ),
+        (format!("flavour = 3\n{trace}"), vec!["flavour:"]),
+        (
+            format!("ptb.entries = [1, 0]\n{trace}"),
+            vec!["point 1 (ptb.entries=0)", "ptb.entries = 0"],
+        ),
+        (
+            "[[trace]]\nfile = \"a\"\ntenants = 3".to_owned(),
+            vec!["trace[0].tenants:", "'file'"],
+        ),
+        ("[[trace]]\nfile = 3".to_owned(), vec!["trace[0].file:"]),
+        (
+            "[[trace]]\ntenants = 0\npackets = 1\ninput.synthetic.workload = \"seq\"".to_owned(),
+            vec!["trace[0]", "tenants = 0"],
+        ),
+        (
+            "[[trace]]\ntenants = 1\npackets = 1\ninput.synthetic.workload = \"x\"".to_owned(),
+            vec!["trace[0].input.synthetic.workload:", "`iperf3`"],
+        ),
+        (
+            "[[trace]]\ntenants = []".to_owned(),
+            vec!["trace[0].tenants:", "empty"],
+        ),
+        ("trace = 3".to_owned(), vec!["trace:"]),
+        ("trace = [3]".to_owned(), vec!["trace[0]:", "[[trace]]"]),
+    ] {
+        let told = refusal(&text);
+        for part in parts {
+            assert!(told.contains(part), "no '{part}' in '{told}' for\n{text}");
+        }
+    }
+}
+
+#[test]
+fn study_larger_than_the_limit_is_refused_before_it_is_multiplied_out() {
+    let list: Vec<String> = (0..1000).map(|n| n.to_string()).collect();
+    let list = list.join(",");
+    let told = refusal(&format!(
+        "seed = [{list}]\nlatency.pcie_ns = [{list}]\nlatency.dram_ns = [{list}]\n[[trace]]\nfile = \"a\""
+    ));
+    assert!(told.contains("131072"), "{told}");
+}
+
+#[test]
+fn assignments_are_values_of_toml_or_else_words() {
+    let mut draft = Draft::parse(SMALL, Path::new("")).unwrap();
+    for assignment in [
+        "preset=base",
+        "flavour = paper",
+        "devtlb.entries=16",
+        "devtlb.replacement=\"lru\"",
+        "prefetch.enabled=true",
+        "seed=[7, 8]",
+        "trace.x=1",
+    ] {
+        let refused = draft.set(assignment).is_err();
+        assert_eq!(refused, assignment.starts_with("trace"), "{assignment}");
+    }
+    draft.replace_traces(&["some.bin"]);
+    let study = draft.study().unwrap();
+    let config = &study.points[1].config;
+    assert_eq!((study.points.len(), config.seed), (2, 8));
+    assert_eq!(config.devtlb.replacement, Replacement::Lru);
+    assert!(config.prefetch.enabled);
+    assert!(matches!(&study.traces[..], [Trace::File(path)] if path.is_absolute()));
+    for wrong in ["devtlb", "=3", "a..b=1"] {
+        assert!(draft.set(wrong).is_err(), "{wrong}");
+    }
+}
+
+#[test]
+fn weights_of_tenants_are_a_list_by_nature_and_lists_of_them_an_axis() {
+    let of = |weights: &str| {
+        study(&format!(
+            "[[trace]]\ntenants = 2\npackets = 9\nweights = {weights}\ninput.synthetic.workload = \"seq\""
+        ))
+        .unwrap()
+        .points
+        .len()
+    };
+    assert_eq!((of("[1, 4]"), of("[[1, 4], [1, 8]]"), of("[]")), (1, 2, 1));
+}
+
+#[test]
+fn labels_name_what_varies_and_nothing_else() {
+    let labels = small().labels();
+    assert_eq!(labels[0], "preset=base devtlb.entries=64 trace.tenants=2");
+    assert_eq!(
+        labels[7],
+        "preset=hypertrio devtlb.entries=128 trace.tenants=3"
+    );
+    let one = study("[[trace]]\nfile = \"a\"").unwrap();
+    assert_eq!(one.labels(), [""]);
+}
+
+#[test]
+fn identity_of_a_point_is_what_it_was_and_differs_by_every_parameter() {
+    let config = json!({"b": 1, "a": {"d": [1, {"z": 0, "y": 0}], "c": 0.1}});
+    assert_eq!(
+        identity::canonical(&config).to_string(),
+        r#"{"a":{"c":0.1,"d":[1,{"y":0,"z":0}]},"b":1}"#
+    );
+    let trace = TraceIdentity(json!({"sha256": "00", "bytes": 48}));
+    let base = Config::base(Flavour::Hypersio);
+    let mut ids = HashSet::from([trace.point(&base)]);
+    let mut leaves = Vec::new();
+    columns::flatten("", '.', &columns::json(&base), &mut leaves);
+    for (name, value) in &leaves {
+        let Value::Number(number) = value else {
+            continue;
+        };
+        let mut changed = columns::json(&base);
+        let pointer = format!("/{}", name.replace('.', "/"));
+        *changed.pointer_mut(&pointer).unwrap() = (number.as_u64().unwrap() + 1).into();
+        let changed: Config = serde_json::from_value(changed).unwrap();
+        assert!(ids.insert(trace.point(&changed)), "{name}");
+    }
+    assert!(ids.len() > 40);
+    let other = TraceIdentity(json!({"sha256": "01", "bytes": 48}));
+    assert!(ids.insert(other.point(&base)));
+}
+
+#[test]
+fn trace_file_is_known_by_content_and_not_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let id = |name: &str, content: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        let study = study(&format!("[[trace]]\nfile = \"{}\"", path.display())).unwrap();
+        Traces::of(&study).unwrap().id(&study.points[0])
+    };
+    let first = id("a", "abc");
+    assert_eq!(first, id("b", "abc"));
+    assert_ne!(first, id("a", "abd"));
+    assert_eq!(first.0.len(), 32);
+}
+
+#[test]
+fn threads_and_repetition_change_no_result() {
+    let dir = tempfile::tempdir().unwrap();
+    let study = small();
+    let one = run(&study, &options(dir.path().join("one"), 1));
+    let two = run(&study, &options(dir.path().join("two"), 2));
+    let many = run(&study, &options(dir.path().join("many"), 16));
+    assert_eq!(results(&one), results(&two));
+    assert_eq!(results(&one), results(&many));
+    assert_eq!((one.summary.run, one.summary.kept), (8, 0));
+    let again = run(&study, &options(dir.path().join("one"), 2));
+    assert_eq!((again.summary.run, again.summary.kept), (0, 8));
+    assert_eq!(results(&one), results(&again));
+}
+
+#[test]
+fn sweep_killed_at_any_byte_of_its_journal_goes_on_and_ends_with_the_same_rows() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = SMALL.replace("[2, 3]", "2");
+    let study = study(&text.replace("[64, 128]", "64")).unwrap();
+    let options = options(dir.path().join("out"), 1);
+    let whole = run(&study, &options);
+    let journal = whole.summary.journal.clone();
+    let text = std::fs::read(&journal).unwrap();
+    let lines = text.iter().filter(|byte| **byte == b'\n').count();
+    assert_eq!(lines, 2);
+    for cut in (0..=text.len()).rev() {
+        std::fs::write(&journal, &text[..cut]).unwrap();
+        let again = run(&study, &options);
+        let kept = text[..cut].iter().filter(|byte| **byte == b'\n').count();
+        assert_eq!((again.summary.kept, again.summary.run), (kept, 2 - kept));
+        assert_eq!(results(&again), results(&whole));
+        // What was cut off is cut off for good.
+        let written = std::fs::read(&journal).unwrap();
+        assert_eq!(written.iter().filter(|byte| **byte == b'\n').count(), 2);
+    }
+}
+
+#[test]
+fn changed_study_runs_what_is_new_and_another_build_runs_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut options = options(dir.path().join("out"), 2);
+    run(&small(), &options);
+    let more = study(&SMALL.replace("[64, 128]", "[128, 256]")).unwrap();
+    let swept = run(&more, &options);
+    assert_eq!((swept.summary.run, swept.summary.kept), (4, 4));
+    options.build.git_commit = None;
+    assert_eq!(run(&more, &options).summary.run, 8);
+}
+
+#[test]
+fn journal_that_is_not_ours_or_in_use_is_refused_and_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = options(dir.path().join("out"), 1);
+    let journal = dir.path().join("out.journal");
+    for foreign in ["my diary", "{}\n", "{\"journal\":9}\n{\"journal\":9}\n"] {
+        std::fs::write(&journal, foreign).unwrap();
+        let error = sweep(&small(), &options, &|_| {}).unwrap_err();
+        assert!(matches!(error, StudyError::Journal { .. }), "{error}");
+        assert_eq!(std::fs::read_to_string(&journal).unwrap(), foreign);
+    }
+    std::fs::remove_file(&journal).unwrap();
+    let held = journal::Journal::open(&journal, &options.build).unwrap();
+    let error = sweep(&small(), &options, &|_| {}).unwrap_err();
+    assert!(error.to_string().contains("another sweep"), "{error}");
+    drop(held);
+}
+
+#[test]
+fn broken_trace_ends_the_sweep_and_what_was_finished_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let broken = dir.path().join("broken.bin");
+    // A whole record of the authors' format, and half of one.
+    let mut bytes = [0_u8; 72];
+    bytes[0] = 1;
+    bytes[16..24].copy_from_slice(&(!0xfff_u64).to_le_bytes());
+    bytes[24] = 1;
+    std::fs::write(&broken, bytes).unwrap();
+    let text = format!("{SMALL}\n[[trace]]\nfile = \"{}\"", broken.display());
+    let study = study(&text).unwrap();
+    let options = options(dir.path().join("out"), 1);
+    for _ in 0..2 {
+        let error = sweep(&study, &options, &|_| {}).unwrap_err();
+        assert!(
+            error.to_string().contains("broken.bin, record 1"),
+            "{error}"
+        );
+        assert!(error.is_wrong_use());
+        assert!(!options.out.exists());
+    }
+    let kept = run(&small(), &options).summary.kept;
+    assert_eq!(kept, 8);
+}
+
+#[test]
+fn progress_counts_every_point_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let calls = AtomicUsize::new(0);
+    let most = AtomicUsize::new(0);
+    sweep(&small(), &options(dir.path().join("out"), 2), &|progress| {
+        calls.fetch_add(1, Ordering::Relaxed);
+        most.fetch_max(progress.done, Ordering::Relaxed);
+        assert_eq!(progress.points, 8);
+    })
+    .unwrap();
+    assert_eq!(
+        (calls.into_inner(), most.into_inner()),
+        (9, 8),
+        "the beginning, and each point"
+    );
+}
+
+#[test]
+fn results_hold_every_parameter_the_provenance_and_every_figure() {
+    let dir = tempfile::tempdir().unwrap();
+    let study = small();
+    let options = options(dir.path().join("out.parquet"), 2);
+    let swept = run(&study, &options);
+    let file = std::fs::File::open(&options.out).unwrap();
+    let reader = SerializedFileReader::new(file).unwrap();
+    let metadata = reader.metadata().file_metadata();
+    let pairs = metadata.key_value_metadata().unwrap();
+    let format = pairs.iter().find(|pair| pair.key == "pagetide.format");
+    assert_eq!(format.unwrap().value.as_deref(), Some(RESULTS_FORMAT));
+    let rows: Vec<_> = reader
+        .get_row_iter(None)
+        .unwrap()
+        .map(|row| row.unwrap().into_columns())
+        .collect();
+    assert_eq!(rows.len(), study.points.len());
+    for (number, row) in rows.iter().enumerate() {
+        let names: HashSet<&str> = row.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names.len(), row.len(), "a name is there once");
+        let cell = |name: &str| &row.iter().find(|(n, _)| n == name).expect(name).1;
+        let point = &study.points[number];
+        assert_eq!(cell("point"), &Field::ULong(number as u64));
+        assert_eq!(cell("id"), &Field::Str(swept.rows[number].id.0.clone()));
+        let mut leaves = Vec::new();
+        columns::flatten("config", '_', &columns::json(&point.config), &mut leaves);
+        leaves.extend(swept.rows[number].run.figures.clone());
+        for (name, value) in leaves {
+            let expected = match &value {
+                Value::Bool(truth) => Field::Bool(*truth),
+                Value::String(text) => Field::Str(text.clone()),
+                number if number.is_u64() => Field::ULong(number.as_u64().unwrap()),
+                number => Field::Double(number.as_f64().unwrap()),
+            };
+            assert_eq!(cell(&name), &expected, "{name}");
+        }
+        for name in [
+            "trace_tenants",
+            "trace_recipe",
+            "trace_input_synthetic_ring_iova",
+            "wall_seconds",
+        ] {
+            assert_ne!(cell(name), &Field::Null);
+        }
+        assert_eq!(cell("host"), &Field::Str("here".into()));
+        assert_eq!(cell("git_commit"), &Field::Str("abc".into()));
+        assert!(matches!(cell("started_at"), Field::TimestampMillis(_)));
+    }
+}
+
+#[test]
+fn figures_survive_the_journal_to_the_last_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("journal");
+    let build = options(PathBuf::new(), 1).build;
+    let mut run = Run {
+        build: build.clone(),
+        host: String::new(),
+        started_unix_ms: 1,
+        wall_seconds: 0.1 + 0.2,
+        figures: serde_json::Map::new(),
+    };
+    for n in 1..500_u32 {
+        let value = f64::from(n).sqrt() / 7.0;
+        run.figures.insert(n.to_string(), value.into());
+    }
+    let id = PointId("x".into());
+    let (mut journal, _) = journal::Journal::open(&path, &build).unwrap();
+    journal.add(&id, &run).unwrap();
+    drop(journal);
+    let (_, finished) = journal::Journal::open(&path, &build).unwrap();
+    assert_eq!(finished[&id], run);
+}

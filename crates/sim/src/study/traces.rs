@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The traces of a study, as many points read them at the same time.
+//!
+//! A synthetic trace is not kept but made anew for each point while it is read:
+//! that costs less than reading the same events from a file, and no memory. What
+//! is dear to make is made once and shared: logs taken apart into tenants (on
+//! disk, for as long as the study), and the future that the oracle needs (4 bytes
+//! a request in memory, from the first to the last point that asks for it).
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use pagetide_trace::{
+    EventSource, FormatChoice, HyperSpec, HyperTrace, Input, Recordings, TraceError,
+};
+use serde_json::{Value, json};
+
+use super::error::StudyError;
+use super::identity::{Content, PointId, TraceIdentity};
+use super::{Point, Study, columns};
+use crate::next_use::NextUses;
+use crate::observe::StepRecord;
+use crate::outcome::Outcome;
+use crate::run::{TraceInput, run, run_told};
+
+/// One trace of a study.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Trace {
+    /// In a file of any format that can be read.
+    File(PathBuf),
+    /// Made by a recipe.
+    Made(Box<HyperSpec>),
+}
+
+/// A file that a trace comes from.
+#[derive(Clone, PartialEq, Eq, Debug, serde::Serialize)]
+pub struct TraceFile {
+    /// Its name.
+    pub path: PathBuf,
+    /// SHA-256 of its content, in hexadecimal.
+    pub sha256: String,
+    /// Its length.
+    pub bytes: u64,
+}
+
+impl TraceFile {
+    fn of(path: &Path) -> Result<Self, TraceError> {
+        let Content { sha256, bytes } = Content::of(path)?;
+        Ok(Self {
+            path: path.to_owned(),
+            sha256,
+            bytes,
+        })
+    }
+
+    fn content(&self) -> Value {
+        json!({ "sha256": self.sha256, "bytes": self.bytes })
+    }
+}
+
+/// The traces of a study, looked at: their files were there, and are known by content.
+#[derive(Debug)]
+pub struct Traces(Vec<Looked>);
+
+#[derive(Debug)]
+struct Looked {
+    trace: Trace,
+    files: Vec<TraceFile>,
+    identity: TraceIdentity,
+    /// Logs of a recipe, taken apart when the first point asks for them.
+    recordings: OnceLock<Recordings>,
+    /// One thread takes logs apart or reads the future, the others wait for it.
+    making: Mutex<Future>,
+}
+
+/// The future of a trace, and how many points will still ask for it.
+#[derive(Debug, Default)]
+struct Future {
+    made: Option<Arc<NextUses>>,
+    askers: usize,
+}
+
+impl Traces {
+    /// Reads every file of `study` once, for its hash.
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    pub fn of(study: &Study) -> Result<Self, TraceError> {
+        let looked = study.traces.iter().map(|trace| {
+            let files = files_of(trace)?;
+            Ok(Looked {
+                identity: identity(trace, &files),
+                trace: trace.clone(),
+                files,
+                recordings: OnceLock::new(),
+                making: Mutex::default(),
+            })
+        });
+        looked.collect::<Result<_, _>>().map(Self)
+    }
+
+    /// Identity of a point of that study.
+    #[must_use]
+    pub fn id(&self, point: &Point) -> PointId {
+        self.0[point.trace].identity.point(&point.config)
+    }
+
+    /// Files that trace number `trace` comes from.
+    #[must_use]
+    pub fn files(&self, trace: usize) -> &[TraceFile] {
+        &self.0[trace].files
+    }
+
+    /// Says that `points` are going to be run, so that what they share is kept
+    /// until the last of them has it.
+    pub(super) fn announce<'a>(&self, points: impl Iterator<Item = &'a Point>) {
+        for point in points.filter(|point| point.config.needs_future()) {
+            lock(&self.0[point.trace].making).askers += 1;
+        }
+    }
+
+    /// Runs a point.
+    ///
+    /// # Errors
+    /// If the trace is broken, or asks for what the model does not have.
+    pub fn run(&self, point: &Point) -> Result<Outcome, StudyError> {
+        let looked = &self.0[point.trace];
+        let future = looked.future(point)?;
+        let input = TraceInput {
+            events: &mut *looked.open()?,
+            next_uses: future.as_deref(),
+        };
+        Ok(run(&point.config, input)?)
+    }
+
+    /// Runs a point and tells `told` every step of it.
+    ///
+    /// # Errors
+    /// As [`Traces::run`].
+    pub fn run_told(
+        &self,
+        point: &Point,
+        told: &mut dyn FnMut(StepRecord),
+    ) -> Result<Outcome, StudyError> {
+        let looked = &self.0[point.trace];
+        let future = looked.future(point)?;
+        let input = TraceInput {
+            events: &mut *looked.open()?,
+            next_uses: future.as_deref(),
+        };
+        Ok(run_told(&point.config, input, told)?)
+    }
+}
+
+impl Looked {
+    /// At its beginning.
+    fn open(&self) -> Result<Box<dyn EventSource + '_>, TraceError> {
+        match &self.trace {
+            Trace::File(path) => open_file(path),
+            Trace::Made(spec) => match &spec.input {
+                Input::Synthetic(_) => Ok(Box::new(HyperTrace::synthetic(spec)?)),
+                Input::Recorded(input) => {
+                    let recordings = self.recordings(&input.logs)?;
+                    Ok(Box::new(HyperTrace::recorded(spec, recordings)?))
+                }
+            },
+        }
+    }
+
+    fn recordings(&self, logs: &[PathBuf]) -> Result<&Recordings, TraceError> {
+        let _making = lock(&self.making);
+        if let Some(made) = self.recordings.get() {
+            return Ok(made);
+        }
+        let mut recordings = Recordings::new()?;
+        for log in logs {
+            recordings.add(&mut *open_file(log)?)?;
+        }
+        Ok(self.recordings.get_or_init(|| recordings))
+    }
+
+    fn future(&self, point: &Point) -> Result<Option<Arc<NextUses>>, StudyError> {
+        if !point.config.needs_future() {
+            return Ok(None);
+        }
+        // Opened before the lock is taken: logs are taken apart under the same one.
+        let mut events = self.open()?;
+        let mut future = lock(&self.making);
+        let made = match &future.made {
+            Some(made) => Arc::clone(made),
+            None => Arc::new(NextUses::of(&mut *events)?),
+        };
+        future.askers = future.askers.saturating_sub(1);
+        future.made = (future.askers > 0).then(|| Arc::clone(&made));
+        Ok(Some(made))
+    }
+}
+
+/// A thread that panicked has left nothing half done here.
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A trace in any format.
+fn open_file(path: &Path) -> Result<Box<dyn EventSource>, TraceError> {
+    pagetide_trace::open(path, FormatChoice::Detect)
+}
+
+fn files_of(trace: &Trace) -> Result<Vec<TraceFile>, TraceError> {
+    match trace {
+        Trace::File(path) => Ok(vec![TraceFile::of(path)?]),
+        Trace::Made(spec) => match &spec.input {
+            Input::Synthetic(_) => Ok(Vec::new()),
+            Input::Recorded(input) => input.logs.iter().map(|log| TraceFile::of(log)).collect(),
+        },
+    }
+}
+
+fn identity(trace: &Trace, files: &[TraceFile]) -> TraceIdentity {
+    let contents: Vec<Value> = files.iter().map(TraceFile::content).collect();
+    TraceIdentity(match trace {
+        Trace::File(_) => contents.into_iter().collect(),
+        Trace::Made(spec) => {
+            let mut recipe = columns::json(spec);
+            if let Some(logs) = recipe.pointer_mut("/input/recorded/logs") {
+                *logs = contents.into();
+            }
+            json!({ "made": recipe })
+        }
+    })
+}
