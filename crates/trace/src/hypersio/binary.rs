@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-use super::{RECORD_BYTES, decode};
+use super::{RECORD_BYTES, complaint, event_of, is_sound};
 use crate::error::TraceError;
 use crate::event::Event;
 use crate::stream::{BATCH_EVENTS, EventSource};
@@ -87,27 +87,23 @@ impl<R: Read> HypersioReader<R> {
     }
 
     /// Decodes the first `filled` bytes of the buffer; notes where they break off.
+    ///
+    /// Two passes, one that only looks and one that only builds, are faster than
+    /// one that may stop at each record.
     fn decode_into(&mut self, filled: usize, batch: &mut Vec<Event>) {
-        let start = batch.len();
         let (records, rest) = self.buffer[..filled].as_chunks::<RECORD_BYTES>();
-        let mut reason = None;
-        batch.reserve(records.len());
-        for record in records {
-            match decode(record) {
-                Ok(event) => batch.push(event),
-                Err(complaint) => {
-                    reason = Some(complaint);
-                    break;
-                }
-            }
-        }
-        if reason.is_none() && !rest.is_empty() {
-            reason = Some(format!(
+        let unsound = records.iter().position(|record| !is_sound(record));
+        let good = &records[..unsound.unwrap_or(records.len())];
+        batch.extend(good.iter().map(event_of));
+        let reason = match records.get(good.len()) {
+            Some(record) => Some(complaint(record)),
+            None if rest.is_empty() => None,
+            None => Some(format!(
                 "the file ends after {} of {RECORD_BYTES} bytes",
                 rest.len()
-            ));
-        }
-        self.done += (batch.len() - start) as u64;
+            )),
+        };
+        self.done += good.len() as u64;
         self.broken = reason.map(|reason| self.record_error(self.done, reason));
     }
 }
