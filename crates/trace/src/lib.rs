@@ -22,15 +22,16 @@ pub use event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId, Tr
 pub use hypersio::{HypersioLogReader, HypersioReader, HypersioWriter, LogSources};
 pub use hypertrace::{
     Built, End, HyperSpec, HyperTrace, Input, Lengths, MAX_BURST_PACKETS, MAX_DOMAINS_PER_SOURCE,
-    MAX_REQUESTS_PER_PACKET, MAX_SOURCES_PER_LOG, MAX_TENANTS, MAX_WEIGHT, Membership, OpenLog,
-    Order, Progress, RecordedInput, RecordedSource, Recordings, Reuse, SourceRule, build,
+    MAX_RECORDS_PER_EVENT, MAX_REQUESTS_PER_PACKET, MAX_SOURCES_PER_LOG, MAX_TENANTS, MAX_WEIGHT,
+    Membership, OpenLog, Order, Progress, RecordedInput, RecordedSource, Recordings, Reuse,
+    SourceRule, build,
 };
 pub use info::{Distinct, PageSizes, RequestsPerSource, TraceInfo, convert, info};
 pub use open::{FormatChoice, OpenTrace, TraceFormat, detect, open, open_trace};
 pub use params::TraceParams;
 pub use parquet::{ParquetReader, ParquetWriter, REQUESTS_PER_PACKET, ROW_GROUP_EVENTS, TraceMeta};
-pub use qemu::QemuLogReader;
 pub use partial::PartialFile;
+pub use qemu::QemuLogReader;
 pub use stream::{BATCH_EVENTS, EventSink, EventSource, Events};
 pub use tenant::{
     DataPages, GroupAccess, InitPages, MAX_GROUP_PAGES, PageChoice, RunLengths, SinglePage,

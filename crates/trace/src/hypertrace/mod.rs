@@ -30,7 +30,9 @@ use std::sync::Arc;
 
 pub use build::{Built, Progress, build};
 use recorded::Cursor;
-pub use recorded::{MAX_DOMAINS_PER_SOURCE, MAX_SOURCES_PER_LOG, RecordedSource, Recordings};
+pub use recorded::{
+    MAX_DOMAINS_PER_SOURCE, MAX_RECORDS_PER_EVENT, MAX_SOURCES_PER_LOG, RecordedSource, Recordings,
+};
 pub use spec::{
     End, HyperSpec, Input, Lengths, MAX_BURST_PACKETS, MAX_REQUESTS_PER_PACKET, MAX_TENANTS,
     MAX_WEIGHT, Membership, Order, RecordedInput, Reuse, SourceRule,

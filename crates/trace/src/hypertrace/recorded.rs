@@ -43,6 +43,12 @@ pub const MAX_SOURCES_PER_LOG: usize = 1 << 16;
 /// Domains that one source may have in one log; a device that is handed from
 /// the host to a tenant and back has two.
 pub const MAX_DOMAINS_PER_SOURCE: usize = 64;
+/// Records that a log may be taken apart into, for each of its events. One
+/// request is one record; an invalidation that concerns all 24 devices of a log
+/// is 24. Above that a short file of global invalidations could fill the disk.
+pub const MAX_RECORDS_PER_EVENT: u64 = 32;
+/// Records that any log may be taken apart into, however short it is.
+const RECORDS_FREE: u64 = 1 << 20;
 const NO_TIME: u64 = u64::MAX;
 
 /// One source of one log.
@@ -102,6 +108,8 @@ impl Recordings {
             file: &self.file,
             chunks: self.chunks,
             log: self.logs,
+            events: 0,
+            records: 0,
             open: Vec::new(),
             by_source: HashMap::new(),
             by_domain: HashMap::new(),
@@ -138,6 +146,9 @@ struct Split<'a> {
     file: &'a File,
     chunks: u64,
     log: usize,
+    /// Events read, and records made of them.
+    events: u64,
+    records: u64,
     open: Vec<Open>,
     by_source: HashMap<SourceId, usize>,
     /// Sources seen with a domain, each with the domain's place in its list.
@@ -146,6 +157,7 @@ struct Split<'a> {
 
 impl Split<'_> {
     fn take(&mut self, event: &Event) -> Result<(), TraceError> {
+        self.events += 1;
         match event.kind {
             EventKind::Translate => {
                 let at = self.source(event.source)?;
@@ -236,6 +248,14 @@ impl Split<'_> {
     }
 
     fn push(&mut self, at: usize, event: &Event, domain: u32) -> Result<(), TraceError> {
+        self.records += 1;
+        if self.records > RECORDS_FREE + self.events.saturating_mul(MAX_RECORDS_PER_EVENT) {
+            return Err(TraceError::Asked(format!(
+                "log {}: its first {} events concern more than {MAX_RECORDS_PER_EVENT} sources each: \
+                 too many invalidations of what many sources share",
+                self.log, self.events
+            )));
+        }
         if self.open[at].bytes.len() == CHUNK_BYTES {
             self.write_chunk(at)?;
         }

@@ -2,12 +2,14 @@
 //! What a hyper-trace is to be: the settings of the constructor, as a TOML file
 //! or a command line gives them.
 
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::TraceError;
 use crate::event::SourceId;
+use crate::parquet::{REQUESTS_PER_PACKET, TraceMeta};
 use crate::tenant::{TenantShape, Workload};
 
 /// Tenants that a hyper-trace may have; a thousand times the paper's.
@@ -407,6 +409,27 @@ impl HyperSpec {
             ),
             _ => Ok(()),
         }
+    }
+
+    /// What a file of this trace says about itself: requests a packet, and all
+    /// these settings.
+    ///
+    /// # Errors
+    /// [`TraceError::Asked`] if the settings cannot be written as JSON, or a packet has no request.
+    pub fn meta(&self) -> Result<TraceMeta, TraceError> {
+        let requests_per_packet = match &self.input {
+            Input::Synthetic(_) => Some(REQUESTS_PER_PACKET),
+            Input::Recorded(input) => NonZeroU32::new(input.requests_per_packet),
+        };
+        let Some(requests_per_packet) = requests_per_packet else {
+            return asked("requests_per_packet = 0: a packet has at least one request".to_owned());
+        };
+        let settings = serde_json::to_value(self)
+            .map_err(|error| TraceError::Asked(format!("the settings are not JSON: {error}")))?;
+        Ok(TraceMeta {
+            requests_per_packet,
+            origin: serde_json::json!({ "hyper_trace": settings }),
+        })
     }
 
     /// Weight of tenant `tenant`.

@@ -219,6 +219,30 @@ fn synthetic_trace_taken_as_a_log_is_made_again() {
     assert_eq!(constructed(&recorded(30, 3, Reuse::Never), &[&made]), made);
 }
 
+#[test]
+fn log_of_global_invalidations_for_thousands_of_sources_is_refused() {
+    let mut log: Vec<_> = (0..10_000).map(|i| request(i, i, 0)).collect();
+    log.resize(20_000, event(EventKind::InvalidateAll, 0, 0));
+    let mut recordings = Recordings::new().unwrap();
+    let error = recordings.add(&mut Events(&log)).unwrap_err();
+    assert!(
+        error.to_string().contains("too many invalidations"),
+        "{error}"
+    );
+    assert!(recordings.sources().is_empty());
+}
+
+#[test]
+fn source_with_too_many_domains_is_refused() {
+    let log: Vec<_> = (0..65).map(|domain| request(16, domain, 0)).collect();
+    let mut recordings = Recordings::new().unwrap();
+    let error = recordings.add(&mut Events(&log)).unwrap_err();
+    assert!(
+        error.to_string().contains("more than 64 domains"),
+        "{error}"
+    );
+}
+
 /// Gives some events and then breaks.
 struct Broken(Vec<Event>);
 

@@ -377,6 +377,10 @@ fn spec_from_toml_has_defaults_and_refuses_unknown_keys() {
         (Workload::Websearch, Some(20))
     );
     assert_eq!(shape.uses_per_page, 1500);
+    let meta = spec.meta().unwrap();
+    assert_eq!(meta.requests_per_packet.get(), 3);
+    let origin = meta.origin["hyper_trace"].clone();
+    assert_eq!(serde_json::from_value::<HyperSpec>(origin).unwrap(), spec);
     let written = toml::to_string(&spec).unwrap();
     assert_eq!(toml::from_str::<HyperSpec>(&written).unwrap(), spec);
 
