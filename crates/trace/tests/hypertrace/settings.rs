@@ -4,11 +4,12 @@
 use std::collections::BTreeSet;
 
 use pagetide_trace::{
-    End, EventKind, HyperSpec, HyperTrace, Input, Lengths, Membership, Order, RecordedInput,
-    SourceId, SourceRule, TenantShape, TraceError, TraceParams, Workload, build,
+    End, EventKind, FormatChoice, HyperSpec, HyperTrace, HypersioWriter, Input, Lengths,
+    Membership, Order, RecordedInput, SourceId, SourceRule, TenantShape, TraceAccess, TraceError,
+    TraceParams, Workload, build, open,
 };
 
-use crate::support::{all, packet_tenants, requests, spec};
+use crate::support::{all, packet_tenants, requests, spec, try_all};
 
 #[test]
 fn source_ids_of_1_to_5000_tenants_are_unique_and_fit_in_16_bits() {
@@ -416,6 +417,23 @@ fn build_writes_everything_once_and_tells_how_far_it_is() {
     assert_eq!((built.packets, last, built.tenants), (10_000, 10_000, 7));
     assert_eq!((built.requests, built.events), (30_000, 30_014));
     assert_eq!((events, finished), (30_014, true));
+}
+
+#[test]
+fn trace_built_into_the_authors_format_reads_back_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("iperf3_tnt_9_rr3_iotlb_trace.bin");
+    let spec = spec(Workload::Iperf3, 9, 2_000);
+    let sink = Box::new(HypersioWriter::create(&path).unwrap());
+    let mut trace = HyperTrace::synthetic(&spec).unwrap();
+    build(&mut trace, sink, &mut |_| {}).unwrap();
+    let mut source = open(&path, FormatChoice::Detect).unwrap();
+    let mut expected = all(&spec);
+    for event in &mut expected {
+        // The format has no room for it.
+        event.access = TraceAccess::Unknown;
+    }
+    assert_eq!(try_all(&mut *source).unwrap(), expected);
 }
 
 #[test]
