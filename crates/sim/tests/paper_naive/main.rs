@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Flavour *paper* against a naive model, step by step, on random traces and
+//! configurations: the main proof of the pipeline and of its caches.
+
+mod cache;
+mod model;
+
+use pagetide_addr::Iova;
+use pagetide_sim::config::{
+    CacheConfig, Completion, Config, Flavour, LatencyConfig, LinkConfig, PartitionBy, Predictor,
+    PrefetchConfig, PrefetchTrigger, PtbConfig, PtbUnit, Replacement, WalkConfig, WalkCost,
+};
+use pagetide_sim::{NextUses, TraceInput, run_told};
+use pagetide_trace::{Event, EventKind, Events, IommuDomain, PageSize, SourceId};
+use proptest::prelude::*;
+use proptest::sample::select;
+
+fn cache() -> impl Strategy<Value = CacheConfig> {
+    let shapes = [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 1),
+        (4, 2),
+        (8, 2),
+        (16, 4),
+        (9, 9),
+    ];
+    let rules = [
+        PartitionBy::SourceBits,
+        PartitionBy::DomainBits,
+        PartitionBy::FullMatch,
+    ];
+    let policies = [Replacement::Lru, Replacement::Lfu, Replacement::Oracle];
+    (
+        select(shapes.to_vec()),
+        0..3_u32,
+        select(rules.to_vec()),
+        1..3_u32,
+        select(policies.to_vec()),
+    )
+        .prop_map(|((entries, ways), bits, rule, sources, replacement)| {
+            let sets = if ways == 0 { 1 } else { entries / ways };
+            let mut cache = CacheConfig::new(entries, ways, replacement)
+                .partitioned((1 << bits).min(sets))
+                .by(rule);
+            cache.sources_per_partition = sources;
+            cache
+        })
+}
+
+fn context_cache() -> impl Strategy<Value = CacheConfig> {
+    let policies = vec![Replacement::Lru, Replacement::Lfu];
+    (0..5_u32, select(policies))
+        .prop_map(|(entries, policy)| CacheConfig::new(entries, entries, policy))
+}
+
+fn prefetch() -> impl Strategy<Value = PrefetchConfig> {
+    (
+        any::<bool>(),
+        0..5_u32,
+        1..4_u32,
+        1..8_u32,
+        select(vec![
+            PrefetchTrigger::BufferMiss,
+            PrefetchTrigger::EveryRequest,
+        ]),
+        select(vec![Predictor::Latest, Predictor::FirstSeen]),
+    )
+        .prop_map(|(enabled, buffer, pages, length, trigger, predictor)| {
+            let mut prefetch = Config::base(Flavour::Paper).prefetch;
+            prefetch.enabled = enabled;
+            prefetch.buffer_entries = buffer;
+            prefetch.pages_per_tenant = pages;
+            prefetch.history_length = length;
+            prefetch.trigger = trigger;
+            prefetch.predictor = predictor;
+            prefetch
+        })
+}
+
+fn latency() -> impl Strategy<Value = LatencyConfig> {
+    proptest::array::uniform8(0..5_u64).prop_map(|n| LatencyConfig {
+        pcie_ns: n[0] * 3,
+        dram_ns: n[1],
+        devtlb_hit_ns: n[2],
+        prefetch_hit_ns: n[3],
+        context_hit_ns: n[4],
+        walk_cache_hit_ns: n[5],
+        context_accesses: n[6],
+        history_accesses: n[7],
+    })
+}
+
+fn walk() -> impl Strategy<Value = WalkConfig> {
+    let costs = vec![WalkCost::Nested, WalkCost::Short];
+    (select(costs), 3..6_u32, 0..6_u32, any::<bool>()).prop_map(
+        |(cost, guest_levels, host_levels, large_pages_shorten)| WalkConfig {
+            cost,
+            guest_levels,
+            host_levels,
+            large_pages_shorten,
+        },
+    )
+}
+
+fn link() -> impl Strategy<Value = LinkConfig> {
+    (100..513_u64, 1..5_u32).prop_map(|(gbps, requests_per_packet)| LinkConfig {
+        gbps,
+        packet_bytes: 64,
+        requests_per_packet,
+    })
+}
+
+fn config() -> impl Strategy<Value = Config> {
+    let device = (
+        link(),
+        1..10_u32,
+        select(vec![PtbUnit::Requests, PtbUnit::Packets]),
+        select(vec![Completion::OutOfOrder, Completion::InOrder]),
+        0..1000_u64,
+    );
+    let caches = (cache(), cache(), cache(), cache(), cache(), cache());
+    (
+        device,
+        context_cache(),
+        caches,
+        walk(),
+        prefetch(),
+        latency(),
+    )
+        .prop_map(|(device, context_cache, caches, walk, prefetch, latency)| {
+            let (link, entries, unit, completion, seed) = device;
+            let (devtlb, iotlb, l1, l2, l3, l4) = caches;
+            Config {
+                flavour: Flavour::Paper,
+                seed,
+                link,
+                ptb: PtbConfig { entries, unit },
+                completion,
+                context_cache,
+                devtlb,
+                iotlb,
+                l1,
+                l2,
+                l3,
+                l4,
+                walk,
+                prefetch,
+                latency,
+            }
+        })
+}
+
+/// Addresses that lie near enough to one another to meet at every level.
+fn iova() -> impl Strategy<Value = u64> {
+    (0..3_u64, 0..2_u64, 0..5_u64, 0..3_u64)
+        .prop_map(|(l4, l3, l2, l1)| l4 << 39 | l3 << 30 | l2 << 21 | l1 << 12 | 0x10)
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let sizes = vec![
+        None,
+        Some(PageSize::SIZE_4K),
+        Some(PageSize::SIZE_2M),
+        Some(PageSize::SIZE_2M),
+        Some(PageSize::SIZE_1G),
+    ];
+    let others = vec![
+        EventKind::InvalidatePages,
+        EventKind::InvalidatePages,
+        EventKind::InvalidatePages,
+        EventKind::InvalidateDomain,
+        EventKind::InvalidateAll,
+        EventKind::InvalidateSource,
+        EventKind::InvalidateContextsOfDomain,
+        EventKind::InvalidateContexts,
+        EventKind::Join,
+        EventKind::Leave,
+    ];
+    let sources = vec![16, 17, 24, 32, 40, 48, 1 << 20];
+    let kind = prop_oneof![20 => Just(EventKind::Translate), 1 => select(others)];
+    (select(sources), 0..8_u32, iova(), select(sizes), kind).prop_map(
+        |(source, domain, iova, size, kind)| {
+            // Most sources have a domain of their own, and some share one.
+            let domain = if domain < 6 { source % 7 } else { domain };
+            let mut event =
+                Event::translate(SourceId(source), IommuDomain(domain), Iova(iova), size);
+            event.kind = kind;
+            event
+        },
+    )
+}
+
+/// A few events, many times over: caches are of use only if pages come again.
+fn trace() -> impl Strategy<Value = Vec<Event>> {
+    proptest::collection::vec(event(), 1..24)
+        .prop_flat_map(|pool| proptest::collection::vec(select(pool), 0..160))
+}
+
+fn real(config: &Config, events: &[Event]) -> model::Result {
+    let next_uses = NextUses::of(&mut Events(events)).unwrap();
+    let mut steps = Vec::new();
+    let input = TraceInput {
+        events: &mut Events(events),
+        next_uses: Some(&next_uses),
+    };
+    let outcome = run_told(config, input, &mut |record| {
+        steps.push(model::step(&record))
+    })
+    .unwrap();
+    let per_packet = u64::from(config.link.requests_per_packet);
+    assert_eq!(outcome.packets, outcome.requests / per_packet);
+    assert_eq!(outcome.bytes, outcome.packets * config.link.packet_bytes);
+    let tenants = outcome.tenants.iter();
+    model::Result {
+        elapsed_ns: outcome.elapsed_ns,
+        ended: outcome.requests,
+        dropped: outcome.dropped_slots,
+        walks: outcome.walks,
+        accesses: outcome.walk_accesses,
+        invalidations: outcome.invalidations,
+        sent: outcome.prefetch.sent,
+        filled: outcome.prefetch.filled,
+        caches: outcome.caches,
+        tenants: tenants
+            .map(|t| (t.source, t.requests, t.devtlb_hits, t.prefetch_hits))
+            .collect(),
+        steps,
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_step_of_a_random_run_is_that_of_the_naive_model(
+        config in config(),
+        events in trace(),
+    ) {
+        prop_assert!(config.check().is_ok(), "{:?}", config.check());
+        let naive = model::Model::new(&config, &events).run();
+        let real = real(&config, &events);
+        for (mine, its) in naive.steps.iter().zip(&real.steps) {
+            prop_assert_eq!(mine, its, "naive left, real right");
+        }
+        prop_assert_eq!(naive, real);
+    }
+}

@@ -1,0 +1,485 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Flavour *paper* once more, as simply as it can be said: time goes by one
+//! nanosecond after the other, and at each everything that might happen is
+//! looked for in vectors. Shares nothing with the real model but the
+//! configuration, the events and the shape of what comes out.
+
+use pagetide_sim::config::{
+    Completion, Config, Predictor, PrefetchTrigger, PtbUnit, WalkConfig, WalkCost,
+};
+use pagetide_sim::{AllCounts, Step, StepRecord};
+use pagetide_trace::{Event, EventKind};
+
+use crate::cache::{Cache, Key};
+
+/// A page as a tenant asks for it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Page {
+    pub iova: u64,
+    pub domain: u32,
+    pub source: u32,
+    pub tenant: u32,
+    /// 1: 4 KiB, 2: 2 MiB, 3: 1 GiB.
+    pub level: u32,
+}
+
+impl Page {
+    /// The aligned span of `1 << shift` bytes around the address.
+    fn span(&self, shift: u32) -> Key {
+        (self.domain, self.iova & !((1 << shift) - 1))
+    }
+
+    fn key(&self) -> Key {
+        self.span(level_shift(self.level))
+    }
+}
+
+fn level_shift(level: u32) -> u32 {
+    [12, 21, 30, 39][level as usize - 1]
+}
+
+#[derive(Clone, Copy)]
+struct Request {
+    page: Page,
+    next_use: u64,
+    packet: usize,
+    prefetch: bool,
+}
+
+/// A stage's queue, in order of arrival.
+struct Queue(Completion, Vec<(u64, Request)>);
+
+impl Queue {
+    fn take(&mut self, now: u64) -> Option<Request> {
+        let ready = (0..self.1.len()).filter(|at| self.1[*at].0 <= now);
+        let at = match self.0 {
+            Completion::OutOfOrder => ready.min_by_key(|at| self.1[*at].0)?,
+            Completion::InOrder => ready.min().filter(|at| *at == 0)?,
+        };
+        Some(self.1.remove(at).1)
+    }
+}
+
+/// What came out.
+#[derive(Default, Debug, PartialEq, Eq)]
+pub struct Result {
+    pub elapsed_ns: u64,
+    pub ended: u64,
+    pub dropped: u64,
+    pub walks: u64,
+    pub accesses: u64,
+    pub invalidations: u64,
+    pub sent: u64,
+    pub filled: u64,
+    pub caches: AllCounts,
+    /// Source, requests, hits in the DevTLB, hits in the buffer; by first request.
+    pub tenants: Vec<(u32, u64, u64, u64)>,
+    pub steps: Vec<(u64, Step, u32, u64)>,
+}
+
+pub fn step(record: &StepRecord) -> (u64, Step, u32, u64) {
+    (record.time_ns, record.step, record.source, record.iova)
+}
+
+pub struct Model<'a> {
+    config: &'a Config,
+    events: &'a [Event],
+    /// Index of the next event.
+    at: usize,
+    /// Requests taken.
+    taken: usize,
+    now: u64,
+    /// Requests that each packet waits for.
+    packets: Vec<u32>,
+    device: Queue,
+    agent: Queue,
+    walking: Queue,
+    back: Queue,
+    context: Cache,
+    devtlb: Cache,
+    buffer: Cache,
+    iotlb: Cache,
+    levels: [Cache; 4],
+    domains: Vec<u32>,
+    histories: Vec<Vec<Page>>,
+    sources_seen: Vec<u32>,
+    successors: Vec<(u32, u32)>,
+    result: Result,
+}
+
+impl<'a> Model<'a> {
+    pub fn new(config: &'a Config, events: &'a [Event]) -> Self {
+        let queue = || Queue(config.completion, Vec::new());
+        let cache = |cache, shift| Cache::new(cache, shift, config.seed);
+        Self {
+            config,
+            events,
+            at: 0,
+            taken: 0,
+            now: 0,
+            packets: Vec::new(),
+            device: queue(),
+            agent: queue(),
+            walking: queue(),
+            back: queue(),
+            context: Cache::of_contexts(&config.context_cache, config.seed),
+            devtlb: cache(&config.devtlb, 21),
+            buffer: cache(&config.prefetch.buffer(), 21),
+            iotlb: cache(&config.iotlb, 21),
+            levels: [
+                cache(&config.l1, 12),
+                cache(&config.l2, 21),
+                cache(&config.l3, 30),
+                cache(&config.l4, 39),
+            ],
+            domains: Vec::new(),
+            histories: Vec::new(),
+            sources_seen: Vec::new(),
+            successors: Vec::new(),
+            result: Result::default(),
+        }
+    }
+
+    /// Entries of the PTB in use.
+    fn in_use(&self) -> u32 {
+        match self.config.ptb.unit {
+            PtbUnit::Requests => self.packets.iter().sum(),
+            PtbUnit::Packets => {
+                u32::try_from(self.packets.iter().filter(|waits| **waits > 0).count()).unwrap()
+            }
+        }
+    }
+
+    pub fn run(mut self) -> Result {
+        let link = &self.config.link;
+        let mut slot = 0;
+        let mut more = true;
+        loop {
+            if slot * link.packet_bytes * 8 / link.gbps == self.now && more {
+                slot += 1;
+                if self.in_use() >= self.config.ptb.entries {
+                    self.result.dropped += 1;
+                } else {
+                    more = self.packet();
+                    if !more && self.in_use() == 0 {
+                        break;
+                    }
+                }
+            }
+            self.stages();
+            self.now += 1;
+            if !more && self.in_use() == 0 {
+                break;
+            }
+        }
+        self.result.elapsed_ns = self.now;
+        self.result.caches = AllCounts {
+            context_cache: self.context.counts,
+            devtlb: self.devtlb.counts,
+            prefetch_buffer: self.buffer.counts,
+            iotlb: self.iotlb.counts,
+            l1: self.levels[0].counts,
+            l2: self.levels[1].counts,
+            l3: self.levels[2].counts,
+            l4: self.levels[3].counts,
+        };
+        self.result
+    }
+
+    fn stages(&mut self) {
+        while let Some(request) = self.device.take(self.now) {
+            self.at_device(request);
+        }
+        while let Some(request) = self.agent.take(self.now) {
+            self.at_agent(request);
+        }
+        while let Some(request) = self.walking.take(self.now) {
+            self.walked(request);
+        }
+        while let Some(request) = self.back.take(self.now) {
+            self.returned(request);
+        }
+    }
+
+    fn step(&mut self, step: Step, page: &Page) {
+        self.result
+            .steps
+            .push((self.now, step, page.source, page.iova));
+    }
+
+    fn packet(&mut self) -> bool {
+        self.packets.push(0);
+        for _ in 0..self.config.link.requests_per_packet {
+            let Some(event) = self.event() else {
+                return false;
+            };
+            *self.packets.last_mut().unwrap() += 1;
+            self.issue(&event);
+        }
+        true
+    }
+
+    fn event(&mut self) -> Option<Event> {
+        while let Some(event) = self.events.get(self.at) {
+            self.at += 1;
+            if event.kind == EventKind::Translate {
+                return Some(*event);
+            }
+            self.apply(event);
+        }
+        None
+    }
+
+    fn issue(&mut self, event: &Event) {
+        let source = event.source.0;
+        let tenants = &mut self.result.tenants;
+        let tenant = tenants.iter().position(|tenant| tenant.0 == source);
+        let tenant = tenant.unwrap_or_else(|| {
+            tenants.push((source, 0, 0, 0));
+            self.domains.push(0);
+            self.histories.push(Vec::new());
+            tenants.len() - 1
+        });
+        self.domains[tenant] = event.domain.0;
+        let request = Request {
+            page: page_of(event, u32::try_from(tenant).unwrap()),
+            next_use: self.next_use(event),
+            packet: self.packets.len() - 1,
+            prefetch: false,
+        };
+        self.taken += 1;
+        let latency = &self.config.latency;
+        let known = self.context.exists() && {
+            let page = context_page(request.page.tenant);
+            self.context.look_up(&page, page.key(), 0)
+        };
+        if !self.context.exists() {
+            self.context.counts.lookups += 1;
+        }
+        let wait = if known {
+            latency.context_hit_ns
+        } else {
+            2 * latency.pcie_ns + latency.context_accesses * latency.dram_ns
+        };
+        self.step(Step::Issue, &request.page);
+        self.device.1.push((self.now + wait, request));
+    }
+
+    /// Index, among the requests, of the next one for the same page.
+    fn next_use(&self, event: &Event) -> u64 {
+        let key = page_of(event, 0).key();
+        let requests = self
+            .events
+            .iter()
+            .filter(|e| e.kind == EventKind::Translate);
+        (0..)
+            .zip(requests)
+            .skip(self.taken + 1)
+            .find(|(_, later)| page_of(later, 0).key() == key)
+            .map_or(u64::MAX, |(index, _)| index)
+    }
+
+    fn at_device(&mut self, request: Request) {
+        let page = request.page;
+        let context = context_page(page.tenant);
+        self.context.fill(&context, context.key(), 0);
+        let in_devtlb = self.devtlb.look_up(&page, page.key(), request.next_use);
+        let in_buffer = self.config.prefetch.enabled
+            && self.buffer.look_up(&page, page.key(), request.next_use);
+        let latency = &self.config.latency;
+        let tenant = &mut self.result.tenants[page.tenant as usize];
+        let step = if in_devtlb {
+            tenant.2 += 1;
+            self.back
+                .1
+                .push((self.now + latency.devtlb_hit_ns, request));
+            Step::DevTlbHit
+        } else if in_buffer {
+            tenant.3 += 1;
+            self.back
+                .1
+                .push((self.now + latency.prefetch_hit_ns, request));
+            Step::BufferHit
+        } else {
+            self.agent.1.push((self.now + latency.pcie_ns, request));
+            Step::Miss
+        };
+        self.step(step, &page);
+        if self.config.prefetch.enabled {
+            self.prefetch(&page, step);
+        }
+    }
+
+    fn prefetch(&mut self, page: &Page, step: Step) {
+        let prefetch = &self.config.prefetch;
+        self.histories[page.tenant as usize].push(*page);
+        let successor = self.successors.iter().find(|pair| pair.0 == page.tenant);
+        let successor = successor.map(|pair| pair.1);
+        // Whoever was seen `history_length` requests ago learns its successor.
+        self.sources_seen.push(page.tenant);
+        let seen = self.sources_seen.len() - 1;
+        if let Some(before) = seen.checked_sub(prefetch.history_length as usize) {
+            let before = self.sources_seen[before];
+            match self.successors.iter_mut().find(|pair| pair.0 == before) {
+                None => self.successors.push((before, page.tenant)),
+                Some(pair) if prefetch.predictor == Predictor::Latest => pair.1 = page.tenant,
+                Some(_) => (),
+            }
+        }
+        let fires = prefetch.trigger == PrefetchTrigger::EveryRequest || step == Step::Miss;
+        let Some(successor) = successor.filter(|_| fires) else {
+            return;
+        };
+        let history = &self.histories[successor as usize];
+        let depth = prefetch.pages_per_tenant as usize;
+        let latency = &self.config.latency;
+        let arrives = self.now + latency.pcie_ns + latency.history_accesses * latency.dram_ns;
+        for page in history[history.len().saturating_sub(depth)..].to_vec() {
+            self.result.sent += 1;
+            self.step(Step::Prefetch, &page);
+            let request = Request {
+                page,
+                next_use: u64::MAX,
+                packet: 0,
+                prefetch: true,
+            };
+            self.agent.1.push((arrives, request));
+        }
+    }
+
+    fn at_agent(&mut self, request: Request) {
+        let page = request.page;
+        let latency = &self.config.latency;
+        let in_iotlb = self.iotlb.look_up(&page, page.key(), request.next_use);
+        let mut hits = Vec::new();
+        for level in page.level..=4.min(self.config.walk.guest_levels) {
+            let cache = &mut self.levels[level as usize - 1];
+            if cache.look_up(&page, page.span(level_shift(level)), request.next_use) {
+                hits.push(level);
+            }
+        }
+        let lowest = hits.first().copied();
+        if in_iotlb || lowest == Some(page.level) {
+            let after = latency.walk_cache_hit_ns + latency.pcie_ns;
+            self.step(Step::AgentHit, &page);
+            self.back.1.push((self.now + after, request));
+            return;
+        }
+        let accesses = walk_accesses(&self.config.walk, page.level, lowest);
+        let mut after = accesses * latency.dram_ns;
+        if lowest.is_some() {
+            after += latency.walk_cache_hit_ns;
+        }
+        self.result.walks += 1;
+        self.result.accesses += accesses;
+        self.step(Step::Walk, &page);
+        self.walking.1.push((self.now + after, request));
+    }
+
+    fn walked(&mut self, request: Request) {
+        let page = request.page;
+        self.iotlb.fill(&page, page.key(), request.next_use);
+        for level in page.level..=4.min(self.config.walk.guest_levels) {
+            let key = page.span(level_shift(level));
+            self.levels[level as usize - 1].fill(&page, key, request.next_use);
+        }
+        let after = self.config.latency.pcie_ns;
+        self.back.1.push((self.now + after, request));
+    }
+
+    fn returned(&mut self, request: Request) {
+        let page = request.page;
+        if request.prefetch {
+            self.result.filled += 1;
+            self.buffer.fill(&page, page.key(), u64::MAX);
+            self.step(Step::BufferFill, &page);
+            return;
+        }
+        self.devtlb.fill(&page, page.key(), request.next_use);
+        self.step(Step::End, &page);
+        self.result.ended += 1;
+        self.result.tenants[page.tenant as usize].1 += 1;
+        self.packets[request.packet] -= 1;
+    }
+
+    fn apply(&mut self, event: &Event) {
+        let (source, domain) = (event.source.0, event.domain.0);
+        let tenants = &self.result.tenants;
+        let domains = &self.domains;
+        match event.kind {
+            EventKind::InvalidateSource => self
+                .context
+                .invalidate(|key| tenants[key.0 as usize].0 == source),
+            EventKind::InvalidateContextsOfDomain => self
+                .context
+                .invalidate(|key| domains[key.0 as usize] == domain),
+            EventKind::InvalidateContexts => self.context.invalidate(|_| true),
+            EventKind::Join | EventKind::Leave => return,
+            _ => (),
+        }
+        self.result.invalidations += 1;
+        let all = matches!(
+            event.kind,
+            EventKind::InvalidateAll | EventKind::InvalidateContexts
+        );
+        let pages = event.kind == EventKind::InvalidatePages;
+        let bytes = event.page_size.map_or(4096, |size| size.bytes());
+        let first = event.iova.0 / bytes * bytes;
+        // A cached span [start, start + span) goes if it overlaps.
+        let void = |key: Key, span: u64| {
+            let overlaps = key.1 < first + bytes && first < key.1 + span;
+            all || key.0 == domain && (!pages || overlaps)
+        };
+        // What a TLB does not know is how large its pages are.
+        let largest = |key: Key| {
+            [1 << 30, 1 << 21, 1 << 12]
+                .into_iter()
+                .find(|s| key.1 % s == 0)
+        };
+        for tlb in [&mut self.devtlb, &mut self.buffer, &mut self.iotlb] {
+            tlb.invalidate(|key| void(key, largest(key).unwrap()));
+        }
+        for (level, cache) in (1..).zip(&mut self.levels) {
+            cache.invalidate(|key| void(key, 1 << level_shift(level)));
+        }
+    }
+}
+
+fn page_of(event: &Event, tenant: u32) -> Page {
+    Page {
+        iova: event.iova.0,
+        domain: event.domain.0,
+        source: event.source.0,
+        tenant,
+        level: event.page_size.map_or(1, |size| size.level().unwrap()),
+    }
+}
+
+/// A tenant as the key of the context cache.
+fn context_page(tenant: u32) -> Page {
+    Page {
+        iova: 0,
+        domain: tenant,
+        source: 0,
+        tenant: 0,
+        level: 1,
+    }
+}
+
+fn walk_accesses(walk: &WalkConfig, page_level: u32, lowest: Option<u32>) -> u64 {
+    if walk.cost == WalkCost::Short {
+        return lowest.map_or(page_level, |hit| hit - page_level).into();
+    }
+    let last = if walk.large_pages_shorten {
+        page_level
+    } else {
+        1
+    };
+    let first = lowest.map_or(walk.guest_levels, |hit| hit - 1);
+    let mut accesses = 0;
+    for _level in last..=first {
+        // The guest's entry lies at a guest-physical address.
+        accesses += walk.host_levels + 1;
+    }
+    u64::from(accesses + walk.host_levels)
+}
