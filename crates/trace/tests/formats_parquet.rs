@@ -189,3 +189,241 @@ fn time_that_runs_backwards_is_refused_with_the_record() {
         "{error}"
     );
 }
+
+/// Traces that our writer would not write, made with the `parquet` crate itself.
+mod foreign {
+    use std::sync::Arc;
+
+    use parquet::data_type::{Int32Type, Int64Type};
+    use parquet::file::metadata::KeyValue;
+    use parquet::file::properties::WriterProperties;
+    use parquet::file::writer::SerializedFileWriter;
+    use parquet::schema::parser::parse_message_type;
+
+    use super::*;
+
+    const SCHEMA: [(&str, &str); 7] = [
+        ("time_ns", "optional int64"),
+        ("source", "required int32"),
+        ("domain", "required int32"),
+        ("iova", "required int64"),
+        ("page_size_bytes", "optional int64"),
+        ("access", "required int32"),
+        ("kind", "required int32"),
+    ];
+    const META: [(&str, &str); 3] = [
+        ("pagetide.format", "pagetide-trace"),
+        ("pagetide.version", "1"),
+        ("pagetide.requests_per_packet", "3"),
+    ];
+
+    /// Row 0 is sound; this is how row 1 differs.
+    #[derive(Clone, Copy)]
+    struct Row {
+        time_ns: i64,
+        source: Option<i32>,
+        iova: i64,
+        page_size_bytes: i64,
+        access: i32,
+        kind: i32,
+    }
+
+    const SOUND: Row = Row {
+        time_ns: 5,
+        source: Some(1),
+        iova: 0x1000,
+        page_size_bytes: 4096,
+        access: 0,
+        kind: 0,
+    };
+
+    /// Writes a sound row and `row`, with `schema` and `meta`, and reads them.
+    fn read_back(
+        schema: &[(&str, &str)],
+        meta: &[(&str, &str)],
+        row: Row,
+    ) -> Result<Vec<Event>, TraceError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t.parquet");
+        let columns: String = schema
+            .iter()
+            .map(|(name, kind)| format!("{kind} {name};"))
+            .collect();
+        let message = parse_message_type(&format!("message any {{ {columns} }}")).unwrap();
+        let pairs = meta
+            .iter()
+            .map(|(key, value)| KeyValue::new((*key).to_owned(), (*value).to_owned()))
+            .collect();
+        let properties = WriterProperties::builder()
+            .set_key_value_metadata(Some(pairs))
+            .build();
+        let file = std::fs::File::create(&path).unwrap();
+        let mut writer =
+            SerializedFileWriter::new(file, Arc::new(message), Arc::new(properties)).unwrap();
+        let mut group = writer.next_row_group().unwrap();
+        let rows = [SOUND, row];
+        for (name, kind) in schema {
+            let mut column = group.next_column().unwrap().unwrap();
+            let values: Vec<Option<i64>> = rows
+                .iter()
+                .map(|row| match *name {
+                    "time_ns" => Some(row.time_ns),
+                    "source" => row.source.map(i64::from),
+                    "iova" => Some(row.iova),
+                    "page_size_bytes" => Some(row.page_size_bytes),
+                    "access" => Some(row.access.into()),
+                    "kind" => Some(row.kind.into()),
+                    _ => Some(1),
+                })
+                .collect();
+            let levels: Vec<i16> = values.iter().map(|v| i16::from(v.is_some())).collect();
+            let levels = kind.starts_with("optional").then_some(levels.as_slice());
+            let present: Vec<i64> = values.iter().flatten().copied().collect();
+            if kind.ends_with("int64") {
+                column
+                    .typed::<Int64Type>()
+                    .write_batch(&present, levels, None)
+                    .unwrap();
+            } else {
+                let present: Vec<i32> =
+                    present.iter().map(|v| i32::try_from(*v).unwrap()).collect();
+                column
+                    .typed::<Int32Type>()
+                    .write_batch(&present, levels, None)
+                    .unwrap();
+            }
+            column.close().unwrap();
+        }
+        group.close().unwrap();
+        writer.close().unwrap();
+        read(&path)
+    }
+
+    fn with(name: &str, kind: &'static str) -> Vec<(&'static str, &'static str)> {
+        let change = |(known, old)| (known, if known == name { kind } else { old });
+        SCHEMA.map(change).to_vec()
+    }
+
+    #[test]
+    fn value_out_of_range_names_its_record() {
+        let cases = [
+            (
+                Row {
+                    time_ns: 4,
+                    ..SOUND
+                },
+                "time_ns is 4, before",
+            ),
+            (
+                Row {
+                    time_ns: -1,
+                    ..SOUND
+                },
+                "below zero",
+            ),
+            (
+                Row {
+                    iova: 1 << 57,
+                    ..SOUND
+                },
+                "more than 57 bits",
+            ),
+            (Row { iova: -1, ..SOUND }, "more than 57 bits"),
+            (
+                Row {
+                    page_size_bytes: 5000,
+                    ..SOUND
+                },
+                "page_size_bytes is 5000",
+            ),
+            (
+                Row {
+                    page_size_bytes: 0,
+                    ..SOUND
+                },
+                "page_size_bytes is 0",
+            ),
+            (
+                Row {
+                    page_size_bytes: 8192,
+                    ..SOUND
+                },
+                "4 KiB, 2 MiB or 1 GiB",
+            ),
+            (Row { access: 3, ..SOUND }, "access 3"),
+            (Row { kind: 9, ..SOUND }, "kind 9"),
+            (Row { kind: -1, ..SOUND }, "kind -1"),
+        ];
+        for (row, words) in cases {
+            let error = read_back(&SCHEMA, &META, row).unwrap_err();
+            assert!(
+                matches!(error, TraceError::Record { record: 1, .. }),
+                "{error}"
+            );
+            assert!(error.to_string().contains(words), "{error}");
+        }
+        let row = Row {
+            source: None,
+            ..SOUND
+        };
+        let error = read_back(&with("source", "optional int32"), &META, row).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .contains("record 1: column `source` is null"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn columns_in_another_order_nullable_or_added_are_read() {
+        let mut schema = with("source", "optional int32");
+        schema.reverse();
+        schema.push(("note", "required int32"));
+        let events = read_back(&schema, &META, SOUND).unwrap();
+        assert_eq!(events, read_back(&SCHEMA, &META, SOUND).unwrap());
+        assert_eq!(events.len(), 2);
+    }
+
+    #[test]
+    fn missing_column_or_one_of_another_type_is_an_error_that_names_it() {
+        for (name, kind) in SCHEMA {
+            let fewer: Vec<_> = SCHEMA
+                .into_iter()
+                .filter(|column| column.0 != name)
+                .collect();
+            let error = read_back(&fewer, &META, SOUND).unwrap_err().to_string();
+            assert!(error.contains(&format!("no column `{name}`")), "{error}");
+            let other = if kind.ends_with("int64") {
+                "required int32"
+            } else {
+                "required int64"
+            };
+            let error = read_back(&with(name, other), &META, SOUND).unwrap_err();
+            assert!(
+                error
+                    .to_string()
+                    .contains(&format!("column `{name}` is of type")),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn file_of_another_format_or_version_is_an_error_that_says_so() {
+        let cases: [(&[(&str, &str)], &str); 4] = [
+            (&[], "no pagetide.format"),
+            (&[("pagetide.format", "other")], "is `other`"),
+            (&[META[0], ("pagetide.version", "2")], "version `2`"),
+            (
+                &[META[0], META[1], ("pagetide.requests_per_packet", "0")],
+                "above zero",
+            ),
+        ];
+        for (meta, words) in cases {
+            let error = read_back(&SCHEMA, meta, SOUND).unwrap_err();
+            assert!(matches!(error, TraceError::File { .. }), "{error}");
+            assert!(error.to_string().contains(words), "{error}");
+        }
+    }
+}

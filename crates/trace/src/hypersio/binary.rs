@@ -117,7 +117,7 @@ impl<R: Read> EventSource for HypersioReader<R> {
         if self.ended {
             return Ok(0);
         }
-        let filled = self.fill()?;
+        let filled = self.fill().inspect_err(|_| self.ended = true)?;
         let before = batch.len();
         self.decode_into(filled, batch);
         let count = batch.len() - before;
