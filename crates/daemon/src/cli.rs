@@ -7,7 +7,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::control::DEFAULT_BLK_QUEUES;
 use crate::settings::GivenSettings;
+use crate::sim::args::SimCommand;
 use crate::size::ByteSize;
+use crate::trace::args::TraceCommand;
 
 /// Memory for running virtual machines whose devices live in user space.
 ///
@@ -37,6 +39,12 @@ pub enum Command {
     Estimate(EstimateArgs),
     /// Measure, beside a peer in the same run
     Bench(BenchArgs),
+    /// Simulate the translation of I/O addresses for many tenants
+    #[command(subcommand)]
+    Sim(SimCommand),
+    /// Make, build, convert and look at traces of I/O address translation
+    #[command(subcommand)]
+    Trace(TraceCommand),
     /// Print the OpenAPI document of the HTTP API
     Openapi,
     /// A process that a bench starts for itself

@@ -19,7 +19,9 @@ use crate::estimate;
 use crate::name::check_name;
 use crate::outcome::{CommandError, print, print_report};
 use crate::run;
+use crate::sim;
 use crate::text::Text;
+use crate::trace;
 
 /// Does what the command line says.
 pub fn execute(cli: Cli) -> Result<(), CommandError> {
@@ -30,6 +32,8 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
         Command::Dpu(command) => dpu(command),
         Command::Estimate(args) => estimate::run(&args),
         Command::Bench(args) => run_bench(&args),
+        Command::Sim(command) => sim::execute(command),
+        Command::Trace(command) => trace::execute(command),
         Command::Openapi => print(&api::openapi()),
         Command::BenchPart(part) => bench_part(part),
     }

@@ -7,8 +7,8 @@
 //! it stand [`api`], [`metrics`] and the clients in [`command`]; on the other
 //! [`host`], which puts VMs, tiers and devices together.
 //!
-//! *Invariant:* nothing but `host`, `bench` and `estimate` knows another crate
-//! of the workspace.
+//! *Invariant:* nothing but `host`, `bench`, `estimate`, `sim` and `trace` knows
+//! another crate of the workspace.
 
 pub mod api;
 pub mod bench;
@@ -23,8 +23,11 @@ pub mod host;
 pub mod metrics;
 pub mod name;
 pub mod outcome;
+pub mod progress;
 pub mod run;
 pub mod settings;
+pub mod sim;
 pub mod size;
 pub mod state_dir;
 pub mod text;
+pub mod trace;

@@ -2,14 +2,14 @@
 //! Which crate may use which: nothing depends upwards.
 //!
 //! ```text
-//!            daemon
-//!      ┌───────┼──────┐
-//!     dpu      │     vmm        guestkit ─► guest
-//!      │       │      │         (the product's command line only)
-//!     vpri    swap    │
-//!      └───┬───┴──────┤
-//!         gmem       sys
-//!           └── addr ─┘
+//!            daemon ────────────┐
+//!      ┌───────┼──────┐         │
+//!     dpu      │     vmm       sim     guestkit ─► guest
+//!      │       │      │         │      (the product's command line only)
+//!     vpri    swap    │       trace
+//!      └───┬───┴──────┤         │
+//!         gmem       sys        │
+//!           └── addr ─┴─────────┘
 //! ```
 //! The table names direct neighbours below; what they may use is allowed too.
 
@@ -28,7 +28,12 @@ const BELOW: [(&str, &[&str]); 13] = [
     ("pagetide-vmm", &["pagetide-gmem", "pagetide-sys"]),
     (
         "pagetide",
-        &["pagetide-dpu", "pagetide-swap", "pagetide-vmm"],
+        &[
+            "pagetide-dpu",
+            "pagetide-sim",
+            "pagetide-swap",
+            "pagetide-vmm",
+        ],
     ),
     ("pagetide-guest", &[]),
     ("pagetide-guestkit", &["pagetide-guest"]),

@@ -6,9 +6,8 @@ use std::collections::{HashMap, HashSet};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use super::Point;
 use super::traces::Trace;
-use super::{Point, Preset};
-use crate::config::Config;
 
 /// Every leaf of `value` under its name: parts joined by `joint`. Lists are leaves.
 pub(super) fn flatten(prefix: &str, joint: char, value: &Value, into: &mut Vec<(String, Value)>) {
@@ -47,8 +46,7 @@ pub(super) fn parameters(point: &Point, trace: &Trace) -> Vec<(String, Value)> {
     row
 }
 
-/// Names that do not have the same value in each of `rows`. A preset is left
-/// out if the two presets' parameters tell the same.
+/// Names that do not have the same value in each of `rows`.
 pub(super) fn varying(rows: &[Vec<(String, Value)>]) -> HashSet<&str> {
     let mut seen: HashMap<&str, (&Value, usize)> = HashMap::new();
     let mut varying = HashSet::new();
@@ -64,42 +62,7 @@ pub(super) fn varying(rows: &[Vec<(String, Value)>]) -> HashSet<&str> {
             varying.insert(name);
         }
     }
-    // A preset stands for all that it sets, unless a list of the study sets it too.
-    if varying.contains("preset") {
-        let set = preset_difference();
-        let by_preset = |name: &str| {
-            let mut value_of: HashMap<String, &Value> = HashMap::new();
-            rows.iter().all(|row| {
-                let find = |wanted: &str| row.iter().find(|(n, _)| n == wanted).map(|(_, v)| v);
-                let (Some(preset), Some(value)) = (find("preset"), find(name)) else {
-                    return false;
-                };
-                *value_of.entry(preset.to_string()).or_insert(value) == value
-            })
-        };
-        varying.retain(|name| !set.contains(*name) || !by_preset(name));
-    }
     varying
-}
-
-/// Parameters in which the presets differ.
-fn preset_difference() -> HashSet<String> {
-    let of = |preset: Preset| {
-        let mut row = Vec::new();
-        flatten(
-            "",
-            '.',
-            &json::<Config>(&preset.config(crate::config::Flavour::Paper)),
-            &mut row,
-        );
-        row
-    };
-    of(Preset::Base)
-        .into_iter()
-        .zip(of(Preset::Hypertrio))
-        .filter(|(base, hypertrio)| base != hypertrio)
-        .map(|((name, _), _)| name)
-        .collect()
 }
 
 /// A value as text without quotes.

@@ -4,12 +4,13 @@
 
 use std::path::{Path, PathBuf};
 
-use pagetide_trace::{HyperSpec, Input, TenantShape};
+use pagetide_trace::{HyperSpec, TenantShape};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::error::StudyError;
 use super::expand::{expand, in_order_of, lay, put};
+use super::recipe::Recipe;
 use super::traces::Trace;
 use super::{Point, Preset, Study};
 use crate::config::{Config, Flavour};
@@ -37,20 +38,10 @@ impl Draft {
     /// # Errors
     /// If the file cannot be read or is no TOML.
     pub fn read(path: &Path) -> Result<Self, StudyError> {
-        use std::io::Read as _;
-        let mut text = String::new();
-        std::fs::File::open(path)
-            .and_then(|file| file.take(STUDY_BYTES_MAX + 1).read_to_string(&mut text))
-            .map_err(|source| StudyError::Read {
-                path: path.to_owned(),
-                source,
-            })?;
-        if text.len() as u64 > STUDY_BYTES_MAX {
-            return Err(StudyError::Syntax {
-                reason: format!("{} is larger than a MiB", path.display()),
-            });
-        }
-        Self::parse(&text, path.parent().unwrap_or(Path::new("")))
+        Ok(Self {
+            table: read_toml(path)?,
+            directory: path.parent().unwrap_or(Path::new("")).to_owned(),
+        })
     }
 
     /// Takes a study's text; its traces' names are relative to `directory`.
@@ -58,11 +49,8 @@ impl Draft {
     /// # Errors
     /// If it is no TOML.
     pub fn parse(text: &str, directory: &Path) -> Result<Self, StudyError> {
-        let table = toml::from_str(text).map_err(|error| StudyError::Syntax {
-            reason: error.to_string().trim_end().to_owned(),
-        })?;
         Ok(Self {
-            table,
+            table: parse_toml(text)?,
             directory: directory.to_owned(),
         })
     }
@@ -185,18 +173,33 @@ impl Draft {
             }
             return Ok(Trace::File(self.directory.join(file)));
         }
-        let mut spec: HyperSpec = read_value(entry)?;
-        if let Input::Recorded(input) = &mut spec.input {
-            for log in &mut input.logs {
-                *log = self.directory.join(&log);
-            }
-        }
-        spec.look_at_settings().map_err(|error| StudyError::Key {
-            key: "recipe".to_owned(),
-            reason: error.to_string(),
-        })?;
+        let spec = Recipe::of(entry, &self.directory).spec()?;
         Ok(Trace::Made(Box::new(spec)))
     }
+}
+
+/// Reads the TOML file at `path`.
+pub(super) fn read_toml(path: &Path) -> Result<Map<String, Value>, StudyError> {
+    use std::io::Read as _;
+    let mut text = String::new();
+    std::fs::File::open(path)
+        .and_then(|file| file.take(STUDY_BYTES_MAX + 1).read_to_string(&mut text))
+        .map_err(|source| StudyError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+    if text.len() as u64 > STUDY_BYTES_MAX {
+        return Err(StudyError::Syntax {
+            reason: format!("{} is larger than a MiB", path.display()),
+        });
+    }
+    parse_toml(&text)
+}
+
+fn parse_toml(text: &str) -> Result<Map<String, Value>, StudyError> {
+    toml::from_str(text).map_err(|error| StudyError::Syntax {
+        reason: error.to_string().trim_end().to_owned(),
+    })
 }
 
 /// `key.of.many.parts=value`: the value as TOML, or else as a plain string.
@@ -265,12 +268,12 @@ fn take<T: DeserializeOwned + Default>(
 }
 
 /// Reads a `T`, with the key in the error.
-fn read_value<T: DeserializeOwned>(table: Map<String, Value>) -> Result<T, StudyError> {
+pub(super) fn read_value<T: DeserializeOwned>(table: Map<String, Value>) -> Result<T, StudyError> {
     serde_path_to_error::deserialize(Value::Object(table)).map_err(|error| {
         let path = error.path().to_string();
         let reason = error.inner().to_string();
         match path.as_str() {
-            "." => StudyError::key("study", reason),
+            "." => StudyError::key("top level", reason),
             _ => StudyError::key(path, reason),
         }
     })

@@ -87,16 +87,16 @@ impl StudyError {
     #[must_use]
     pub fn is_wrong_use(&self) -> bool {
         match self {
+            Self::Write { .. } => false,
+            Self::Read { source, .. } => is_not_there(source),
+            Self::Trace(error) | Self::Run(SimError::Trace(error)) => is_wrong_trace(error),
             Self::Syntax { .. }
             | Self::Key { .. }
             | Self::Point { .. }
             | Self::TooMany { .. }
             | Self::Several { .. }
             | Self::Journal { .. }
-            | Self::Read { .. }
-            | Self::Trace(_)
             | Self::Run(_) => true,
-            Self::Write { .. } => false,
         }
     }
 
@@ -106,4 +106,28 @@ impl StudyError {
             reason: reason.into(),
         }
     }
+}
+
+/// True if a trace is broken, or was asked for in a way that cannot be; false
+/// if the system failed.
+#[must_use]
+pub fn is_wrong_trace(error: &TraceError) -> bool {
+    match error {
+        TraceError::Io { source, .. } => is_not_there(source),
+        TraceError::File { .. } | TraceError::Record { .. } | TraceError::Asked(_) => true,
+    }
+}
+
+/// True if a name was wrong and not the system.
+fn is_not_there(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind;
+    matches!(
+        error.kind(),
+        ErrorKind::NotFound
+            | ErrorKind::IsADirectory
+            | ErrorKind::NotADirectory
+            | ErrorKind::PermissionDenied
+            | ErrorKind::InvalidData
+            | ErrorKind::InvalidInput
+    )
 }

@@ -31,6 +31,7 @@ mod error;
 mod expand;
 mod identity;
 mod journal;
+mod recipe;
 mod results;
 mod sweep;
 #[cfg(test)]
@@ -38,9 +39,10 @@ mod tests;
 mod traces;
 
 pub use draft::{Draft, POINTS_MAX};
-pub use error::StudyError;
+pub use error::{StudyError, is_wrong_trace};
 pub use identity::{PointId, TraceIdentity};
 pub use journal::{Build, Run};
+pub use recipe::Recipe;
 pub use results::RESULTS_FORMAT;
 pub use sweep::{Sweep, SweepOptions, SweepProgress, SweepRow, SweepSummary, sweep};
 pub use traces::{Trace, TraceFile, Traces};
@@ -95,8 +97,8 @@ pub struct Study {
 }
 
 impl Study {
-    /// For each point, the parameters in which the points of this study differ,
-    /// as `name=value`; empty for a study of one point.
+    /// For each point, its value in each list of the study and what its trace
+    /// does not share with the others, as `name=value`; empty for a study of one point.
     #[must_use]
     pub fn labels(&self) -> Vec<String> {
         let flat: Vec<Vec<(String, Value)>> = self
@@ -104,7 +106,13 @@ impl Study {
             .iter()
             .map(|point| columns::parameters(point, &self.traces[point.trace]))
             .collect();
-        let varying = columns::varying(&flat);
+        // What follows from a preset or a flavour is told by its name.
+        let mut varying = columns::varying(&flat);
+        varying.retain(|name| {
+            let pointer = format!("/{}", name.replace('.', "/"));
+            let listed = self.source.pointer(&pointer).is_some_and(Value::is_array);
+            listed || name.starts_with("trace.")
+        });
         flat.iter()
             .map(|row| {
                 let parts: Vec<String> = row

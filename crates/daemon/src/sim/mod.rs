@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `pagetide sim`: the performance model of I/O address translation, by command.
+//!
+//! The work is [`pagetide_sim`]'s; here are its command line, its provenance
+//! (which program, which machine) and its reports as text.
+
+pub mod args;
+mod report;
+mod single;
+
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::sync::Mutex;
+
+use pagetide_sim::SimError;
+use pagetide_sim::study::{
+    Build, Draft, StudyError, SweepOptions, SweepProgress, is_wrong_trace, sweep,
+};
+use pagetide_sim::verify::{self, VerifyRequest};
+use pagetide_trace::TraceError;
+
+use crate::outcome::{CommandError, print_report};
+use crate::progress::Progress;
+use args::{SimCommand, StudyArgs, SweepArgs, VerifyArgs};
+use report::SweepReport;
+
+/// Does what the command line says.
+pub fn execute(command: SimCommand) -> Result<(), CommandError> {
+    match command {
+        SimCommand::Run(args) => single::run(&args),
+        SimCommand::Sweep(args) => run_sweep(args),
+        SimCommand::Verify(args) => run_verify(args),
+    }
+}
+
+/// The study of `file` or an empty one, with the changes of the command line.
+fn draft(file: Option<&Path>, changes: &StudyArgs) -> Result<Draft, StudyError> {
+    let mut draft = match file {
+        Some(file) => Draft::read(file)?,
+        None => Draft::default(),
+    };
+    for (key, value) in [("preset", &changes.preset), ("flavour", &changes.flavour)] {
+        if let Some(value) = value {
+            draft.set(&format!("{key}={value}"))?;
+        }
+    }
+    for assignment in &changes.set {
+        draft.set(assignment)?;
+    }
+    if !changes.traces.is_empty() {
+        draft.replace_traces(&changes.traces);
+    }
+    Ok(draft)
+}
+
+fn run_sweep(args: SweepArgs) -> Result<(), CommandError> {
+    let study = draft(Some(&args.study), &args.changes)
+        .and_then(|draft| draft.study())
+        .map_err(of_study)?;
+    let options = SweepOptions {
+        out: args.out,
+        jobs: args.jobs.unwrap_or_else(all_cores),
+        build: build(),
+        host: host(),
+    };
+    let progress = Progress::new("sweep", "points");
+    // Workers tell what they finished in any order; the bar only goes forward.
+    let most = Mutex::new(0);
+    let told = |at: SweepProgress| {
+        let mut most = most
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        *most = at.done.max(*most);
+        progress.at(*most as u64, Some(at.points as u64));
+    };
+    let swept = sweep(&study, &options, &told).map_err(of_study)?;
+    drop(progress);
+    print_report(&SweepReport::of(&study, swept), args.json.into())
+}
+
+fn run_verify(args: VerifyArgs) -> Result<(), CommandError> {
+    let request = VerifyRequest {
+        reference: args.reference,
+        traces: args.traces,
+        lfu_seeds: args.seeds,
+        threads: args.jobs.unwrap_or_else(all_cores).get(),
+    };
+    let progress = Progress::new("verify", "rows");
+    let report = verify::run(&request, &|done, all| {
+        progress.at(done as u64, Some(all as u64));
+    })
+    .map_err(of_sim)?;
+    drop(progress);
+    print_report(&report, args.json.into())?;
+    if report.agrees {
+        Ok(())
+    } else {
+        Err(CommandError::failed(
+            "the model does not agree with the table, or no row has its trace",
+        ))
+    }
+}
+
+/// One thread for each core.
+fn all_cores() -> NonZeroUsize {
+    std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN)
+}
+
+/// This program.
+fn build() -> Build {
+    Build {
+        pagetide_version: env!("CARGO_PKG_VERSION").to_owned(),
+        git_commit: option_env!("PAGETIDE_GIT_COMMIT").map(str::to_owned),
+    }
+}
+
+/// This machine.
+fn host() -> String {
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
+}
+
+/// A study that gave no results, as the end of a command.
+pub fn of_study(error: StudyError) -> CommandError {
+    if error.is_wrong_use() {
+        CommandError::refused(error)
+    } else {
+        CommandError::failed(error)
+    }
+}
+
+/// A run that gave no result, as the end of a command.
+pub fn of_sim(error: SimError) -> CommandError {
+    of_study(StudyError::Run(error))
+}
+
+/// A trace that could not be read or written, as the end of a command.
+pub fn of_trace(error: TraceError) -> CommandError {
+    if is_wrong_trace(&error) {
+        CommandError::refused(error)
+    } else {
+        CommandError::failed(error)
+    }
+}

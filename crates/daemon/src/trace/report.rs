@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the commands about traces print.
+
+use std::path::PathBuf;
+
+use pagetide_trace::{Distinct, PageSize, TraceFormat, TraceInfo};
+use serde::Serialize;
+
+use crate::text::{Text, table};
+
+/// A trace that was written.
+#[derive(Debug, Serialize)]
+pub struct WrittenReport {
+    /// The file.
+    pub out: PathBuf,
+    /// Its format.
+    pub format: TraceFormat,
+    /// The side file with its figures, if one was written.
+    pub params: Option<PathBuf>,
+    /// Tenants, if it was built here; the next two as well.
+    pub tenants: Option<usize>,
+    /// Packets.
+    pub packets: Option<u64>,
+    /// Translation requests.
+    pub requests: Option<u64>,
+    /// Events of every kind.
+    pub events: u64,
+    /// How long it took.
+    pub elapsed_seconds: f64,
+}
+
+impl Text for WrittenReport {
+    fn text(&self) -> String {
+        let mut text = format!(
+            "{}: {}, {} events",
+            self.out.display(),
+            self.format,
+            self.events
+        );
+        if let (Some(tenants), Some(packets)) = (self.tenants, self.packets) {
+            text += &format!(", {packets} packets of {tenants} tenants");
+        }
+        text += &format!(", in {:.1} s\n", self.elapsed_seconds);
+        if let Some(params) = &self.params {
+            text += &format!("{}: what it was made with\n", params.display());
+        }
+        text
+    }
+}
+
+impl Text for TraceInfo {
+    fn text(&self) -> String {
+        let mut rows = vec![
+            row("format", self.format),
+            row("events", self.events),
+            row("requests a packet", self.requests_per_packet),
+            row("sources", distinct(self.sources)),
+            row("domains", distinct(self.domains)),
+            row("distinct pages", distinct(self.distinct_pages)),
+        ];
+        for (kind, count) in &self.kinds {
+            rows.push(row(&format!("events {kind}"), count));
+        }
+        for (bytes, requests) in &self.page_sizes.by_bytes {
+            let size = PageSize::from_bytes(*bytes);
+            let size = size.map_or_else(|| format!("{bytes} B"), |size| size.to_string());
+            rows.push(row(&format!("requests of {size}"), requests));
+        }
+        if self.page_sizes.unknown > 0 {
+            rows.push(row("requests of unknown size", self.page_sizes.unknown));
+        }
+        if let Some(requests) = self.requests_per_source {
+            let range = format!("{} to {}", requests.min, requests.max);
+            rows.push(row("requests a source", range));
+        }
+        if let Some((first, last)) = self.time_span_ns {
+            rows.push(row("time", format!("{first} to {last} ns")));
+        }
+        if !self.origin.is_null() {
+            rows.push(row("origin", &self.origin));
+        }
+        table(&rows)
+    }
+}
+
+fn row(name: &str, value: impl std::fmt::Display) -> [String; 2] {
+    [name.to_owned(), value.to_string()]
+}
+
+fn distinct(count: Distinct) -> String {
+    match count {
+        Distinct::Exactly(count) => count.to_string(),
+        Distinct::AtLeast(count) => format!("more than {count}"),
+    }
+}

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The recipe of one trace, put together from a file and a command line.
+
+use std::path::{Path, PathBuf};
+
+use pagetide_trace::{HyperSpec, Input};
+use serde_json::{Map, Value};
+
+use super::draft::{assigned, read_toml, read_value};
+use super::error::StudyError;
+use super::expand::put;
+
+/// A recipe in the making: a table with the keys of [`HyperSpec`].
+#[derive(Clone, Debug, Default)]
+pub struct Recipe {
+    table: Map<String, Value>,
+    /// What relative names of logs are relative to.
+    directory: PathBuf,
+}
+
+impl Recipe {
+    /// Reads the recipe at `path`; its logs' names are relative to its directory.
+    ///
+    /// # Errors
+    /// If the file cannot be read or is no TOML.
+    pub fn read(path: &Path) -> Result<Self, StudyError> {
+        Ok(Self {
+            table: read_toml(path)?,
+            directory: path.parent().unwrap_or(Path::new("")).to_owned(),
+        })
+    }
+
+    pub(super) fn of(table: Map<String, Value>, directory: &Path) -> Self {
+        Self {
+            table,
+            directory: directory.to_owned(),
+        }
+    }
+
+    /// Sets a figure by its key: `input.synthetic.ring.iova=0x34800000`.
+    ///
+    /// # Errors
+    /// If there is no `=`.
+    pub fn set(&mut self, assignment: &str) -> Result<(), StudyError> {
+        let (path, value) = assigned(assignment)?;
+        put(&mut self.table, &path, value);
+        Ok(())
+    }
+
+    /// Sets the figure at `key`, a name of dotted parts.
+    pub fn put(&mut self, key: &str, value: Value) {
+        let path: Vec<String> = key.split('.').map(str::to_owned).collect();
+        put(&mut self.table, &path, value);
+    }
+
+    /// The recipe, looked at.
+    ///
+    /// # Errors
+    /// The first key that is unknown or impossible.
+    pub fn spec(self) -> Result<HyperSpec, StudyError> {
+        let mut spec: HyperSpec = read_value(self.table)?;
+        if let Input::Recorded(input) = &mut spec.input {
+            for log in &mut input.logs {
+                *log = self.directory.join(&log);
+            }
+        }
+        spec.look_at_settings()
+            .map_err(|error| StudyError::key("recipe", error.to_string()))?;
+        Ok(spec)
+    }
+}
