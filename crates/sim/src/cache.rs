@@ -16,17 +16,12 @@
 //! The address bits begin at bit 21 for every cache of translations, so that a
 //! page of any size is found without knowing its size first.
 
-use rustc_hash::FxHashMap;
-
 use crate::config::{CacheConfig, PartitionBy, Replacement};
 use crate::outcome::CacheCounts;
 use crate::request::{NEVER, NO_TAG, Page, Tag};
 
 /// A use count at which all counts of the set are halved: 4 bits (V-C).
 const LFU_SATURATED: u64 = 15;
-
-/// Ways from which a set is searched through an index instead of one by one.
-const INDEXED_WAYS: usize = 64;
 
 /// One cache.
 #[derive(Debug)]
@@ -39,8 +34,7 @@ pub(crate) struct Cache {
     marks: Vec<u64>,
     /// Entries in use, of each set.
     used: Vec<u32>,
-    /// Position by tag, for sets too large to search.
-    index: Option<FxHashMap<Tag, usize>>,
+    hints: Hints,
     tick: u64,
     ties: Ties,
     counts: CacheCounts,
@@ -63,7 +57,7 @@ impl Cache {
             tags: vec![NO_TAG; entries],
             marks: vec![0; entries],
             used: vec![0; geometry.sets()],
-            index: (ways > INDEXED_WAYS).then(FxHashMap::default),
+            hints: Hints::new(entries),
             tick: 0,
             ties: Ties(seed),
             counts: CacheCounts::default(),
@@ -124,10 +118,21 @@ impl Cache {
 
     #[inline]
     fn find(&self, set: usize, tag: Tag) -> Option<usize> {
-        if let Some(index) = &self.index {
-            return index.get(&tag).copied();
+        let hint = self.hints.of(tag);
+        if hint.tags == 0 {
+            return None;
         }
         let first = set * self.ways;
+        if hint.position != UNKNOWN {
+            // Two sources of one domain may keep a page in two partitions.
+            let at = hint.position as usize;
+            if self.tags[at] == tag && at.wrapping_sub(first) < self.ways {
+                return Some(at);
+            }
+            if hint.tags == 1 {
+                return None;
+            }
+        }
         position(&self.tags[first..first + self.ways], tag).map(|way| first + way)
     }
 
@@ -161,10 +166,10 @@ impl Cache {
             self.counts.evictions += 1;
             first + self.victim(first)
         };
-        if let Some(index) = &mut self.index {
-            index.remove(&self.tags[at]);
-            index.insert(tag, at);
+        if self.tags[at] != NO_TAG {
+            self.hints.forget(self.tags[at], at);
         }
+        self.hints.learn(tag, at);
         self.counts.insertions += 1;
         self.tags[at] = tag;
         self.marks[at] = match self.replacement {
@@ -197,15 +202,81 @@ impl Cache {
 
     /// Moves entry `from`, the last of its set, to `to`, whose entry is dropped.
     fn move_entry(&mut self, from: usize, to: usize) {
-        if let Some(index) = &mut self.index {
-            index.remove(&self.tags[to]);
-            if from != to {
-                index.insert(self.tags[from], to);
-            }
+        self.hints.forget(self.tags[to], to);
+        if from != to {
+            self.hints.forget(self.tags[from], from);
+            self.hints.learn(self.tags[from], to);
         }
         self.tags[to] = self.tags[from];
         self.marks[to] = self.marks[from];
         self.tags[from] = NO_TAG;
+    }
+}
+
+/// Where a tag may be: most look-ups are answered without searching a set.
+///
+/// Tags fall into buckets, four for each entry of the cache. A bucket knows how
+/// many tags of the cache fell into it and where the last one is. None: the tag
+/// is not there. One, and it is another: not there either. Else the set is
+/// searched.
+#[derive(Debug)]
+struct Hints {
+    buckets: Vec<Hint>,
+    shift: u32,
+}
+
+/// The last tag of a bucket has gone; where the others are is not known.
+const UNKNOWN: u32 = u32::MAX;
+
+/// One bucket.
+#[derive(Clone, Copy, Debug, Default)]
+struct Hint {
+    /// Position of the last tag that came.
+    position: u32,
+    /// Tags of the cache in this bucket.
+    tags: u32,
+}
+
+impl Hints {
+    fn new(entries: usize) -> Self {
+        let buckets = (entries * 4).next_power_of_two();
+        Self {
+            buckets: vec![Hint::default(); buckets],
+            shift: u64::BITS - buckets.ilog2(),
+        }
+    }
+
+    #[inline]
+    fn of(&self, tag: Tag) -> Hint {
+        self.buckets[self.bucket(tag)]
+    }
+
+    #[inline]
+    fn learn(&mut self, tag: Tag, at: usize) {
+        let bucket = self.bucket(tag);
+        let hint = &mut self.buckets[bucket];
+        hint.tags += 1;
+        #[expect(clippy::cast_possible_truncation, reason = "a cache has at most 2^24 entries")]
+        let position = at as u32;
+        hint.position = position;
+    }
+
+    #[inline]
+    fn forget(&mut self, tag: Tag, at: usize) {
+        let bucket = self.bucket(tag);
+        let hint = &mut self.buckets[bucket];
+        hint.tags -= 1;
+        if hint.position as usize == at {
+            hint.position = UNKNOWN;
+        }
+    }
+
+    /// Multiplicative hashing: the upper bits of the product are well mixed.
+    #[inline]
+    fn bucket(&self, tag: Tag) -> usize {
+        #[expect(clippy::cast_possible_truncation, reason = "usize is 64 bits wide")]
+        let bucket = (tag.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> self.shift) as usize;
+        bucket
     }
 }
 

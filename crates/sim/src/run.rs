@@ -3,9 +3,9 @@
 
 use pagetide_trace::EventSource;
 
-use crate::config::{Config, Flavour, Replacement};
+use crate::config::{Completion, Config, Flavour, Replacement};
 use crate::error::SimError;
-use crate::hypersio::Hypersio;
+use crate::hypersio::{Hypersio, ProgramFifo, ProgramHeap};
 use crate::machine::Machine;
 use crate::next_use::NextUses;
 use crate::observe::{Nobody, Observer, StepRecord, Told};
@@ -56,7 +56,14 @@ fn dispatch<O: Observer>(
     }
     let TraceInput { events, next_uses } = trace;
     match config.flavour {
-        Flavour::Hypersio => Machine::<Hypersio, O>::new(config, events, next_uses, observer).run(),
+        Flavour::Hypersio => match config.completion {
+            Completion::OutOfOrder => {
+                Machine::<Hypersio<ProgramHeap>, O>::new(config, events, next_uses, observer).run()
+            }
+            Completion::InOrder => {
+                Machine::<Hypersio<ProgramFifo>, O>::new(config, events, next_uses, observer).run()
+            }
+        },
         Flavour::Paper => Machine::<Paper, O>::new(config, events, next_uses, observer).run(),
     }
 }

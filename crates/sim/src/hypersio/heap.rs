@@ -12,10 +12,15 @@ use std::collections::VecDeque;
 
 use crate::config::Completion;
 use crate::flavour::StageQueue;
+use crate::table::SLOTS_MAX;
 
 /// Time in the upper, slot in the lower bits: entries are compared by time alone.
 type Entry = u64;
 const SLOT_BITS: u32 = 20;
+const _: () = assert!(SLOTS_MAX <= 1 << SLOT_BITS, "a slot has to fit");
+
+/// Later than every entry.
+const NONE: Entry = u64::MAX;
 
 const fn entry(ready_ns: u64, slot: u32) -> Entry {
     ready_ns << SLOT_BITS | slot as u64
@@ -31,94 +36,135 @@ const fn slot(entry: Entry) -> u32 {
     slot
 }
 
-/// A queue of the program.
-#[derive(Debug)]
-pub(crate) enum ProgramQueue {
-    /// By time.
-    Heap(Vec<Entry>),
-    /// By arrival.
-    Fifo(VecDeque<Entry>),
+/// True if `one` is ready later than `other`; their slots do not count.
+#[inline]
+const fn is_later(one: Entry, other: Entry) -> bool {
+    one > other | ((1 << SLOT_BITS) - 1)
 }
 
-impl StageQueue for ProgramQueue {
-    fn new(completion: Completion) -> Self {
-        match completion {
-            Completion::OutOfOrder => Self::Heap(Vec::with_capacity(256)),
-            Completion::InOrder => Self::Fifo(VecDeque::new()),
+/// A queue by time.
+///
+/// Entry `k` has its children at `2k` and `2k + 1`; the first is 1. Places that
+/// are not used hold [`NONE`], twice as many as entries, so that a search for
+/// the earlier child needs no question whether there is one.
+#[derive(Debug)]
+pub(crate) struct ProgramHeap {
+    places: Vec<Entry>,
+    len: usize,
+}
+
+impl StageQueue for ProgramHeap {
+    fn new(_completion: Completion) -> Self {
+        Self {
+            places: vec![NONE; 64],
+            len: 0,
         }
     }
 
     #[inline]
     fn push(&mut self, ready_ns: u64, slot: u32) {
-        let new = entry(ready_ns, slot);
-        match self {
-            Self::Heap(heap) => {
-                heap.push(new);
-                let last = heap.len() - 1;
-                rise(heap, last, new);
-            }
-            Self::Fifo(fifo) => fifo.push_back(new),
+        self.len += 1;
+        if self.places.len() < 2 * self.len + 2 {
+            self.grow();
         }
+        rise(&mut self.places, self.len, entry(ready_ns, slot));
     }
 
     #[inline]
     fn next_ready_ns(&self) -> u64 {
-        let first = match self {
-            Self::Heap(heap) => heap.first(),
-            Self::Fifo(fifo) => fifo.front(),
-        };
-        first.map_or(u64::MAX, |first| time(*first))
+        time(self.places[1])
     }
 
     #[inline]
     fn pop_ready(&mut self, now_ns: u64) -> Option<u32> {
-        if self.next_ready_ns() > now_ns {
+        let first = self.places[1];
+        if time(first) > now_ns {
             return None;
         }
-        match self {
-            Self::Heap(heap) => {
-                let first = heap[0];
-                if let Some(last) = heap.pop()
-                    && !heap.is_empty()
-                {
-                    sink(heap, last);
-                }
-                Some(slot(first))
-            }
-            Self::Fifo(fifo) => fifo.pop_front().map(slot),
-        }
+        self.sink();
+        Some(slot(first))
     }
+}
+
+impl ProgramHeap {
+    #[cold]
+    fn grow(&mut self) {
+        self.places.resize(2 * self.places.len(), NONE);
+    }
+
+    /// Takes the first entry out: a hole sinks from its place to the bottom, the
+    /// last entry rises from there.
+    ///
+    /// Which way the hole goes is as good as random, so the descent has no
+    /// branch that depends on it: the number of entries alone says how many
+    /// levels are whole, and the step below them is a choice of values.
+    #[inline]
+    fn sink(&mut self) {
+        let places = &mut self.places[..];
+        let last = places[self.len];
+        places[self.len] = NONE;
+        self.len -= 1;
+        if self.len == 0 {
+            return;
+        }
+        let mut hole = 1;
+        for _ in 1..(self.len + 1).ilog2() {
+            let (child, earlier) = earlier_child(places, hole);
+            places[hole] = earlier;
+            hole = child;
+        }
+        let (child, earlier) = earlier_child(places, hole);
+        let is_leaf = earlier == NONE;
+        places[hole] = earlier;
+        hole = if is_leaf { hole } else { child };
+        rise(places, hole, last);
+    }
+}
+
+/// The child of `parent` that is ready first, the right one if they are equal.
+#[inline]
+fn earlier_child(places: &[Entry], parent: usize) -> (usize, Entry) {
+    let pair = &places[2 * parent..2 * parent + 2];
+    let is_left = is_later(pair[1], pair[0]);
+    let earlier = if is_left { pair[0] } else { pair[1] };
+    (2 * parent + usize::from(!is_left), earlier)
 }
 
 /// Lets `new` rise from the free place `hole`.
 #[inline]
-fn rise(heap: &mut [Entry], mut hole: usize, new: Entry) {
-    while hole > 0 {
-        let parent = (hole - 1) / 2;
-        if time(heap[parent]) <= time(new) {
+fn rise(places: &mut [Entry], mut hole: usize, new: Entry) {
+    while hole > 1 {
+        let parent = places[hole / 2];
+        if !is_later(parent, new) {
             break;
         }
-        heap[hole] = heap[parent];
-        hole = parent;
+        places[hole] = parent;
+        hole /= 2;
     }
-    heap[hole] = new;
+    places[hole] = new;
 }
 
-/// Fills the free first place: the hole sinks to the bottom, `last` rises from there.
-#[inline]
-fn sink(heap: &mut [Entry], last: Entry) {
-    let len = heap.len();
-    let mut hole = 0;
-    while hole < (len - 1) / 2 {
-        let right = 2 * hole + 2;
-        let earlier = right - usize::from(time(heap[right]) > time(heap[right - 1]));
-        heap[hole] = heap[earlier];
-        hole = earlier;
+/// A queue by arrival: what comes later waits for what is not ready yet.
+#[derive(Debug)]
+pub(crate) struct ProgramFifo(VecDeque<Entry>);
+
+impl StageQueue for ProgramFifo {
+    fn new(_completion: Completion) -> Self {
+        Self(VecDeque::new())
     }
-    if len.is_multiple_of(2) && hole == (len - 2) / 2 {
-        let only = 2 * hole + 1;
-        heap[hole] = heap[only];
-        hole = only;
+
+    fn push(&mut self, ready_ns: u64, slot: u32) {
+        self.0.push_back(entry(ready_ns, slot));
     }
-    rise(heap, hole, last);
+
+    fn next_ready_ns(&self) -> u64 {
+        self.0.front().map_or(u64::MAX, |first| time(*first))
+    }
+
+    fn pop_ready(&mut self, now_ns: u64) -> Option<u32> {
+        if self.next_ready_ns() > now_ns {
+            return None;
+        }
+        self.0.pop_front().map(slot)
+    }
 }

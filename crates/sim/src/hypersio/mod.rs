@@ -19,15 +19,19 @@ mod heap;
 mod predictor;
 mod walk;
 
+use std::marker::PhantomData;
+
 use crate::config::Config;
-use crate::flavour::Flavour;
+use crate::flavour::{Flavour, StageQueue};
 
-/// The authors' program.
+pub(crate) use heap::{ProgramFifo, ProgramHeap};
+
+/// The authors' program, with queues `Q`.
 #[derive(Debug)]
-pub(crate) struct Hypersio;
+pub(crate) struct Hypersio<Q>(PhantomData<Q>);
 
-impl Flavour for Hypersio {
-    type Queue = heap::ProgramQueue;
+impl<Q: StageQueue> Flavour for Hypersio<Q> {
+    type Queue = Q;
     type Agent = walk::ShortWalk;
     type Predictor = predictor::FirstSeen;
     const ONE_A_NANOSECOND: bool = true;
