@@ -113,6 +113,45 @@ impl Iterator for CheckedPages {
 mod tests {
     use super::*;
 
+    /// One page, again and again.
+    struct OnePage(Page);
+
+    impl PageReader for OnePage {
+        fn get_next_page(&mut self) -> ParquetResult<Option<Page>> {
+            Ok(Some(self.0.clone()))
+        }
+        fn peek_next_page(&mut self) -> ParquetResult<Option<PageMetadata>> {
+            Ok(None)
+        }
+        fn skip_next_page(&mut self) -> ParquetResult<()> {
+            Ok(())
+        }
+    }
+
+    impl Iterator for OnePage {
+        type Item = ParquetResult<Page>;
+        fn next(&mut self) -> Option<Self::Item> {
+            self.get_next_page().transpose()
+        }
+    }
+
+    #[test]
+    fn dictionary_that_claims_more_values_than_it_has_bytes_for_is_stopped() {
+        let dictionary = |num_values| CheckedPages {
+            inner: Box::new(OnePage(Page::DictionaryPage {
+                buf: vec![0; 64].into(),
+                num_values,
+                encoding: parquet::basic::Encoding::PLAIN,
+                is_sorted: false,
+            })),
+            rows: 1000,
+            value_bytes: 8,
+        };
+        assert!(dictionary(8).get_next_page().is_ok());
+        assert!(dictionary(9).get_next_page().is_err());
+        assert!(dictionary(u32::MAX).get_next_page().is_err());
+    }
+
     #[test]
     fn panic_inside_is_an_error_with_its_message() {
         let outcome: Result<(), String> = contained(|| panic!("no room at {}", 7));

@@ -35,9 +35,11 @@
 //! The `parquet` crate is careful but large. All calls into it go through
 //! `contain::contained`, which turns a panic into an error, and its pages pass
 //! `contain::CheckedPages`, which stops those that would make it reserve memory
-//! out of proportion to the file.
+//! out of proportion to the file. `footer` looks first whether the schema is
+//! nested so deep that the crate would run off the stack.
 
 mod contain;
+mod footer;
 mod reader;
 mod writer;
 

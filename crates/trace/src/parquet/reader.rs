@@ -18,7 +18,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use super::contain::{CheckedPages, contained};
 use super::{
     ACCESSES, FORMAT, FORMAT_KEY, KINDS, ORIGIN_KEY, PACKET_KEY, TraceMeta, VERSION, VERSION_KEY,
-    decoded,
+    decoded, footer,
 };
 use crate::error::TraceError;
 use crate::event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId};
@@ -74,7 +74,7 @@ impl ParquetReader {
     /// If it cannot be opened, is no Parquet file, is not a trace of this
     /// project or of a version that is not known here, or lacks a column.
     pub fn open(path: &Path) -> Result<Self, TraceError> {
-        let input = File::open(path).map_err(|source| TraceError::Io {
+        let mut input = File::open(path).map_err(|source| TraceError::Io {
             path: path.to_owned(),
             source,
         })?;
@@ -82,6 +82,7 @@ impl ParquetReader {
             path: path.to_owned(),
             reason,
         };
+        footer::check(&mut input).map_err(wrong)?;
         let file = contained(|| SerializedFileReader::new(input)).map_err(wrong)?;
         let meta = read_meta(&file).map_err(wrong)?;
         let columns = Columns::find(&file).map_err(wrong)?;
