@@ -228,12 +228,15 @@ pub fn id16(what: &str, id: u64) -> Result<u32, String> {
 
 /// Where `needle` begins in `haystack`, the last time.
 fn rfind(haystack: &[u8], needle: &[u8]) -> Option<usize> {
-    if needle.is_empty() || needle.len() > haystack.len() {
-        return None;
+    let (first, rest) = needle.split_first()?;
+    let mut end = haystack.len().checked_sub(rest.len())?;
+    while let Some(at) = haystack[..end].iter().rposition(|byte| byte == first) {
+        if haystack[at + 1..].starts_with(rest) {
+            return Some(at);
+        }
+        end = at;
     }
-    (0..=haystack.len() - needle.len())
-        .rev()
-        .find(|at| haystack[*at..].starts_with(needle))
+    None
 }
 
 #[cfg(test)]
@@ -276,6 +279,14 @@ mod tests {
         assert_eq!(find(b"aba", b"abac"), None);
         assert_eq!(find(b"xxa", b"ab"), None);
         assert_eq!(find(b"", b"a"), None);
+    }
+
+    #[test]
+    fn needle_is_found_last_or_not_at_all() {
+        assert_eq!(rfind(b"ab ab a", b"ab"), Some(3));
+        assert_eq!(rfind(b"ab", b"ab"), Some(0));
+        assert_eq!(rfind(b"b", b"ab"), None);
+        assert_eq!(rfind(b"aaa", b""), None);
     }
 
     #[test]
