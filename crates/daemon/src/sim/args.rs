@@ -38,7 +38,7 @@ pub struct StudyArgs {
 #[derive(Args, Debug)]
 pub struct SimRunArgs {
     /// Study of a single point; without it --trace says what is run
-    #[arg(value_name = "STUDY", required_unless_present = "traces")]
+    #[arg(value_name = "STUDY")]
     pub study: Option<PathBuf>,
     /// Changes to it.
     #[command(flatten)]

@@ -16,6 +16,11 @@ use crate::outcome::{CommandError, print_report};
 
 /// Runs the only point of a study.
 pub fn run(args: &SimRunArgs) -> Result<(), CommandError> {
+    if args.study.is_none() && args.changes.traces.is_empty() {
+        return Err(CommandError::refused(
+            "there is nothing to run: give a STUDY, or a trace with --trace FILE",
+        ));
+    }
     let study = draft(args.study.as_deref(), &args.changes)
         .and_then(|draft| draft.study())
         .map_err(of_study)?;

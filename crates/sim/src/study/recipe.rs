@@ -3,12 +3,13 @@
 
 use std::path::{Path, PathBuf};
 
-use pagetide_trace::{HyperSpec, Input};
+use pagetide_trace::{HyperSpec, Input, TenantShape};
 use serde_json::{Map, Value};
 
+use super::columns;
 use super::draft::{assigned, read_toml, read_value};
 use super::error::StudyError;
-use super::expand::put;
+use super::expand::{lay, put};
 
 /// A recipe in the making: a table with the keys of [`HyperSpec`].
 #[derive(Clone, Debug, Default)]
@@ -57,7 +58,14 @@ impl Recipe {
     ///
     /// # Errors
     /// The first key that is unknown or impossible.
-    pub fn spec(self) -> Result<HyperSpec, StudyError> {
+    pub fn spec(mut self) -> Result<HyperSpec, StudyError> {
+        if let Some(Value::Object(shape)) = self.table.get_mut("input").and_then(synthetic) {
+            // So that one figure of a page can be set without the others.
+            if let Value::Object(mut whole) = columns::json(&TenantShape::default()) {
+                lay(&mut whole, std::mem::take(shape));
+                *shape = whole;
+            }
+        }
         let mut spec: HyperSpec = read_value(self.table)?;
         if let Input::Recorded(input) = &mut spec.input {
             for log in &mut input.logs {
@@ -68,4 +76,8 @@ impl Recipe {
             .map_err(|error| StudyError::key("recipe", error.to_string()))?;
         Ok(spec)
     }
+}
+
+fn synthetic(input: &mut Value) -> Option<&mut Value> {
+    input.get_mut("synthetic")
 }

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `pagetide sim` as a person meets it: what it prints and how it ends.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+const STUDY: &str = r#"
+preset = ["base", "hypertrio"]
+flavour = "hypersio"
+[[trace]]
+tenants = 2
+packets = 60
+input.synthetic.workload = "iperf3"
+"#;
+
+/// Runs the program in `dir`: status, stdout, stderr.
+fn pagetide(dir: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = Command::new(env!("CARGO_BIN_EXE_pagetide"))
+        .args(arguments)
+        .current_dir(dir)
+        .output()
+        .unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (status.code(), text(stdout), text(stderr))
+}
+
+fn json(dir: &Path, arguments: &[&str]) -> Value {
+    let (status, out, err) = pagetide(dir, arguments);
+    assert_eq!(status, Some(0), "{err}");
+    serde_json::from_str(&out).unwrap()
+}
+
+fn place() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("study.toml"), STUDY).unwrap();
+    dir
+}
+
+#[test]
+fn run_prints_one_object_with_configuration_figures_and_provenance() {
+    let dir = place();
+    let report = json(
+        dir.path(),
+        &[
+            "sim",
+            "run",
+            "study.toml",
+            "--preset",
+            "base",
+            "--set",
+            "devtlb.entries=32",
+            "--tenants",
+            "--json",
+        ],
+    );
+    assert_eq!(report["config"]["devtlb"]["entries"], 32);
+    assert_eq!(report["config"]["flavour"], "hypersio");
+    assert_eq!(report["trace"]["tenants"], 2);
+    assert_eq!(report["figures"]["requests"], 180);
+    assert_eq!(report["figures"]["tenants"].as_array().unwrap().len(), 2);
+    assert_eq!(report["pagetide_version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(report["id"].as_str().unwrap().len(), 32);
+    let (status, text, _) = pagetide(
+        dir.path(),
+        &["sim", "run", "study.toml", "--preset", "base"],
+    );
+    assert_eq!(status, Some(0));
+    assert!(
+        text.contains("\ngoodput ") && text.contains("\ndevtlb "),
+        "{text}"
+    );
+    assert!(
+        !text.contains("SOURCE"),
+        "tenants only when asked for: {text}"
+    );
+}
+
+#[test]
+fn events_of_a_run_are_lines_of_json_and_end_each_request_once() {
+    let dir = place();
+    let report = json(
+        dir.path(),
+        &[
+            "sim",
+            "run",
+            "study.toml",
+            "--preset",
+            "base",
+            "--events",
+            "steps.jsonl",
+            "--json",
+        ],
+    );
+    let steps = std::fs::read_to_string(dir.path().join("steps.jsonl")).unwrap();
+    let issued = steps
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap())
+        .filter(|step| step["step"] == "issue")
+        .count();
+    assert_eq!(report["figures"]["requests"], issued);
+}
+
+#[test]
+fn wrong_studies_and_broken_traces_end_with_status_2_and_say_what_is_right() {
+    let dir = place();
+    std::fs::write(dir.path().join("broken"), [7; 100]).unwrap();
+    std::fs::write(dir.path().join("none.toml"), "preset = []").unwrap();
+    for (arguments, told) in [
+        (
+            &["sim", "run", "study.toml"][..],
+            "2 points, and 'sim run' runs one",
+        ),
+        (&["sim", "run"], "--trace"),
+        (&["sim", "run", "absent.toml"], "absent.toml: No such file"),
+        (&["sim", "run", "none.toml"], "[[trace]]"),
+        (
+            &["sim", "run", "--trace", "broken"],
+            "broken: its content is of no trace format",
+        ),
+        (&["sim", "run", "--trace", "absent"], "absent: No such file"),
+        (
+            &["sim", "run", "study.toml", "--set", "devtlb.way=1"],
+            "expected one of `entries`",
+        ),
+        (
+            &["sim", "run", "study.toml", "--set", "ptb.entries=0"],
+            "ptb.entries = 0",
+        ),
+        (
+            &["sim", "run", "study.toml", "--preset", "best"],
+            "`hypertrio`",
+        ),
+        (&["sim", "sweep", "study.toml"], "--out"),
+        (
+            &["sim", "sweep", "study.toml", "--out", "x", "--jobs", "0"],
+            "--jobs",
+        ),
+        (
+            &["sim", "verify", "--reference", "absent", "--traces", "."],
+            "absent",
+        ),
+    ] {
+        let (status, out, err) = pagetide(dir.path(), arguments);
+        assert_eq!(
+            (status, out.as_str()),
+            (Some(2), ""),
+            "{arguments:?}: {err}"
+        );
+        assert!(err.contains(told), "no '{told}' in {err}");
+    }
+    assert!(!dir.path().join("x").exists());
+}
+
+#[test]
+fn sweep_writes_results_and_the_next_one_keeps_them() {
+    let dir = place();
+    let arguments = [
+        "sim",
+        "sweep",
+        "study.toml",
+        "--out",
+        "out.parquet",
+        "--jobs",
+        "2",
+    ];
+    let (status, text, err) = pagetide(dir.path(), &arguments);
+    assert_eq!((status, err.as_str()), (Some(0), ""));
+    assert!(text.contains("preset=hypertrio\n"), "{text}");
+    assert!(text.contains("out.parquet: 2 points, 2 run now"), "{text}");
+    let results = std::fs::read(dir.path().join("out.parquet")).unwrap();
+    assert!(results.starts_with(b"PAR1") && results.ends_with(b"PAR1"));
+    let again = json(dir.path(), &[&arguments[..], &["--json"]].concat());
+    assert_eq!((&again["run"], &again["kept"]), (&0.into(), &2.into()));
+}
+
+#[test]
+fn sweep_that_cannot_write_ends_with_status_1() {
+    let dir = place();
+    let (status, out, err) = pagetide(
+        dir.path(),
+        &[
+            "sim",
+            "sweep",
+            "study.toml",
+            "--out",
+            "no/such/place.parquet",
+        ],
+    );
+    assert_eq!((status, out.as_str()), (Some(1), ""), "{err}");
+    assert!(err.contains("no/such/place.parquet"), "{err}");
+}
+
+#[test]
+fn studies_of_the_examples_are_sound() {
+    let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/studies");
+    let mut points = Vec::new();
+    for name in ["table4.toml", "devtlb.toml"] {
+        let draft = pagetide_sim::study::Draft::read(&examples.join(name)).unwrap();
+        points.push(draft.study().unwrap().points.len());
+    }
+    assert_eq!(points, [20, 162]);
+    let recipe = pagetide_sim::study::Recipe::read(&examples.join("trace.toml")).unwrap();
+    assert_eq!(recipe.spec().unwrap().tenants, 16);
+}
