@@ -15,8 +15,9 @@ use super::traces::Trace;
 use super::{Point, Preset, Study};
 use crate::config::{Config, Flavour};
 
-/// Points that a study may have: at a second each, a day and a half of computing.
-pub const POINTS_MAX: usize = 1 << 17;
+/// Points that a study may have: at a second each 18 hours of computing, and some
+/// 600 MB for the table of results.
+pub const POINTS_MAX: usize = 1 << 16;
 
 /// Bytes of a study's file; one that a person wrote has some hundreds.
 const STUDY_BYTES_MAX: u64 = 1 << 20;

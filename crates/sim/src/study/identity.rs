@@ -43,9 +43,14 @@ impl TraceIdentity {
     #[must_use]
     pub fn point(&self, config: &Config) -> PointId {
         let whole = json!({ "config": columns::json(config), "trace": self.0 });
-        let digest = Sha256::digest(canonical(&whole).to_string().as_bytes());
-        PointId(hex(&digest[..16]))
+        hash(&whole)
     }
+}
+
+/// The identity of what `value` describes.
+pub(super) fn hash(value: &Value) -> PointId {
+    let digest = Sha256::digest(canonical(value).to_string().as_bytes());
+    PointId(hex(&digest[..16]))
 }
 
 /// Content of a file.

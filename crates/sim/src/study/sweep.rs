@@ -21,7 +21,8 @@ use super::identity::PointId;
 use super::journal::{Build, Journal, Run};
 use super::results::write_results;
 use super::traces::Traces;
-use super::{Point, Study, columns};
+use super::{Study, columns};
+use crate::error::SimError;
 
 /// How a sweep is run.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -103,17 +104,17 @@ pub fn sweep(
     let (journal, finished) = Journal::open(&path, &options.build)?;
     let ids: Vec<PointId> = study.points.iter().map(|point| traces.id(point)).collect();
     let mut seen: HashSet<&PointId> = finished.keys().collect();
-    let open: Vec<(&PointId, &Point)> = ids
+    let open: Vec<(usize, &PointId)> = ids
         .iter()
-        .zip(&study.points)
-        .filter(|(id, _)| seen.insert(*id))
+        .enumerate()
+        .filter(|(_, id)| seen.insert(*id))
         .collect();
     let run = open.len();
-    traces.announce(open.iter().map(|(_, point)| *point));
+    traces.announce(open.iter().map(|(number, _)| &study.points[*number]));
     let work = Work {
         options,
+        study,
         traces: &traces,
-        points: study.points.len(),
         kept: study.points.len() - run,
         open,
         next: AtomicUsize::new(0),
@@ -160,10 +161,11 @@ fn rows(ids: Vec<PointId>, finished: &HashMap<PointId, Run>) -> Vec<SweepRow> {
 /// What the workers share.
 struct Work<'a> {
     options: &'a SweepOptions,
+    study: &'a Study,
     traces: &'a Traces,
-    points: usize,
     kept: usize,
-    open: Vec<(&'a PointId, &'a Point)>,
+    /// Points to run, by number in the study.
+    open: Vec<(usize, &'a PointId)>,
     /// The next of `open` that nobody has taken.
     next: AtomicUsize,
     /// A point failed: no new ones are begun.
@@ -183,7 +185,7 @@ impl Work<'_> {
     fn on_threads(self) -> Result<Shared, StudyError> {
         (self.told)(SweepProgress {
             done: self.kept,
-            points: self.points,
+            points: self.study.points.len(),
             requests: 0,
         });
         let workers = self.options.jobs.get().min(self.open.len());
@@ -206,10 +208,10 @@ impl Work<'_> {
     fn work_off(&self) -> Result<(), StudyError> {
         // Relaxed: the count hands out numbers, what they stand for is not changed.
         while !self.failed.load(Ordering::Relaxed)
-            && let Some((id, point)) = self.open.get(self.next.fetch_add(1, Ordering::Relaxed))
+            && let Some((number, id)) = self.open.get(self.next.fetch_add(1, Ordering::Relaxed))
         {
             let finished = self
-                .one(point)
+                .one(*number)
                 .and_then(|(run, requests)| self.keep(id, run, requests));
             if finished.is_err() {
                 self.failed.store(true, Ordering::Relaxed);
@@ -219,12 +221,15 @@ impl Work<'_> {
         Ok(())
     }
 
-    fn one(&self, point: &Point) -> Result<(Run, u64), StudyError> {
+    fn one(&self, number: usize) -> Result<(Run, u64), StudyError> {
         let began = Instant::now();
         let started_unix_ms = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |time| u64::try_from(time.as_millis()).unwrap_or(0));
-        let outcome = self.traces.run(point)?;
+        let outcome = self
+            .traces
+            .run(&self.study.points[number])
+            .map_err(|error| self.at_point(number, error))?;
         let run = Run {
             build: self.options.build.clone(),
             host: self.options.host.clone(),
@@ -233,6 +238,19 @@ impl Work<'_> {
             figures: columns::figures(&outcome),
         };
         Ok((run, outcome.requests))
+    }
+
+    /// An error of the model, with the point that it came up at; a trace's names its file.
+    fn at_point(&self, number: usize, error: StudyError) -> StudyError {
+        match error {
+            StudyError::Run(SimError::Trace(_)) => error,
+            StudyError::Run(source) => StudyError::Point {
+                point: number,
+                label: self.study.labels().swap_remove(number),
+                source: Box::new(source),
+            },
+            other => other,
+        }
     }
 
     /// Writes a result down.
@@ -244,7 +262,7 @@ impl Work<'_> {
         shared.done += 1;
         Ok(SweepProgress {
             done: self.kept + shared.done,
-            points: self.points,
+            points: self.study.points.len(),
             requests: shared.requests,
         })
     }
