@@ -68,27 +68,23 @@ impl Cache {
     #[inline]
     pub(crate) fn look_up(&mut self, page: &Page, tag: Tag, next_use: u64) -> bool {
         self.counts.lookups += 1;
-        let Some(set) = self.geometry.set(page) else {
-            return false;
-        };
-        let Some(at) = self.find(set, tag) else {
-            return false;
-        };
-        self.counts.hits += 1;
-        self.touch(set, at, next_use);
-        true
+        match self.find(page, tag) {
+            Some(at) => {
+                self.counts.hits += 1;
+                self.touch(at, next_use);
+                true
+            }
+            None => false,
+        }
     }
 
     /// Sees to it that `tag` is there. A tag already there counts as used; one
     /// put in has not been used yet.
     #[inline]
     pub(crate) fn fill(&mut self, page: &Page, tag: Tag, next_use: u64) {
-        let Some(set) = self.geometry.set(page) else {
-            return;
-        };
-        match self.find(set, tag) {
-            Some(at) => self.touch(set, at, next_use),
-            None => self.insert(set, tag, next_use),
+        match self.find(page, tag) {
+            Some(at) => self.touch(at, next_use),
+            None => self.insert(page, tag, next_use),
         }
     }
 
@@ -117,46 +113,71 @@ impl Cache {
     }
 
     #[inline]
-    fn find(&self, set: usize, tag: Tag) -> Option<usize> {
+    fn find(&self, page: &Page, tag: Tag) -> Option<usize> {
         let hint = self.hints.of(tag);
-        if hint.tags == 0 {
-            return None;
+        let at = hint.position() as usize;
+        match self.tags.get(at) {
+            Some(other) if *other == tag && self.may_hit(page, at) => Some(at),
+            // The bucket's only tag is another one, or another set's, or it has none.
+            Some(_) if hint.tags() <= 1 => None,
+            _ if hint.tags() == 0 => None,
+            _ => self.search(page, tag),
         }
-        let first = set * self.ways;
-        if hint.position != UNKNOWN {
-            // Two sources of one domain may keep a page in two partitions.
-            let at = hint.position as usize;
-            if self.tags[at] == tag && at.wrapping_sub(first) < self.ways {
-                return Some(at);
-            }
-            if hint.tags == 1 {
-                return None;
-            }
+    }
+
+    /// True if the entry at `at`, which has the tag of `page`, is in the set that
+    /// the request may use. It is, where the tag alone decides the set; but two
+    /// sources of one domain may have partitions of their own, and a page larger
+    /// than what the set's address bits begin at is kept in several sets.
+    #[inline]
+    fn may_hit(&self, page: &Page, at: usize) -> bool {
+        if self.geometry.tag_tells_set && u32::from(page.shift) <= self.geometry.shift {
+            return true;
         }
-        position(&self.tags[first..first + self.ways], tag).map(|way| first + way)
+        self.geometry
+            .set(page)
+            .is_some_and(|set| at / self.ways == set)
+    }
+
+    #[cold]
+    fn search(&self, page: &Page, tag: Tag) -> Option<usize> {
+        let first = self.geometry.set(page)? * self.ways;
+        let way = position(&self.tags[first..first + self.ways], tag)?;
+        Some(first + way)
     }
 
     #[inline]
-    fn touch(&mut self, set: usize, at: usize, next_use: u64) {
+    fn touch(&mut self, at: usize, next_use: u64) {
+        let mark = &mut self.marks[at];
         match self.replacement {
             Replacement::Lru => {
                 self.tick += 1;
-                self.marks[at] = self.tick;
+                *mark = self.tick;
             }
-            Replacement::Oracle => self.marks[at] = next_use,
+            Replacement::Oracle => *mark = next_use,
             Replacement::Lfu => {
-                self.marks[at] += 1;
-                if self.marks[at] == LFU_SATURATED {
-                    let first = set * self.ways;
-                    for mark in &mut self.marks[first..first + self.used[set] as usize] {
-                        *mark >>= 1;
-                    }
+                *mark += 1;
+                if *mark == LFU_SATURATED {
+                    self.halve(at);
                 }
             }
         }
     }
 
-    fn insert(&mut self, set: usize, tag: Tag, next_use: u64) {
+    /// Halves the use counts of the set that `at` is in.
+    #[cold]
+    fn halve(&mut self, at: usize) {
+        let set = at / self.ways;
+        let first = set * self.ways;
+        for mark in &mut self.marks[first..first + self.used[set] as usize] {
+            *mark >>= 1;
+        }
+    }
+
+    fn insert(&mut self, page: &Page, tag: Tag, next_use: u64) {
+        let Some(set) = self.geometry.set(page) else {
+            return;
+        };
         let first = set * self.ways;
         let used = self.used[set] as usize;
         let at = if used < self.ways {
@@ -164,11 +185,10 @@ impl Cache {
             first + used
         } else {
             self.counts.evictions += 1;
-            first + self.victim(first)
-        };
-        if self.tags[at] != NO_TAG {
+            let at = first + self.victim(first);
             self.hints.forget(self.tags[at], at);
-        }
+            at
+        };
         self.hints.learn(tag, at);
         self.counts.insertions += 1;
         self.tags[at] = tag;
@@ -183,19 +203,26 @@ impl Cache {
     }
 
     /// The way of the full set beginning at `first` that must go.
+    #[inline]
     fn victim(&mut self, first: usize) -> usize {
         let marks = &self.marks[first..first + self.ways];
         match self.replacement {
-            Replacement::Lru => position_of_least(marks),
             Replacement::Oracle => position_of_furthest(marks),
+            // Ticks are never equal.
+            Replacement::Lru if marks.len() <= 64 => ways_of_least(marks).trailing_zeros() as usize,
+            Replacement::Lru => position_of_least(marks),
+            Replacement::Lfu if marks.len() <= 64 => {
+                let mut tied = ways_of_least(marks);
+                for _ in 0..self.ties.choose(tied.count_ones() as usize) {
+                    tied &= tied - 1;
+                }
+                tied.trailing_zeros() as usize
+            }
             Replacement::Lfu => {
                 let least = marks.iter().copied().min().unwrap_or(0);
-                let ties = marks.iter().filter(|mark| **mark == least).count();
-                let chosen = self.ties.choose(ties);
-                (0..marks.len())
-                    .filter(|way| marks[*way] == least)
-                    .nth(chosen)
-                    .unwrap_or(0)
+                let tied = || (0..marks.len()).filter(|way| marks[*way] == least);
+                let chosen = self.ties.choose(tied().count());
+                tied().nth(chosen).unwrap_or(0)
             }
         }
     }
@@ -225,23 +252,44 @@ struct Hints {
     shift: u32,
 }
 
-/// The last tag of a bucket has gone; where the others are is not known.
-const UNKNOWN: u32 = u32::MAX;
+/// One bucket: position of the last tag that came in the upper, number of tags
+/// in the lower bits.
+#[derive(Clone, Copy, Debug)]
+struct Hint(u32);
 
-/// One bucket.
-#[derive(Clone, Copy, Debug, Default)]
-struct Hint {
-    /// Position of the last tag that came.
-    position: u32,
-    /// Tags of the cache in this bucket.
-    tags: u32,
+/// Bits of the number; a bucket of more tags than that is searched for ever.
+const HINT_TAGS_BITS: u32 = 7;
+const HINT_TAGS_MAX: u32 = (1 << HINT_TAGS_BITS) - 1;
+/// The last tag of a bucket has gone; where the others are is not known.
+const UNKNOWN: u32 = u32::MAX >> HINT_TAGS_BITS;
+/// Entries that a position can name.
+pub(crate) const ENTRIES_MAX: u32 = 1 << 24;
+const _: () = assert!(ENTRIES_MAX <= UNKNOWN);
+
+impl Hint {
+    const NONE: Self = Self::new(UNKNOWN, 0);
+
+    #[inline]
+    const fn new(position: u32, tags: u32) -> Self {
+        Self(position << HINT_TAGS_BITS | tags)
+    }
+
+    #[inline]
+    const fn position(self) -> u32 {
+        self.0 >> HINT_TAGS_BITS
+    }
+
+    #[inline]
+    const fn tags(self) -> u32 {
+        self.0 & HINT_TAGS_MAX
+    }
 }
 
 impl Hints {
     fn new(entries: usize) -> Self {
         let buckets = (entries * 4).next_power_of_two();
         Self {
-            buckets: vec![Hint::default(); buckets],
+            buckets: vec![Hint::NONE; buckets],
             shift: u64::BITS - buckets.ilog2(),
         }
     }
@@ -255,20 +303,24 @@ impl Hints {
     fn learn(&mut self, tag: Tag, at: usize) {
         let bucket = self.bucket(tag);
         let hint = &mut self.buckets[bucket];
-        hint.tags += 1;
-        #[expect(clippy::cast_possible_truncation, reason = "a cache has at most 2^24 entries")]
+        #[expect(clippy::cast_possible_truncation, reason = "at most ENTRIES_MAX")]
         let position = at as u32;
-        hint.position = position;
+        *hint = Hint::new(position, (hint.tags() + 1).min(HINT_TAGS_MAX));
     }
 
     #[inline]
     fn forget(&mut self, tag: Tag, at: usize) {
         let bucket = self.bucket(tag);
         let hint = &mut self.buckets[bucket];
-        hint.tags -= 1;
-        if hint.position as usize == at {
-            hint.position = UNKNOWN;
-        }
+        let position = match hint.position() {
+            position if position as usize == at => UNKNOWN,
+            position => position,
+        };
+        let tags = match hint.tags() {
+            HINT_TAGS_MAX => HINT_TAGS_MAX,
+            tags => tags - 1,
+        };
+        *hint = Hint::new(position, tags);
     }
 
     /// Multiplicative hashing: the upper bits of the product are well mixed.
@@ -298,6 +350,26 @@ fn position(tags: &[Tag], tag: Tag) -> Option<usize> {
     rest.iter()
         .position(|other| *other == tag)
         .map(|way| before + way)
+}
+
+/// The ways, at most 64, with the least mark, as a set of bits.
+#[inline]
+fn ways_of_least(marks: &[u64]) -> u64 {
+    // The common sizes are worth loops of a known length.
+    if let Ok(eight) = <&[u64; 8]>::try_from(marks) {
+        return ways_of_least_in(eight);
+    }
+    if let Ok(sixteen) = <&[u64; 16]>::try_from(marks) {
+        return ways_of_least_in(sixteen);
+    }
+    ways_of_least_in(marks)
+}
+
+#[inline(always)]
+fn ways_of_least_in<'a>(marks: impl IntoIterator<Item = &'a u64> + Copy) -> u64 {
+    let least = marks.into_iter().fold(u64::MAX, |least, mark| least.min(*mark));
+    let bits = marks.into_iter().enumerate();
+    bits.fold(0, |all, (way, mark)| all | u64::from(*mark == least) << way)
 }
 
 #[inline]
@@ -333,6 +405,8 @@ struct Geometry {
     address_bits: u32,
     shift: u32,
     sources_per_partition: u32,
+    /// The partition follows from the domain, which is part of the tag.
+    tag_tells_set: bool,
 }
 
 /// Source ids are bus, device and function; tenants on functions of their own
@@ -352,6 +426,11 @@ impl Geometry {
             address_bits: set_bits - partition_bits,
             shift,
             sources_per_partition: config.sources_per_partition.max(1),
+            tag_tells_set: match config.partition_by {
+                PartitionBy::DomainBits => true,
+                PartitionBy::SourceBits => partition_bits == 0,
+                PartitionBy::FullMatch => false,
+            },
         }
     }
 

@@ -29,12 +29,12 @@ pub enum SimError {
     },
     /// The authors' program never ends on this trace with this configuration.
     #[error(
-        "request {request} is for a 1 GiB page that hits the L2 page cache: the authors' program \
+        "the request for {iova:#x} is for a 1 GiB page that hits the L2 page cache: the authors' program \
          loses such a request and waits for it for ever; use flavour 'paper'"
     )]
     NeverEnds {
         /// Address asked for.
-        request: u64,
+        iova: u64,
     },
 }
 

@@ -4,7 +4,6 @@
 //! ([`crate::machine`]) is one.
 
 use crate::config::{Completion, Config, PrefetchConfig};
-use crate::error::SimError;
 use crate::outcome::AllCounts;
 use crate::request::{Page, Request, Tag};
 
@@ -52,6 +51,8 @@ pub(crate) enum Answer {
         /// Memory accesses of the walk.
         accesses: u64,
     },
+    /// The rules of the flavour leave the request without an end.
+    Lost,
 }
 
 /// IOTLB, page-walk caches and page walker.
@@ -59,10 +60,7 @@ pub(crate) trait TranslationAgent: Sized {
     /// An agent with empty caches.
     fn new(config: &Config) -> Self;
     /// Answers `request`.
-    ///
-    /// # Errors
-    /// If the rules of the flavour leave the request without an end.
-    fn look_up(&mut self, request: &Request) -> Result<Answer, SimError>;
+    fn look_up(&mut self, request: &Request) -> Answer;
     /// Puts what the walk for `request` read into the caches.
     fn fill(&mut self, request: &Request);
     /// Drops what `is_void` holds for.

@@ -10,6 +10,7 @@ mod cache;
 pub mod config;
 mod context;
 mod error;
+pub mod findings;
 mod flavour;
 mod host;
 mod hypersio;

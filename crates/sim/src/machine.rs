@@ -65,8 +65,6 @@ pub(crate) struct Machine<'a, F: Flavour, O> {
     prefetch: Option<PrefetchUnit<F::Predictor>>,
     /// Who writes the history-length register, if it is not fixed.
     host: Option<Host>,
-    /// Pages of one prefetch on their way out, kept to spare an allocation.
-    guesses: Vec<Page>,
     tenants: Tenants,
     latencies: Latencies,
     tally: Tally,
@@ -141,7 +139,6 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             agent: F::Agent::new(config),
             prefetch: prefetch.enabled.then(|| PrefetchUnit::new(prefetch)),
             host: Host::new(config),
-            guesses: Vec::new(),
             tenants: Tenants::default(),
             latencies: Latencies::default(),
             tally: Tally::default(),
@@ -200,7 +197,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     #[inline]
     fn serve(&mut self, now_ns: u64) -> Result<(), SimError> {
         while let Some(slot) = self.to_device.pop_ready(now_ns) {
-            self.at_device(now_ns, slot)?;
+            self.at_device(now_ns, slot);
             if F::ONE_A_NANOSECOND {
                 break;
             }
@@ -229,6 +226,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     /// Takes the next packet of the trace in; false if there is none left.
     /// A last packet that is not whole is taken all the same.
     fn admit_packet(&mut self, now_ns: u64) -> Result<bool, SimError> {
+        self.requests.check()?;
         let by_packets = self.config.ptb.unit == PtbUnit::Packets;
         let mut packet = u32::MAX;
         for nth in 0..self.config.link.requests_per_packet {
@@ -237,7 +235,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             };
             if by_packets {
                 if nth == 0 {
-                    packet = self.packets.insert(0)?;
+                    packet = self.packets.insert(0);
                     self.pending += 1;
                 }
                 *self.packets.get_mut(packet) += 1;
@@ -295,14 +293,14 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             2 * latency.pcie_ns + latency.context_accesses * latency.dram_ns
         };
         self.observer.step(now_ns, Step::Issue, &request.page);
-        let slot = self.requests.insert(request)?;
+        let slot = self.requests.insert(request);
         self.to_device.push(now_ns + wait_ns, slot);
         Ok(())
     }
 
     /// The device knows the domain: DevTLB and prefetch buffer, together.
     #[inline]
-    fn at_device(&mut self, now_ns: u64, slot: u32) -> Result<(), SimError> {
+    fn at_device(&mut self, now_ns: u64, slot: u32) {
         let request = *self.requests.get(slot);
         let page = &request.page;
         let tag = page.tag();
@@ -331,14 +329,14 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             Step::Miss
         };
         self.observer.step(now_ns, step, page);
-        self.guess(now_ns, page, step)
+        self.guess(now_ns, page, step);
     }
 
     /// Lets the prefetch unit learn from a request and send its guesses.
     #[inline]
-    fn guess(&mut self, now_ns: u64, page: &Page, step: Step) -> Result<(), SimError> {
+    fn guess(&mut self, now_ns: u64, page: &Page, step: Step) {
         let Some(unit) = &mut self.prefetch else {
-            return Ok(());
+            return;
         };
         unit.remember(page);
         if let Some(host) = &mut self.host
@@ -348,37 +346,35 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             self.tally.prefetch.register_writes += 1;
         }
         let Some(next) = unit.predictor.observe(page.tenant) else {
-            return Ok(());
+            return;
         };
         if !self.config.prefetch.trigger.fires(step) {
-            return Ok(());
+            return;
         }
-        self.guesses.clear();
-        self.guesses.extend_from_slice(unit.history(next));
+        let pages = unit.history(next);
         let latency = &self.config.latency;
         let reaches_agent_ns =
             now_ns + latency.pcie_ns + latency.history_accesses * latency.dram_ns;
-        for at in 0..self.guesses.len() {
-            let page = self.guesses[at];
-            self.observer.step(now_ns, Step::Prefetch, &page);
+        for page in pages {
+            self.observer.step(now_ns, Step::Prefetch, page);
             let slot = self.requests.insert(Request {
-                page,
+                page: *page,
                 next_use: NEVER,
                 issued_ns: now_ns,
                 packet: u32::MAX,
                 origin: Origin::Prefetch,
-            })?;
+            });
             self.to_agent.push(reaches_agent_ns, slot);
             self.tally.prefetch.sent += 1;
         }
-        Ok(())
     }
 
     /// A request has crossed PCIe: the agent knows the translation or walks for it.
     #[inline]
     fn at_agent(&mut self, now_ns: u64, slot: u32) -> Result<(), SimError> {
         let request = self.requests.get(slot);
-        match self.agent.look_up(request)? {
+        match self.agent.look_up(request) {
+            Answer::Lost => return Err(lost(&request.page)),
             Answer::Return { after_ns } => {
                 self.observer.step(now_ns, Step::AgentHit, &request.page);
                 self.returning.push(now_ns + after_ns, slot);
@@ -539,4 +535,10 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             tenants: self.tenants.outcomes(elapsed_ns, per_packet, packet_bytes),
         }
     }
+}
+
+/// The error of a request that the flavour's rules leave without an end.
+#[cold]
+fn lost(page: &Page) -> SimError {
+    SimError::NeverEnds { iova: page.iova }
 }

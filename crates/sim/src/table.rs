@@ -7,31 +7,55 @@ use crate::error::{SimError, impossible};
 /// if requests come faster than a stage serves them, without end.
 pub(crate) const SLOTS_MAX: usize = 1 << 20;
 
+/// Slots that the requests of the packets which fit into the PTB, and their
+/// prefetches, may take between two checks: [`crate::config`] allows no more.
+const SLOTS_SPARE: usize = 1 << 19;
+
 /// Things in flight.
 #[derive(Debug, Default)]
 pub(crate) struct Table<T> {
     slots: Vec<T>,
-    free: Vec<u32>,
+    /// The free slot after this one, of each free slot.
+    next_free: Vec<u32>,
+    /// The first free slot; as many as there are slots: none.
+    free: u32,
+    len: usize,
 }
 
 impl<T: Copy> Table<T> {
-    /// Puts `thing` into a slot.
+    /// Puts `thing` into a slot. Whoever inserts without end must look at
+    /// [`Self::check`] now and then.
+    #[inline]
+    pub(crate) fn insert(&mut self, thing: T) -> u32 {
+        let slot = self.free;
+        self.len += 1;
+        match self.slots.get_mut(slot as usize) {
+            Some(place) => {
+                *place = thing;
+                self.free = self.next_free[slot as usize];
+            }
+            None => self.append(thing),
+        }
+        slot
+    }
+
+    #[cold]
+    fn append(&mut self, thing: T) {
+        self.slots.push(thing);
+        self.free += 1;
+        self.next_free.push(self.free);
+    }
+
+    /// Checks that there is room for another packet's worth.
     ///
     /// # Errors
-    /// If [`SLOTS_MAX`] are in use.
+    /// If [`SLOTS_MAX`] are nearly in use.
     #[inline]
-    pub(crate) fn insert(&mut self, thing: T) -> Result<u32, SimError> {
-        if let Some(slot) = self.free.pop() {
-            self.slots[slot as usize] = thing;
-            return Ok(slot);
-        }
-        if self.slots.len() == SLOTS_MAX {
+    pub(crate) fn check(&self) -> Result<(), SimError> {
+        if self.slots.len() > SLOTS_MAX - SLOTS_SPARE {
             return Err(too_many());
         }
-        #[expect(clippy::cast_possible_truncation, reason = "at most SLOTS_MAX")]
-        let slot = self.slots.len() as u32;
-        self.slots.push(thing);
-        Ok(slot)
+        Ok(())
     }
 
     #[inline]
@@ -47,13 +71,15 @@ impl<T: Copy> Table<T> {
     /// Takes the thing out; its slot is free again.
     #[inline]
     pub(crate) fn remove(&mut self, slot: u32) -> T {
-        self.free.push(slot);
+        self.next_free[slot as usize] = self.free;
+        self.free = slot;
+        self.len -= 1;
         self.slots[slot as usize]
     }
 
     /// Things in the table.
     pub(crate) fn len(&self) -> usize {
-        self.slots.len() - self.free.len()
+        self.len
     }
 }
 

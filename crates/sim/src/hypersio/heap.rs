@@ -37,7 +37,7 @@ const fn slot(entry: Entry) -> u32 {
 }
 
 /// True if `one` is ready later than `other`; their slots do not count.
-#[inline]
+#[inline(always)]
 const fn is_later(one: Entry, other: Entry) -> bool {
     one > other | ((1 << SLOT_BITS) - 1)
 }
@@ -45,8 +45,8 @@ const fn is_later(one: Entry, other: Entry) -> bool {
 /// A queue by time.
 ///
 /// Entry `k` has its children at `2k` and `2k + 1`; the first is 1. Places that
-/// are not used hold [`NONE`], twice as many as entries, so that a search for
-/// the earlier child needs no question whether there is one.
+/// are not used hold [`NONE`], and there are twice as many as entries, so that a
+/// search for the earlier child needs no question whether there is one.
 #[derive(Debug)]
 pub(crate) struct ProgramHeap {
     places: Vec<Entry>,
@@ -61,7 +61,7 @@ impl StageQueue for ProgramHeap {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn push(&mut self, ready_ns: u64, slot: u32) {
         self.len += 1;
         if self.places.len() < 2 * self.len + 2 {
@@ -70,12 +70,12 @@ impl StageQueue for ProgramHeap {
         rise(&mut self.places, self.len, entry(ready_ns, slot));
     }
 
-    #[inline]
+    #[inline(always)]
     fn next_ready_ns(&self) -> u64 {
         time(self.places[1])
     }
 
-    #[inline]
+    #[inline(always)]
     fn pop_ready(&mut self, now_ns: u64) -> Option<u32> {
         let first = self.places[1];
         if time(first) > now_ns {
@@ -98,11 +98,10 @@ impl ProgramHeap {
     /// Which way the hole goes is as good as random, so the descent has no
     /// branch that depends on it: the number of entries alone says how many
     /// levels are whole, and the step below them is a choice of values.
-    #[inline]
+    #[inline(always)]
     fn sink(&mut self) {
         let places = &mut self.places[..];
-        let last = places[self.len];
-        places[self.len] = NONE;
+        let last = std::mem::replace(&mut places[self.len], NONE);
         self.len -= 1;
         if self.len == 0 {
             return;
@@ -114,24 +113,23 @@ impl ProgramHeap {
             hole = child;
         }
         let (child, earlier) = earlier_child(places, hole);
-        let is_leaf = earlier == NONE;
         places[hole] = earlier;
-        hole = if is_leaf { hole } else { child };
+        hole = if earlier == NONE { hole } else { child };
         rise(places, hole, last);
     }
 }
 
 /// The child of `parent` that is ready first, the right one if they are equal.
-#[inline]
+#[inline(always)]
 fn earlier_child(places: &[Entry], parent: usize) -> (usize, Entry) {
-    let pair = &places[2 * parent..2 * parent + 2];
+    let pair = &places[2 * parent..][..2];
     let is_left = is_later(pair[1], pair[0]);
     let earlier = if is_left { pair[0] } else { pair[1] };
     (2 * parent + usize::from(!is_left), earlier)
 }
 
 /// Lets `new` rise from the free place `hole`.
-#[inline]
+#[inline(always)]
 fn rise(places: &mut [Entry], mut hole: usize, new: Entry) {
     while hole > 1 {
         let parent = places[hole / 2];

@@ -12,7 +12,6 @@
 
 use crate::cache::Cache;
 use crate::config::{Config, LatencyConfig};
-use crate::error::SimError;
 use crate::flavour::{Answer, TranslationAgent, VoidSpan};
 use crate::outcome::AllCounts;
 use crate::request::Request;
@@ -40,7 +39,7 @@ impl TranslationAgent for ShortWalk {
     }
 
     #[inline]
-    fn look_up(&mut self, request: &Request) -> Result<Answer, SimError> {
+    fn look_up(&mut self, request: &Request) -> Answer {
         let page = &request.page;
         let level = u64::from(page.level());
         let look = |cache: &mut Option<Cache>, shift| {
@@ -53,24 +52,24 @@ impl TranslationAgent for ShortWalk {
         let hit_ns = self.latency.walk_cache_hit_ns;
         let accesses = match (in_l2, in_l3, level) {
             (true, _, 2) => {
-                return Ok(Answer::Return {
+                return Answer::Return {
                     after_ns: hit_ns + self.latency.pcie_ns - 1,
-                });
+                };
             }
-            (true, _, 3) => return Err(SimError::NeverEnds { request: page.iova }),
+            (true, _, 3) => return Answer::Lost,
             (false, true, 3) => {
-                return Ok(Answer::Return {
+                return Answer::Return {
                     after_ns: hit_ns - 1,
-                });
+                };
             }
             (true, _, _) => 2 - level,
             (false, true, _) => 3 - level,
             (false, false, _) => level,
         };
-        Ok(Answer::Walk {
+        Answer::Walk {
             after_ns: self.latency.dram_ns * accesses - 1,
             accesses,
-        })
+        }
     }
 
     #[inline]

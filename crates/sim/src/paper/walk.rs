@@ -29,7 +29,6 @@
 
 use crate::cache::Cache;
 use crate::config::{Config, WalkConfig, WalkCost};
-use crate::error::SimError;
 use crate::flavour::{Answer, TranslationAgent, VoidSpan};
 use crate::outcome::{AllCounts, CacheCounts};
 use crate::request::{Page, Request, widest_page};
@@ -87,7 +86,7 @@ impl TranslationAgent for NestedWalker {
     }
 
     #[inline]
-    fn look_up(&mut self, request: &Request) -> Result<Answer, SimError> {
+    fn look_up(&mut self, request: &Request) -> Answer {
         let page = &request.page;
         let next_use = request.next_use;
         let in_iotlb = self
@@ -102,16 +101,16 @@ impl TranslationAgent for NestedWalker {
             }
         }
         if in_iotlb || lowest_hit == Some(page.level()) {
-            return Ok(Answer::Return {
+            return Answer::Return {
                 after_ns: self.hit_ns + self.pcie_ns,
-            });
+            };
         }
         let accesses = accesses(&self.walk, page.level(), lowest_hit);
         let hit_ns = lowest_hit.map_or(0, |_| self.hit_ns);
-        Ok(Answer::Walk {
+        Answer::Walk {
             after_ns: hit_ns + accesses * self.dram_ns,
             accesses,
-        })
+        }
     }
 
     #[inline]
