@@ -334,7 +334,8 @@ impl<'a> Model<'a> {
         let depth = prefetch.pages_per_tenant as usize;
         let latency = &self.config.latency;
         let arrives = self.now + latency.pcie_ns + latency.history_accesses * latency.dram_ns;
-        for page in history[history.len().saturating_sub(depth)..].to_vec() {
+        let last: Vec<Page> = history.iter().rev().take(depth).rev().copied().collect();
+        for page in last {
             self.result.sent += 1;
             self.step(Step::Prefetch, &page);
             let request = Request {
@@ -434,7 +435,7 @@ impl<'a> Model<'a> {
         let largest = |key: Key| {
             [1 << 30, 1 << 21, 1 << 12]
                 .into_iter()
-                .find(|s| key.1 % s == 0)
+                .find(|s| key.1.is_multiple_of(*s))
         };
         for tlb in [&mut self.devtlb, &mut self.buffer, &mut self.iotlb] {
             tlb.invalidate(|key| void(key, largest(key).unwrap()));

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the checks found, for programs and for people.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+/// Whether a finding of the paper is one of the model.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// Under every setting.
+    Holds,
+    /// Under some settings, named by the observations.
+    HoldsUnderSomeSettings,
+    /// Under none.
+    NotReproduced,
+}
+
+/// What was seen under one setting.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Observation {
+    /// Its name.
+    pub setting: String,
+    /// The figures.
+    pub got: String,
+    /// Whether they meet the criterion.
+    pub holds: bool,
+}
+
+/// One finding of the paper.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Finding {
+    /// Its name.
+    pub id: &'static str,
+    /// Where the paper has it.
+    pub section: &'static str,
+    /// The paper's sentence, shortened.
+    pub claim: &'static str,
+    /// When it counts as met, tolerance included.
+    pub expected: &'static str,
+    /// Whether it is.
+    pub verdict: Verdict,
+    /// Under what it was tried.
+    pub observations: Vec<Observation>,
+    /// Why it does not hold where it does not; empty if it holds everywhere.
+    pub cause: &'static str,
+}
+
+impl Finding {
+    /// The finding with the verdict that follows from the observations.
+    pub(super) fn judged(self) -> Self {
+        let holding = self.observations.iter().filter(|seen| seen.holds).count();
+        let (verdict, cause) = if holding == self.observations.len() {
+            (Verdict::Holds, "")
+        } else if holding == 0 {
+            (Verdict::NotReproduced, self.cause)
+        } else {
+            (Verdict::HoldsUnderSomeSettings, self.cause)
+        };
+        Self {
+            verdict,
+            cause,
+            ..self
+        }
+    }
+}
+
+/// All findings.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct FindingsReport {
+    /// Runs that were made.
+    pub runs: u64,
+    /// Translation requests of all of them.
+    pub requests: u64,
+    /// Packets of each run.
+    pub packets_per_run: u64,
+    /// What they showed.
+    pub findings: Vec<Finding>,
+}
+
+impl FindingsReport {
+    /// The report as text.
+    #[must_use]
+    pub fn render(&self) -> String {
+        let mut text = format!(
+            "The paper's findings under flavour paper: {} runs of {} packets, {} requests.\n",
+            self.runs, self.packets_per_run, self.requests
+        );
+        for finding in &self.findings {
+            // Writing to a string does not fail.
+            if render_finding(&mut text, finding).is_err() {
+                break;
+            }
+        }
+        text
+    }
+}
+
+fn render_finding(text: &mut String, finding: &Finding) -> std::fmt::Result {
+    let verdict = match finding.verdict {
+        Verdict::Holds => "holds",
+        Verdict::HoldsUnderSomeSettings => "holds under some settings only",
+        Verdict::NotReproduced => "not reproduced",
+    };
+    writeln!(text, "\n{}: {verdict}", finding.id)?;
+    writeln!(text, "  paper, {}: {}", finding.section, finding.claim)?;
+    writeln!(text, "  expected: {}", finding.expected)?;
+    for seen in &finding.observations {
+        let mark = if seen.holds { "yes" } else { "no " };
+        writeln!(text, "  {mark}  {}: {}", seen.setting, seen.got)?;
+    }
+    if !finding.cause.is_empty() {
+        writeln!(text, "  cause: {}", finding.cause)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn finding(holds: &[bool]) -> Finding {
+        let observations = holds.iter().map(|holds| Observation {
+            setting: "a setting".to_owned(),
+            got: "figures".to_owned(),
+            holds: *holds,
+        });
+        Finding {
+            id: "id",
+            section: "V",
+            claim: "claim",
+            expected: "criterion",
+            verdict: Verdict::NotReproduced,
+            observations: observations.collect(),
+            cause: "a cause",
+        }
+        .judged()
+    }
+
+    #[test]
+    fn verdict_follows_from_the_settings_that_hold() {
+        assert_eq!(finding(&[true, true]).verdict, Verdict::Holds);
+        let some = finding(&[true, false]).verdict;
+        assert_eq!(some, Verdict::HoldsUnderSomeSettings);
+        assert_eq!(finding(&[false, false]).verdict, Verdict::NotReproduced);
+    }
+
+    #[test]
+    fn cause_is_told_only_where_something_does_not_hold() {
+        assert_eq!(finding(&[true]).cause, "");
+        assert_eq!(finding(&[true, false]).cause, "a cause");
+    }
+
+    #[test]
+    fn text_has_verdict_settings_and_cause() {
+        let report = FindingsReport {
+            runs: 2,
+            requests: 6,
+            packets_per_run: 1,
+            findings: vec![finding(&[true, false])],
+        };
+        let text = report.render();
+        for part in [
+            "id: holds under some settings only",
+            "yes  a setting: figures",
+            "no   a setting: figures",
+            "cause: a cause",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+}
