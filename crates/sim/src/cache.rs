@@ -18,7 +18,8 @@
 
 use crate::config::{CacheConfig, PartitionBy, Replacement};
 use crate::outcome::CacheCounts;
-use crate::request::{NEVER, NO_TAG, Page, Tag};
+use crate::request::{NEVER, NO_TAG, Page, Tag, address_of, domain_of, widest_page};
+use crate::ties::{TieBreak, Ties};
 
 /// A use count at which all counts of the set are halved: 4 bits (V-C).
 const LFU_SATURATED: u64 = 15;
@@ -43,7 +44,7 @@ pub(crate) struct Cache {
 impl Cache {
     /// The cache that `config` describes, or `None` if it has no entries.
     /// `shift` is the lowest address bit that takes part in choosing a set.
-    pub(crate) fn new(config: &CacheConfig, shift: u32, seed: u64) -> Option<Self> {
+    pub(crate) fn new(config: &CacheConfig, shift: u32, ties: &TieBreak) -> Option<Self> {
         if config.entries == 0 || config.ways == 0 {
             return None;
         }
@@ -59,7 +60,7 @@ impl Cache {
             used: vec![0; geometry.sets()],
             hints: Hints::new(entries),
             tick: 0,
-            ties: Ties(seed),
+            ties: Ties::new(ties, geometry.sets()),
             counts: CacheCounts::default(),
         })
     }
@@ -117,7 +118,7 @@ impl Cache {
         let hint = self.hints.of(tag);
         let at = hint.position() as usize;
         match self.tags.get(at) {
-            Some(other) if *other == tag && self.may_hit(page, at) => Some(at),
+            Some(other) if *other == tag && self.may_hit(page, tag, at) => Some(at),
             // The bucket's only tag is another one, or another set's, or it has none.
             Some(_) if hint.tags() <= 1 => None,
             _ if hint.tags() == 0 => None,
@@ -125,13 +126,13 @@ impl Cache {
         }
     }
 
-    /// True if the entry at `at`, which has the tag of `page`, is in the set that
+    /// True if the entry at `at`, which has this tag, is in the set that
     /// the request may use. It is, where the tag alone decides the set; but two
     /// sources of one domain may have partitions of their own, and a page larger
     /// than what the set's address bits begin at is kept in several sets.
     #[inline]
-    fn may_hit(&self, page: &Page, at: usize) -> bool {
-        if self.geometry.tag_tells_set && u32::from(page.shift) <= self.geometry.shift {
+    fn may_hit(&self, page: &Page, tag: Tag, at: usize) -> bool {
+        if self.geometry.tag_tells_set && widest_page(tag) <= self.geometry.shift {
             return true;
         }
         self.geometry
@@ -187,9 +188,17 @@ impl Cache {
             self.counts.evictions += 1;
             let at = first + self.victim(first);
             self.hints.forget(self.tags[at], at);
+            if let Ties::Program(program) = &mut self.ties {
+                program.leaves(set, program_hash(self.tags[at]));
+            }
             at
         };
         self.hints.learn(tag, at);
+        if let Ties::Program(program) = &mut self.ties {
+            #[expect(clippy::cast_possible_truncation, reason = "at most ENTRIES_MAX")]
+            let way = (at - first) as u32;
+            program.enters(set, program_hash(tag), way);
+        }
         self.counts.insertions += 1;
         self.tags[at] = tag;
         self.marks[at] = match self.replacement {
@@ -211,18 +220,45 @@ impl Cache {
             // Ticks are never equal.
             Replacement::Lru if marks.len() <= 64 => ways_of_least(marks).trailing_zeros() as usize,
             Replacement::Lru => position_of_least(marks),
-            Replacement::Lfu if marks.len() <= 64 => {
+            Replacement::Lfu => self.victim_of_least_used(first),
+        }
+    }
+
+    /// The way with the least use count, or one of several.
+    #[inline]
+    fn victim_of_least_used(&mut self, first: usize) -> usize {
+        let marks = &self.marks[first..first + self.ways];
+        match &mut self.ties {
+            Ties::Random(random) if marks.len() <= 64 => {
                 let mut tied = ways_of_least(marks);
-                for _ in 0..self.ties.choose(tied.count_ones() as usize) {
+                for _ in 0..random.choose(tied.count_ones() as usize) {
                     tied &= tied - 1;
                 }
                 tied.trailing_zeros() as usize
             }
-            Replacement::Lfu => {
+            Ties::Random(random) => {
                 let least = marks.iter().copied().min().unwrap_or(0);
                 let tied = || (0..marks.len()).filter(|way| marks[*way] == least);
-                let chosen = self.ties.choose(tied().count());
+                let chosen = random.choose(tied().count());
                 tied().nth(chosen).unwrap_or(0)
+            }
+            Ties::Program(program) => {
+                let least = marks.iter().copied().min().unwrap_or(0);
+                let is_least = |way: u32| marks[way as usize] == least;
+                program.choose(first / self.ways, is_least).unwrap_or(0) as usize
+            }
+        }
+    }
+
+    /// Tells the program's ties that entry `from` takes the place of `to`.
+    fn program_moves(&mut self, from: usize, to: usize) {
+        if let Ties::Program(program) = &mut self.ties {
+            let set = to / self.ways;
+            program.leaves(set, program_hash(self.tags[to]));
+            if from != to {
+                #[expect(clippy::cast_possible_truncation, reason = "at most ENTRIES_MAX")]
+                let way = (to % self.ways) as u32;
+                program.moves(set, program_hash(self.tags[from]), way);
             }
         }
     }
@@ -230,6 +266,7 @@ impl Cache {
     /// Moves entry `from`, the last of its set, to `to`, whose entry is dropped.
     fn move_entry(&mut self, from: usize, to: usize) {
         self.hints.forget(self.tags[to], to);
+        self.program_moves(from, to);
         if from != to {
             self.hints.forget(self.tags[from], from);
             self.hints.learn(self.tags[from], to);
@@ -332,6 +369,11 @@ impl Hints {
     }
 }
 
+/// Hash of a tag in the authors' program.
+fn program_hash(tag: Tag) -> u64 {
+    address_of(tag) << 16 | u64::from(domain_of(tag))
+}
+
 /// Position of `tag`. Eight at a time and without a branch for each, since the
 /// position is as good as random to the branch predictor.
 #[inline]
@@ -367,7 +409,9 @@ fn ways_of_least(marks: &[u64]) -> u64 {
 
 #[inline(always)]
 fn ways_of_least_in<'a>(marks: impl IntoIterator<Item = &'a u64> + Copy) -> u64 {
-    let least = marks.into_iter().fold(u64::MAX, |least, mark| least.min(*mark));
+    let least = marks
+        .into_iter()
+        .fold(u64::MAX, |least, mark| least.min(*mark));
     let bits = marks.into_iter().enumerate();
     bits.fold(0, |all, (way, mark)| all | u64::from(*mark == least) << way)
 }
@@ -455,23 +499,5 @@ impl Geometry {
         #[expect(clippy::cast_possible_truncation, reason = "usize is 64 bits wide")]
         let address = (page.iova >> self.shift) as usize & ((1 << self.address_bits) - 1);
         Some(partition << self.address_bits | address)
-    }
-}
-
-/// Breaks ties: SplitMix64, chosen because it is a dozen operations and the
-/// same everywhere; its quality matters little for a choice among a few ways.
-#[derive(Debug)]
-pub(crate) struct Ties(pub(crate) u64);
-
-impl Ties {
-    pub(crate) fn choose(&mut self, count: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^= z >> 31;
-        #[expect(clippy::cast_possible_truncation, reason = "less than `count`")]
-        let chosen = (u128::from(z) * count as u128 >> 64) as usize;
-        chosen
     }
 }

@@ -4,6 +4,7 @@
 
 use crate::config::{CacheConfig, Replacement};
 use crate::outcome::CacheCounts;
+use crate::ties::{TieBreak, Ties};
 
 /// A use count at which all are halved, as in [`crate::cache`].
 const LFU_SATURATED: u64 = 15;
@@ -25,20 +26,20 @@ pub(crate) struct ContextCache {
     entries: Vec<Entry>,
     resident: Vec<u32>,
     tick: u64,
-    ties: crate::cache::Ties,
+    ties: Ties,
     counts: CacheCounts,
 }
 
 impl ContextCache {
     /// An empty cache of the size that `config` says.
-    pub(crate) fn new(config: &CacheConfig, seed: u64) -> Self {
+    pub(crate) fn new(config: &CacheConfig, ties: &TieBreak) -> Self {
         Self {
             capacity: config.entries as usize,
             replacement: config.replacement,
             entries: Vec::new(),
             resident: Vec::new(),
             tick: 0,
-            ties: crate::cache::Ties(seed),
+            ties: Ties::new(ties, 1),
             counts: CacheCounts::default(),
         }
     }
@@ -52,11 +53,11 @@ impl ContextCache {
         found
     }
 
-    /// Sees to it that the entry of `tenant` is there.
+    /// Sees to it that the entry of `tenant`, whose source id is `source`, is there.
     #[inline]
-    pub(crate) fn fill(&mut self, tenant: u32) {
+    pub(crate) fn fill(&mut self, tenant: u32, source: u32) {
         if self.capacity > 0 && !self.use_if_there(tenant) {
-            self.insert(tenant);
+            self.insert(tenant, source);
         }
     }
 
@@ -106,7 +107,7 @@ impl ContextCache {
     }
 
     #[cold]
-    fn insert(&mut self, tenant: u32) {
+    fn insert(&mut self, tenant: u32, source: u32) {
         if self.resident.len() == self.capacity {
             let victim = self.victim();
             self.remove(victim);
@@ -119,6 +120,9 @@ impl ContextCache {
             self.entries.resize(at + 1, Entry::default());
         }
         self.tick += 1;
+        if let Ties::Program(program) = &mut self.ties {
+            program.enters(0, u64::from(source), tenant);
+        }
         #[expect(
             clippy::cast_possible_truncation,
             reason = "no more than its capacity, 32 bits"
@@ -138,14 +142,27 @@ impl ContextCache {
     fn victim(&mut self) -> usize {
         let mark = |tenant: &u32| self.entries[*tenant as usize].mark;
         let least = self.resident.iter().map(mark).min().unwrap_or(0);
-        let candidates =
-            || (0..self.resident.len()).filter(|at| mark(&self.resident[*at]) == least);
-        let chosen = self.ties.choose(candidates().count());
-        candidates().nth(chosen).unwrap_or(0)
+        let is_least = |at: &usize| mark(&self.resident[*at]) == least;
+        let tied = || (0..self.resident.len()).filter(is_least);
+        match &mut self.ties {
+            Ties::Random(random) => {
+                let chosen = random.choose(tied().count());
+                tied().nth(chosen).unwrap_or(0)
+            }
+            Ties::Program(program) => {
+                let victim = program.choose(0, |tenant| mark(&tenant) == least);
+                victim.map_or(0, |tenant| {
+                    self.entries[tenant as usize].position as usize - 1
+                })
+            }
+        }
     }
 
     fn remove(&mut self, at: usize) {
         let gone = self.resident.swap_remove(at);
+        if let Ties::Program(program) = &mut self.ties {
+            program.leaves_place(0, gone);
+        }
         self.entries[gone as usize].position = 0;
         if let Some(moved) = self.resident.get(at) {
             #[expect(clippy::cast_possible_truncation, reason = "no more than its capacity")]

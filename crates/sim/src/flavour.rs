@@ -6,6 +6,7 @@
 use crate::config::{Completion, Config, PrefetchConfig};
 use crate::outcome::AllCounts;
 use crate::request::{Page, Request, Tag};
+use crate::ties::TieBreak;
 
 /// One set of rules.
 pub(crate) trait Flavour {
@@ -19,6 +20,11 @@ pub(crate) trait Flavour {
     const ONE_A_NANOSECOND: bool;
     /// Nanoseconds by which a hit in the device ends earlier than its latency says.
     const HIT_ENDS_EARLY_NS: u64;
+
+    /// How ties of the LFU policy are broken.
+    fn ties(config: &Config) -> TieBreak {
+        TieBreak::Seed(config.seed)
+    }
 
     /// Length of the link's slot for a packet, as a fraction of nanoseconds.
     fn slot(config: &Config) -> (u64, u64);
@@ -58,7 +64,7 @@ pub(crate) enum Answer {
 /// IOTLB, page-walk caches and page walker.
 pub(crate) trait TranslationAgent: Sized {
     /// An agent with empty caches.
-    fn new(config: &Config) -> Self;
+    fn new(config: &Config, ties: &TieBreak) -> Self;
     /// Answers `request`.
     fn look_up(&mut self, request: &Request) -> Answer;
     /// Puts what the walk for `request` read into the caches.

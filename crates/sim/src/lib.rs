@@ -27,6 +27,7 @@ mod run;
 pub mod study;
 mod table;
 mod tenants;
+mod ties;
 pub mod verify;
 
 pub use config::Config;

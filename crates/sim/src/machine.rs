@@ -114,6 +114,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     ) -> Self {
         let queue = || F::Queue::new(config.completion);
         let prefetch = &config.prefetch;
+        let ties = F::ties(config);
         Self {
             config,
             observer,
@@ -132,11 +133,11 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             to_agent: queue(),
             walking: queue(),
             returning: queue(),
-            context_cache: ContextCache::new(&config.context_cache, config.seed),
-            devtlb: Cache::new(&config.devtlb, DEVTLB_SHIFT, config.seed),
-            buffer: Cache::new(&prefetch.buffer(), DEVTLB_SHIFT, config.seed)
+            context_cache: ContextCache::new(&config.context_cache, &ties),
+            devtlb: Cache::new(&config.devtlb, DEVTLB_SHIFT, &ties),
+            buffer: Cache::new(&prefetch.buffer(), DEVTLB_SHIFT, &ties)
                 .filter(|_| prefetch.enabled),
-            agent: F::Agent::new(config),
+            agent: F::Agent::new(config, &ties),
             prefetch: prefetch.enabled.then(|| PrefetchUnit::new(prefetch)),
             host: Host::new(config),
             tenants: Tenants::default(),
@@ -304,7 +305,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         let request = *self.requests.get(slot);
         let page = &request.page;
         let tag = page.tag();
-        self.context_cache.fill(page.tenant);
+        self.context_cache.fill(page.tenant, page.source);
         let look = |cache: &mut Option<Cache>| {
             cache
                 .as_mut()

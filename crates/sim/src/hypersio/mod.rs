@@ -10,6 +10,7 @@
 //! | walk | 50 ns times the *level*, so a 4 KiB page costs less than a 2 MiB one ([`walk`]) |
 //! | walk caches | L2 and L3 by guest address, always LRU, looked up together, both always filled |
 //! | prefetch | on each request, hit or miss, even without a buffer; a successor once learnt stays ([`predictor`]) |
+//! | LFU ties | by `rand()` over the order of a hash map ([`ties`]), if the seed is 0 |
 //! | partition | by the low bits of the domain, not of the source |
 //!
 //! What the program does to a 1 GiB page is an error here: it loses the request
@@ -17,14 +18,19 @@
 
 mod heap;
 mod predictor;
+mod ties;
 mod walk;
 
+use std::cell::RefCell;
 use std::marker::PhantomData;
+use std::rc::Rc;
 
 use crate::config::Config;
 use crate::flavour::{Flavour, StageQueue};
+use crate::ties::TieBreak;
 
 pub(crate) use heap::{ProgramFifo, ProgramHeap};
+pub(crate) use ties::{ProgramRand, ProgramTies};
 
 /// The authors' program, with queues `Q`.
 #[derive(Debug)]
@@ -36,6 +42,14 @@ impl<Q: StageQueue> Flavour for Hypersio<Q> {
     type Predictor = predictor::FirstSeen;
     const ONE_A_NANOSECOND: bool = true;
     const HIT_ENDS_EARLY_NS: u64 = 1;
+
+    /// Seed 0 is the program's own way.
+    fn ties(config: &Config) -> TieBreak {
+        match config.seed {
+            0 => TieBreak::Program(Rc::new(RefCell::new(ProgramRand::new()))),
+            seed => TieBreak::Seed(seed),
+        }
+    }
 
     fn slot(config: &Config) -> (u64, u64) {
         (config.link.packet_bytes * 8 / config.link.gbps, 1)

@@ -15,6 +15,7 @@ use crate::config::{Config, LatencyConfig};
 use crate::flavour::{Answer, TranslationAgent, VoidSpan};
 use crate::outcome::AllCounts;
 use crate::request::Request;
+use crate::ties::TieBreak;
 
 /// Address bits of an L2 entry: 2 MiB.
 const L2_SHIFT: u32 = 21;
@@ -30,10 +31,10 @@ pub(crate) struct ShortWalk {
 }
 
 impl TranslationAgent for ShortWalk {
-    fn new(config: &Config) -> Self {
+    fn new(config: &Config, ties: &TieBreak) -> Self {
         Self {
-            l2: Cache::new(&config.l2, L2_SHIFT, config.seed),
-            l3: Cache::new(&config.l3, L3_SHIFT, config.seed),
+            l2: Cache::new(&config.l2, L2_SHIFT, ties),
+            l3: Cache::new(&config.l3, L3_SHIFT, ties),
             latency: config.latency.clone(),
         }
     }

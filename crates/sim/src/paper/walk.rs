@@ -32,6 +32,7 @@ use crate::config::{Config, WalkConfig, WalkCost};
 use crate::flavour::{Answer, TranslationAgent, VoidSpan};
 use crate::outcome::{AllCounts, CacheCounts};
 use crate::request::{Page, Request, widest_page};
+use crate::ties::TieBreak;
 
 /// Address bits of a set of the IOTLB begin here, as in the DevTLB.
 const IOTLB_SHIFT: u32 = 21;
@@ -65,13 +66,12 @@ impl NestedWalker {
 }
 
 impl TranslationAgent for NestedWalker {
-    fn new(config: &Config) -> Self {
+    fn new(config: &Config, ties: &TieBreak) -> Self {
         let cache = |level: u32, cache| {
-            Cache::new(cache, span_shift(level), config.seed)
-                .filter(|_| level <= config.walk.guest_levels)
+            Cache::new(cache, span_shift(level), ties).filter(|_| level <= config.walk.guest_levels)
         };
         Self {
-            iotlb: Cache::new(&config.iotlb, IOTLB_SHIFT, config.seed),
+            iotlb: Cache::new(&config.iotlb, IOTLB_SHIFT, ties),
             levels: [
                 cache(1, &config.l1),
                 cache(2, &config.l2),

@@ -24,7 +24,7 @@ use crate::next_use::NextUses;
 use crate::run::{TraceInput, run as run_model};
 
 pub use report::{RowOutcome, VerifyFigures, VerifyReport};
-use row::{Reference, TraceColumns};
+use row::Reference;
 
 /// Traces of no more requests than this are held in memory for all their rows.
 const HELD_REQUESTS: u64 = 8 << 20;
