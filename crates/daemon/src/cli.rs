@@ -283,6 +283,15 @@ pub enum BenchPart {
         #[arg(long)]
         cpu: usize,
     },
+    /// One run of `bench sim`
+    SimRun {
+        /// Configuration of table IV
+        #[arg(long)]
+        preset: String,
+        /// Trace in the authors' format
+        #[arg(long)]
+        trace: PathBuf,
+    },
     /// The front end of `bench blk`
     BlkFrontend {
         /// Socket of the back end
@@ -298,6 +307,8 @@ pub enum BenchName {
     Fault,
     /// 4 KiB I/O of vhost-user-blk, beside qemu-storage-daemon
     Blk,
+    /// Translation requests a second that the performance model gets through
+    Sim,
 }
 
 #[cfg(test)]

@@ -209,6 +209,10 @@ fn bench_part(part: BenchPart) -> Result<(), CommandError> {
         BenchPart::FaultGuest { pages, cpu } => {
             bench::fault::guest::run(pages, cpu).map_err(CommandError::failed)
         }
+        BenchPart::SimRun { preset, trace } => {
+            let figures = bench::sim::part::run(&preset, &trace).map_err(CommandError::failed)?;
+            print(&serde_json::to_string(&figures).map_err(CommandError::failed)?)
+        }
         BenchPart::BlkFrontend { socket } => {
             bench::blk::frontend::serve(&socket).map_err(CommandError::failed)
         }

@@ -7,6 +7,7 @@
 
 pub mod blk;
 pub mod fault;
+pub mod sim;
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -70,6 +71,7 @@ pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
     match name {
         BenchName::Fault => fault::run(&fault::FaultBenchOptions::default()),
         BenchName::Blk => blk::run(),
+        BenchName::Sim => sim::run(),
     }
 }
 

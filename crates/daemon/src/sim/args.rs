@@ -15,6 +15,12 @@ pub enum SimCommand {
     Sweep(SweepArgs),
     /// Compare with what the authors' program printed
     Verify(VerifyArgs),
+    /// Run the paper's findings as checks
+    Findings {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 /// What is run.

@@ -12,14 +12,14 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Mutex;
 
-use pagetide_sim::SimError;
 use pagetide_sim::study::{
     Build, Draft, StudyError, SweepOptions, SweepProgress, is_wrong_trace, sweep,
 };
 use pagetide_sim::verify::{self, VerifyRequest};
+use pagetide_sim::{SimError, findings};
 use pagetide_trace::TraceError;
 
-use crate::outcome::{CommandError, print_report};
+use crate::outcome::{CommandError, Form, print_report};
 use crate::progress::Progress;
 use args::{SimCommand, StudyArgs, SweepArgs, VerifyArgs};
 use report::SweepReport;
@@ -30,6 +30,7 @@ pub fn execute(command: SimCommand) -> Result<(), CommandError> {
         SimCommand::Run(args) => single::run(&args),
         SimCommand::Sweep(args) => run_sweep(args),
         SimCommand::Verify(args) => run_verify(args),
+        SimCommand::Findings { json } => run_findings(json.into()),
     }
 }
 
@@ -99,6 +100,14 @@ fn run_verify(args: VerifyArgs) -> Result<(), CommandError> {
             "the model does not agree with the table, or no row has its trace",
         ))
     }
+}
+
+/// Findings that do not hold are results too, so the status is 0 whatever they are.
+fn run_findings(form: Form) -> Result<(), CommandError> {
+    let progress = Progress::new("findings", "runs");
+    let report = findings::run(&|done, all| progress.at(done, Some(all))).map_err(of_sim)?;
+    drop(progress);
+    print_report(&report, form)
 }
 
 /// One thread for each core.

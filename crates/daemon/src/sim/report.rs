@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What the simulator's commands print.
 
+use pagetide_sim::findings::FindingsReport;
 use pagetide_sim::study::{Build, PointId, Preset, Study, Sweep, SweepSummary, Trace, TraceFile};
 use pagetide_sim::verify::VerifyReport;
 use pagetide_sim::{CacheCounts, Config, Outcome};
@@ -271,5 +272,11 @@ impl Text for VerifyReport {
             }
         );
         text
+    }
+}
+
+impl Text for FindingsReport {
+    fn text(&self) -> String {
+        self.render()
     }
 }
