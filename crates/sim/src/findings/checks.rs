@@ -267,7 +267,9 @@ fn active_set_finding(lab: &mut Lab, id: &'static str, workload: Workload, paper
                 full utilization of the link for one tenant, is 8 for iperf3, 32 for mediastream \
                 and 36 for websearch",
         expected: "the paper's number of entries, give or take one; full: within 0.1% of what 128 \
-                   entries reach; oracle, after the driver's start, pages unmapped when left",
+                   entries reach; oracle, after the driver's start, pages unmapped when left. \
+                   (The synthetic tenants are made with 6, 30 and 34 live data pages, so this is \
+                   about model and traces, not about the workloads themselves)",
         verdict: Verdict::NotReproduced,
         observations,
         cause: "",

@@ -41,7 +41,7 @@ fn cache() -> impl Strategy<Value = CacheConfig> {
         select(policies.to_vec()),
     )
         .prop_map(|((entries, ways), bits, rule, sources, replacement)| {
-            let sets = if ways == 0 { 1 } else { entries / ways };
+            let sets = u32::checked_div(entries, ways).unwrap_or(1);
             let mut cache = CacheConfig::new(entries, ways, replacement)
                 .partitioned((1 << bits).min(sets))
                 .by(rule);
