@@ -3,17 +3,19 @@
 //! it was given, and the model's answer for each row.
 //!
 //! A row belongs to a trace if the columns that describe a trace agree with the
-//! `…params.json` beside the trace, all of them. LRU and oracle rows have one
-//! answer. The program breaks LFU ties with `rand()` over the order of a hash
-//! map, so an LFU row has a distribution: the model runs it under several tie
-//! seeds, and its error is the distance of the program's answer from their
-//! range, as a fraction of that answer.
+//! `…params.json` beside the trace, all of them, and both are of one generator:
+//! two generators make different traces of the same figures. LRU and oracle rows
+//! have one answer. The program breaks LFU ties with `rand()` over the order of a
+//! hash map. Seed 0 does the same, so an LFU row is exact if the answer of seed 0
+//! is. But a policy that breaks ties at random has a distribution of answers, of
+//! which the program shows one: a row's error is the distance of the program's
+//! answer from the range of several tie seeds, as a fraction of that answer.
 
 mod report;
 mod row;
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pagetide_trace::{Event, EventSource, Events, HypersioReader, TraceError};
@@ -23,8 +25,9 @@ use crate::error::SimError;
 use crate::next_use::NextUses;
 use crate::run::{TraceInput, run as run_model};
 
+use report::{Answer, PROGRAM_SEED};
 pub use report::{RowOutcome, VerifyFigures, VerifyReport};
-use row::Reference;
+use row::{Found, Reference};
 
 /// Traces of no more requests than this are held in memory for all their rows.
 const HELD_REQUESTS: u64 = 8 << 20;
@@ -60,18 +63,18 @@ pub fn run(
     let traces = row::find_traces(&request.traces)?;
     let mut outcomes = Vec::new();
     let mut without_trace = rows.len();
-    let matching: Vec<(PathBuf, Vec<&Reference>)> = traces
+    let matching: Vec<(Found, Vec<&Reference>)> = traces
         .into_iter()
-        .map(|(columns, path)| {
-            let rows = rows.iter().filter(|row| row.trace == columns).collect();
-            (path, rows)
+        .map(|found| {
+            let rows = rows.iter().filter(|row| row.trace == found.key).collect();
+            (found, rows)
         })
         .collect();
     let all = matching.iter().map(|(_, rows)| rows.len()).sum();
     let done = AtomicUsize::new(0);
-    for (path, rows) in &matching {
+    for (found, rows) in &matching {
         let tick = || progress(done.fetch_add(1, Ordering::Relaxed) + 1, all);
-        outcomes.extend(compare_trace(path, rows, request, &tick)?);
+        outcomes.extend(compare_trace(found, rows, request, &tick)?);
         without_trace -= rows.len();
     }
     outcomes.sort_by_key(|outcome| outcome.row);
@@ -85,13 +88,22 @@ enum Opened<'a> {
 }
 
 impl<'a> Opened<'a> {
-    fn open(path: &'a Path) -> Result<Self, SimError> {
-        let bytes = std::fs::metadata(path)
-            .map_err(|source| TraceError::Io {
-                path: path.to_owned(),
+    fn open(found: &'a Found) -> Result<Self, SimError> {
+        let path = &found.trace;
+        let metadata = std::fs::metadata(path).map_err(|source| match source.kind() {
+            ErrorKind::NotFound => TraceError::File {
+                path: found.params.clone(),
+                reason: format!(
+                    "its trace {} is not there: make it again, or remove this file",
+                    path.display()
+                ),
+            },
+            _ => TraceError::Io {
+                path: path.clone(),
                 source,
-            })?
-            .len();
+            },
+        })?;
+        let bytes = metadata.len();
         if bytes / REQUEST_BYTES > HELD_REQUESTS {
             return Ok(Self::OnDisk(path));
         }
@@ -115,9 +127,10 @@ struct Job<'a> {
     seed: u64,
 }
 
-/// Runs every row of one trace, on all threads.
+/// Runs every row of one trace, on all threads. The trace is let go at the end:
+/// no two are held at a time.
 fn compare_trace(
-    path: &Path,
+    found: &Found,
     rows: &[&Reference],
     request: &VerifyRequest,
     tick: &(dyn Fn() + Sync),
@@ -125,7 +138,7 @@ fn compare_trace(
     if rows.is_empty() {
         return Ok(Vec::new());
     }
-    let trace = Opened::open(path)?;
+    let trace = Opened::open(found)?;
     let future = if rows.iter().any(|row| row.config.needs_future()) {
         Some(NextUses::of(&mut *trace.events()?)?)
     } else {
@@ -136,51 +149,52 @@ fn compare_trace(
         .flat_map(|row| (0..seeds_of(row, request)).map(move |seed| Job { row, seed }))
         .collect();
     let next = AtomicUsize::new(0);
-    let answers = Mutex::new(Vec::with_capacity(jobs.len()));
-    let work = || -> Result<(), SimError> {
+    let work = || -> Result<Vec<Answer>, SimError> {
+        let mut answers = Vec::new();
         while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let mut config = job.row.config.clone();
-            config.seed = job.seed;
-            let mut events = trace.events()?;
-            let outcome = run_model(
-                &config,
-                TraceInput {
-                    events: &mut *events,
-                    next_uses: future.as_ref(),
-                },
-            )?;
-            let mut answers = answers
-                .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner);
-            answers.push((job.row.row, outcome.elapsed_ns, outcome.dropped_slots));
-            if job.seed == 0 {
+            answers.push(job.answer(&trace, future.as_ref())?);
+            if job.seed == PROGRAM_SEED {
                 tick();
             }
         }
-        Ok(())
+        Ok(answers)
     };
+    let mut answers = Vec::with_capacity(jobs.len());
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..request.threads.max(1))
             .map(|_| scope.spawn(work))
             .collect();
         for thread in threads {
             match thread.join() {
-                Ok(result) => result?,
+                Ok(result) => answers.extend(result?),
                 Err(panic) => std::panic::resume_unwind(panic),
             }
         }
         Ok::<(), SimError>(())
     })?;
-    let answers = answers
-        .into_inner()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
     Ok(rows
         .iter()
-        .map(|row| {
-            let own = answers.iter().filter(|(of, ..)| *of == row.row);
-            RowOutcome::of(row, own.map(|(_, elapsed, dropped)| (*elapsed, *dropped)))
-        })
+        .map(|row| RowOutcome::of(row, &answers))
         .collect())
+}
+
+impl Job<'_> {
+    fn answer(&self, trace: &Opened<'_>, future: Option<&NextUses>) -> Result<Answer, SimError> {
+        let mut config = self.row.config.clone();
+        config.seed = self.seed;
+        let mut events = trace.events()?;
+        let input = TraceInput {
+            events: &mut *events,
+            next_uses: future,
+        };
+        let outcome = run_model(&config, input)?;
+        Ok(Answer {
+            row: self.row.row,
+            seed: self.seed,
+            elapsed_ns: outcome.elapsed_ns,
+            dropped_slots: outcome.dropped_slots,
+        })
+    }
 }
 
 fn seeds_of(row: &Reference, request: &VerifyRequest) -> u64 {
@@ -190,3 +204,6 @@ fn seeds_of(row: &Reference, request: &VerifyRequest) -> u64 {
         1
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -27,17 +27,28 @@ const TRACE_COLUMNS: [&str; 13] = [
     "live",
 ];
 
+/// Which program made a trace, as a column and as a key of its parameters. A
+/// program that does not say so in either belongs to a table that does not.
+const GENERATOR: &str = "generator";
+
 /// Parameters that files of traces are found by.
 const PARAMS_SUFFIX: &str = "params.json";
 const TRACE_SUFFIX: &str = "iotlb_trace.bin";
 
-/// What a trace was made with, in the order of [`TRACE_COLUMNS`].
-pub(super) type TraceColumns = Vec<Datum>;
+/// What a trace was made with, in the order of [`TRACE_COLUMNS`], and by whom.
+#[derive(Clone, PartialEq, Debug)]
+pub(super) struct TraceKey {
+    columns: Vec<Datum>,
+    /// Empty: nobody says.
+    generator: String,
+}
 
 /// A value of a table: numbers are compared as numbers, so that 0 is 0.0.
-#[derive(Clone, PartialEq, PartialOrd, Debug)]
-pub(super) enum Datum {
-    /// A number.
+#[derive(Clone, PartialEq, Debug)]
+enum Datum {
+    /// A whole number; seeds have all 64 bits.
+    Whole(u64),
+    /// Another number.
     Number(f64),
     /// Anything else.
     Text(String),
@@ -45,10 +56,29 @@ pub(super) enum Datum {
 
 impl Datum {
     fn parse(text: &str) -> Self {
-        text.trim()
-            .parse()
-            .map_or_else(|_| Self::Text(text.trim().to_owned()), Self::Number)
+        let text = text.trim();
+        if let Ok(whole) = text.parse() {
+            return Self::Whole(whole);
+        }
+        match text.parse::<f64>() {
+            // 1.0 is 1, and -0.0 is 0: `Display` writes the first as the second.
+            Ok(number) => match (number + 0.0).to_string().parse() {
+                Ok(whole) => Self::Whole(whole),
+                Err(_) => Self::Number(number),
+            },
+            Err(_) => Self::Text(text.to_owned()),
+        }
     }
+}
+
+/// A trace that was found.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub(super) key: TraceKey,
+    /// File with its parameters.
+    pub(super) params: PathBuf,
+    /// The trace that belongs to it; nobody has looked yet whether it is there.
+    pub(super) trace: PathBuf,
 }
 
 /// One row: a configuration, and what the program printed for it.
@@ -58,7 +88,7 @@ pub(super) struct Reference {
     pub(super) row: usize,
     /// Name of the row's configuration, if the table has names.
     pub(super) name: String,
-    pub(super) trace: TraceColumns,
+    pub(super) trace: TraceKey,
     pub(super) config: Config,
     pub(super) elapsed_ns: u64,
     pub(super) dropped_slots: Option<u64>,
@@ -89,12 +119,15 @@ pub(super) fn read_table(path: &Path) -> Result<Vec<Reference>, SimError> {
             })?;
         rows.push(row);
     }
+    if rows.is_empty() {
+        return Err(broken("has no rows: there is nothing to compare with".to_owned()).into());
+    }
     Ok(rows)
 }
 
 /// Finds the traces below `directory`, each with its parameters.
-pub(super) fn find_traces(directory: &Path) -> Result<Vec<(TraceColumns, PathBuf)>, SimError> {
-    let mut found = Vec::new();
+pub(super) fn find_traces(directory: &Path) -> Result<Vec<Found>, SimError> {
+    let mut found: Vec<Found> = Vec::new();
     let mut directories = vec![directory.to_owned()];
     while let Some(directory) = directories.pop() {
         let at = |source| TraceError::Io {
@@ -109,23 +142,26 @@ pub(super) fn find_traces(directory: &Path) -> Result<Vec<(TraceColumns, PathBuf
             if entry.file_type().map_err(at)?.is_dir() {
                 directories.push(path);
             } else if let Some(prefix) = name.strip_suffix(PARAMS_SUFFIX) {
-                let trace = path.with_file_name(format!("{prefix}{TRACE_SUFFIX}"));
-                found.push((read_params(&path)?, trace));
+                found.push(Found {
+                    key: read_params(&path)?,
+                    trace: path.with_file_name(format!("{prefix}{TRACE_SUFFIX}")),
+                    params: path,
+                });
             }
         }
     }
     // One trace may be there twice; the order of a directory is nobody's choice.
-    found.sort_by(|(_, one), (_, other)| one.cmp(other));
-    let mut distinct: Vec<(TraceColumns, PathBuf)> = Vec::new();
-    for (columns, path) in found {
-        if !distinct.iter().any(|(seen, _)| *seen == columns) {
-            distinct.push((columns, path));
+    found.sort_by(|one, other| one.params.cmp(&other.params));
+    let mut distinct: Vec<Found> = Vec::new();
+    for one in found {
+        if !distinct.iter().any(|seen| seen.key == one.key) {
+            distinct.push(one);
         }
     }
     Ok(distinct)
 }
 
-fn read_params(path: &Path) -> Result<TraceColumns, SimError> {
+fn read_params(path: &Path) -> Result<TraceKey, SimError> {
     let broken = |reason: String| TraceError::File {
         path: path.to_owned(),
         reason,
@@ -136,15 +172,27 @@ fn read_params(path: &Path) -> Result<TraceColumns, SimError> {
     })?;
     let params: Value =
         serde_json::from_str(&text).map_err(|error| broken(format!("is no JSON: {error}")))?;
-    TRACE_COLUMNS
+    let columns = TRACE_COLUMNS
         .iter()
         .map(|column| match params.get(column) {
             Some(Value::String(text)) => Ok(Datum::parse(text)),
-            Some(Value::Number(number)) => Ok(Datum::Number(number.as_f64().unwrap_or(f64::NAN))),
-            Some(Value::Bool(yes)) => Ok(Datum::Number(f64::from(u8::from(*yes)))),
-            _ => Err(broken(format!("has no '{column}'")).into()),
+            Some(Value::Number(number)) => Ok(Datum::parse(&number.to_string())),
+            Some(Value::Bool(yes)) => Ok(Datum::Whole(u64::from(*yes))),
+            Some(other) => Err(broken(format!("'{column}' is {other}, not one figure"))),
+            None => Err(broken(format!("has no '{column}'"))),
         })
-        .collect()
+        .collect::<Result<_, _>>()?;
+    let generator = match params.get(GENERATOR) {
+        None | Some(Value::Null) => String::new(),
+        Some(Value::String(name)) => name.trim().to_owned(),
+        Some(other) => {
+            return Err(broken(format!(
+                "'{GENERATOR}' is {other}, not the name of a program"
+            ))
+            .into());
+        }
+    };
+    Ok(TraceKey { columns, generator })
 }
 
 /// The fields of one row, by column.
@@ -171,17 +219,24 @@ impl Fields<'_> {
     }
 
     fn reference(&self, row: usize) -> Result<Reference, String> {
-        let trace = TRACE_COLUMNS
+        let columns = TRACE_COLUMNS
             .iter()
             .map(|column| self.text(column).map(Datum::parse))
             .collect::<Result<_, _>>()?;
+        let optional = |column| self.text(column).unwrap_or_default().trim();
         Ok(Reference {
             row,
-            name: self.text("config").unwrap_or_default().to_owned(),
-            trace,
+            name: optional("config").to_owned(),
+            trace: TraceKey {
+                columns,
+                generator: optional(GENERATOR).to_owned(),
+            },
             config: self.config()?,
             elapsed_ns: self.number("time_ns")?,
-            dropped_slots: self.number("dropped_slots").ok(),
+            dropped_slots: match optional("dropped_slots") {
+                "" => None,
+                _ => Some(self.number("dropped_slots")?),
+            },
         })
     }
 
@@ -208,7 +263,7 @@ impl Fields<'_> {
         config.prefetch.pages_per_tenant = self.size("hist")?;
         config.prefetch.history_length = self.size("stride")?;
         // The program has no switch: a distance that the trace never reaches is one.
-        let requests = 3 * self.number("total_pkts")?;
+        let requests = self.number("total_pkts")?.saturating_mul(3);
         config.prefetch.enabled = u64::from(config.prefetch.history_length) < requests;
         // The buffer is there, and looked at, all the same.
         Ok(config)
