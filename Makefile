@@ -17,13 +17,13 @@ bench: packages ## The benches against their peers, in the same run
 	cargo build --release --package pagetide
 	scripts/bench
 
-reproduce: ## Figures of the papers, measured here (not there yet: prints what will come)
-	@echo "make reproduce: nothing yet. To come, each beside the paper's own figure:"
+reproduce: ## Findings of the papers, checked here: today HyperTRIO's (translation with a thousand tenants)
+	cargo build --release --package pagetide
+	target/release/pagetide sim findings
+	@echo "To come, each beside the paper's own figure:"
 	@echo "  swap-in and swap-out latency by tier          (Taiji)"
 	@echo "  I/O page faults avoided by the DMA protector  (VPRI)"
 	@echo "  receive faults without packet loss            (page fault support for network controllers)"
-	@echo "  translation cost with a thousand tenants      (HyperTRIO, HyperSIO)"
-	@echo "Until then 'make bench' measures what exists against its peers."
 
 lint: ## Format, clippy and the repository's own rules
 	cargo fmt --all --check
