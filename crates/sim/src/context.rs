@@ -161,7 +161,7 @@ impl ContextCache {
     fn remove(&mut self, at: usize) {
         let gone = self.resident.swap_remove(at);
         if let Ties::Program(program) = &mut self.ties {
-            program.leaves_place(0, gone);
+            program.leaves(0, gone);
         }
         self.entries[gone as usize].position = 0;
         if let Some(moved) = self.resident.get(at) {
@@ -171,3 +171,6 @@ impl ContextCache {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

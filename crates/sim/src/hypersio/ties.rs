@@ -48,7 +48,7 @@ impl ProgramRand {
         rand
     }
 
-    fn next(&mut self) -> u32 {
+    pub(super) fn next(&mut self) -> u32 {
         let other = (self.at + SECOND_WORD) % WORDS;
         let sum = self.words[self.at].wrapping_add(self.words[other]);
         self.words[self.at] = sum;
@@ -86,10 +86,15 @@ impl MapOrder {
         self.keys.insert(at, (hash, place));
     }
 
-    fn remove(&mut self, hash: u64) {
-        if let Some(at) = self.keys.iter().position(|(other, _)| *other == hash) {
+    fn remove(&mut self, place: u32) {
+        if let Some(at) = self.position(place) {
             self.keys.remove(at);
         }
+    }
+
+    /// Keys are known by their places: two of them may have the same hash.
+    fn position(&self, place: u32) -> Option<usize> {
+        self.keys.iter().position(|(_, other)| *other == place)
     }
 }
 
@@ -114,24 +119,16 @@ impl ProgramTies {
         self.sets[set].insert(hash, place);
     }
 
-    /// It has gone.
-    pub(crate) fn leaves(&mut self, set: usize, hash: u64) {
-        self.sets[set].remove(hash);
-    }
-
     /// The key at `place` of `set` has gone.
-    pub(crate) fn leaves_place(&mut self, set: usize, place: u32) {
-        self.sets[set].keys.retain(|(_, other)| *other != place);
+    pub(crate) fn leaves(&mut self, set: usize, place: u32) {
+        self.sets[set].remove(place);
     }
 
-    /// It is at `place` now.
-    pub(crate) fn moves(&mut self, set: usize, hash: u64, place: u32) {
-        let key = self.sets[set]
-            .keys
-            .iter_mut()
-            .find(|(other, _)| *other == hash);
-        if let Some((_, old)) = key {
-            *old = place;
+    /// The key at `from` is at `to` now.
+    pub(crate) fn moves(&mut self, set: usize, from: u32, to: u32) {
+        let order = &mut self.sets[set];
+        if let Some(at) = order.position(from) {
+            order.keys[at].1 = to;
         }
     }
 
@@ -172,10 +169,10 @@ mod tests {
         // Printed by C++ programs: 0, 13, 1, 14, 26, 5 go into an unordered_map and
         // 13 is erased; then 16 keys, for which the map grows from 13 to 29 buckets.
         let mut order = MapOrder::default();
-        for key in [0, 13, 1, 14, 26, 5] {
-            order.insert(key, 0);
+        for (place, key) in (0..).zip([0, 13, 1, 14, 26, 5]) {
+            order.insert(key, place);
         }
-        order.remove(13);
+        order.remove(1);
         let keys: Vec<u64> = order.keys.iter().map(|(key, _)| *key).collect();
         assert_eq!(keys, [5, 14, 1, 26, 0]);
 
