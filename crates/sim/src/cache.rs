@@ -17,8 +17,11 @@
 //! page of any size is found without knowing its size first.
 
 use crate::config::{CacheConfig, PartitionBy, Replacement};
+pub(crate) use crate::hints::ENTRIES_MAX;
+use crate::hints::Hints;
+use crate::hypersio::{SMALL_WAYS, SmallLfu};
 use crate::outcome::CacheCounts;
-use crate::request::{NEVER, NO_TAG, Page, Tag, address_of, domain_of, widest_page};
+use crate::request::{NEVER, NO_TAG, Page, Tag, address_of, domain_of};
 use crate::ties::{TieBreak, Ties};
 
 /// A use count at which all counts of the set are halved: 4 bits (V-C).
@@ -28,17 +31,51 @@ const LFU_SATURATED: u64 = 15;
 #[derive(Debug)]
 pub(crate) struct Cache {
     geometry: Geometry,
-    replacement: Replacement,
+    policy: Policy,
     ways: usize,
-    tags: Vec<Tag>,
-    /// The policy's number of each entry.
-    marks: Vec<u64>,
+    entries: Vec<Entry>,
     /// Entries in use, of each set.
     used: Vec<u32>,
     hints: Hints,
     tick: u64,
-    ties: Ties,
     counts: CacheCounts,
+}
+
+/// One entry.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    tag: Tag,
+    /// The policy's number.
+    mark: u64,
+}
+
+/// The replacement policy, and what it keeps besides the marks.
+#[derive(Debug)]
+enum Policy {
+    /// Marks are ticks, with the entry's index in the lower bits: the least mark
+    /// of a set tells its entry too.
+    Lru,
+    /// Marks are use counts.
+    Lfu(Ties),
+    /// Use counts and ties are kept together.
+    SmallLfu(SmallLfu),
+    /// Marks are indices of requests.
+    Oracle,
+}
+
+impl Policy {
+    fn new(config: &CacheConfig, ties: &TieBreak, sets: usize) -> Self {
+        match config.replacement {
+            Replacement::Lru => Self::Lru,
+            Replacement::Oracle => Self::Oracle,
+            Replacement::Lfu => match ties {
+                TieBreak::Program(rand) if config.ways <= SMALL_WAYS => {
+                    Self::SmallLfu(SmallLfu::new(rand, sets))
+                }
+                _ => Self::Lfu(Ties::new(ties, sets)),
+            },
+        }
+    }
 }
 
 impl Cache {
@@ -51,16 +88,18 @@ impl Cache {
         let geometry = Geometry::new(config, shift);
         let ways = config.ways as usize;
         let entries = geometry.sets() * ways;
+        let empty = Entry {
+            tag: NO_TAG,
+            mark: 0,
+        };
         Some(Self {
             geometry,
-            replacement: config.replacement,
+            policy: Policy::new(config, ties, geometry.sets()),
             ways,
-            tags: vec![NO_TAG; entries],
-            marks: vec![0; entries],
+            entries: vec![empty; entries],
             used: vec![0; geometry.sets()],
             hints: Hints::new(entries),
             tick: 0,
-            ties: Ties::new(ties, geometry.sets()),
             counts: CacheCounts::default(),
         })
     }
@@ -96,7 +135,7 @@ impl Cache {
             let mut end = first + self.used[set] as usize;
             let mut at = first;
             while at < end {
-                if is_void(self.tags[at]) {
+                if is_void(self.entries[at].tag) {
                     end -= 1;
                     self.move_entry(end, at);
                     self.used[set] -= 1;
@@ -113,12 +152,12 @@ impl Cache {
         self.counts
     }
 
-    #[inline]
+    #[inline(always)]
     fn find(&self, page: &Page, tag: Tag) -> Option<usize> {
         let hint = self.hints.of(tag);
-        let at = hint.position() as usize;
-        match self.tags.get(at) {
-            Some(other) if *other == tag && self.may_hit(page, tag, at) => Some(at),
+        let at = hint.position();
+        match self.entries.get(at) {
+            Some(entry) if entry.tag == tag && self.may_hit(page, at) => Some(at),
             // The bucket's only tag is another one, or another set's, or it has none.
             Some(_) if hint.tags() <= 1 => None,
             _ if hint.tags() == 0 => None,
@@ -126,39 +165,42 @@ impl Cache {
         }
     }
 
-    /// True if the entry at `at`, which has this tag, is in the set that
-    /// the request may use. It is, where the tag alone decides the set; but two
-    /// sources of one domain may have partitions of their own, and a page larger
-    /// than what the set's address bits begin at is kept in several sets.
-    #[inline]
-    fn may_hit(&self, page: &Page, tag: Tag, at: usize) -> bool {
-        if self.geometry.tag_tells_set && widest_page(tag) <= self.geometry.shift {
-            return true;
-        }
-        self.geometry
-            .set(page)
-            .is_some_and(|set| at / self.ways == set)
+    /// True if the entry at `at`, which has this tag, is in the set that the
+    /// request may use.
+    #[inline(always)]
+    fn may_hit(&self, page: &Page, at: usize) -> bool {
+        u32::from(page.shift) <= self.geometry.plain_shift || self.is_in_set(page, at)
     }
 
     #[cold]
+    fn is_in_set(&self, page: &Page, at: usize) -> bool {
+        let set = self.geometry.set(page);
+        set.is_some_and(|set| at / self.ways == set)
+    }
+
+    #[inline(never)]
     fn search(&self, page: &Page, tag: Tag) -> Option<usize> {
         let first = self.geometry.set(page)? * self.ways;
-        let way = position(&self.tags[first..first + self.ways], tag)?;
+        let set = &self.entries[first..first + self.ways];
+        let way = set.iter().position(|entry| entry.tag == tag)?;
         Some(first + way)
     }
 
-    #[inline]
+    #[inline(always)]
     fn touch(&mut self, at: usize, next_use: u64) {
-        let mark = &mut self.marks[at];
-        match self.replacement {
-            Replacement::Lru => {
+        let Some(entry) = self.entries.get_mut(at) else {
+            return;
+        };
+        match &mut self.policy {
+            Policy::Lru => {
                 self.tick += 1;
-                *mark = self.tick;
+                entry.mark = lru_mark(self.tick, at);
             }
-            Replacement::Oracle => *mark = next_use,
-            Replacement::Lfu => {
-                *mark += 1;
-                if *mark == LFU_SATURATED {
+            Policy::Oracle => entry.mark = next_use,
+            Policy::SmallLfu(small) => small.used(at / self.ways, (at % self.ways) as u64),
+            Policy::Lfu(_) => {
+                entry.mark += 1;
+                if entry.mark == LFU_SATURATED {
                     self.halve(at);
                 }
             }
@@ -170,15 +212,20 @@ impl Cache {
     fn halve(&mut self, at: usize) {
         let set = at / self.ways;
         let first = set * self.ways;
-        for mark in &mut self.marks[first..first + self.used[set] as usize] {
-            *mark >>= 1;
+        for entry in &mut self.entries[first..first + self.used[set] as usize] {
+            entry.mark >>= 1;
         }
     }
 
+    #[inline(never)]
     fn insert(&mut self, page: &Page, tag: Tag, next_use: u64) {
         let Some(set) = self.geometry.set(page) else {
             return;
         };
+        if u32::from(page.shift) > self.geometry.shift {
+            // From now on a tag does not tell where it is.
+            self.geometry.plain_shift = 0;
+        }
         let first = set * self.ways;
         let used = self.used[set] as usize;
         let at = if used < self.ways {
@@ -186,188 +233,98 @@ impl Cache {
             first + used
         } else {
             self.counts.evictions += 1;
-            let at = first + self.victim(first);
-            self.hints.forget(self.tags[at], at);
+            let at = self.evict(set);
+            self.hints.forget(self.entries[at].tag, at);
             at
         };
         self.hints.learn(tag, at);
-        if let Ties::Program(program) = &mut self.ties {
-            #[expect(clippy::cast_possible_truncation, reason = "at most ENTRIES_MAX")]
-            let way = (at - first) as u32;
-            if used == self.ways {
-                program.leaves(set, way);
-            }
-            program.enters(set, program_hash(tag), way);
-        }
         self.counts.insertions += 1;
-        self.tags[at] = tag;
-        self.marks[at] = match self.replacement {
-            Replacement::Lru => {
+        let mark = match &mut self.policy {
+            Policy::Lru => {
                 self.tick += 1;
-                self.tick
+                lru_mark(self.tick, at)
             }
-            Replacement::Lfu => 0,
-            Replacement::Oracle => next_use,
-        };
-    }
-
-    /// The way of the full set beginning at `first` that must go.
-    #[inline]
-    fn victim(&mut self, first: usize) -> usize {
-        let marks = &self.marks[first..first + self.ways];
-        match self.replacement {
-            Replacement::Oracle => position_of_furthest(marks),
-            // Ticks are never equal.
-            Replacement::Lru if marks.len() <= 64 => ways_of_least(marks).trailing_zeros() as usize,
-            Replacement::Lru => position_of_least(marks),
-            Replacement::Lfu => self.victim_of_least_used(first),
-        }
-    }
-
-    /// The way with the least use count, or one of several.
-    #[inline]
-    fn victim_of_least_used(&mut self, first: usize) -> usize {
-        let marks = &self.marks[first..first + self.ways];
-        match &mut self.ties {
-            Ties::Random(random) if marks.len() <= 64 => {
-                let mut tied = ways_of_least(marks);
-                for _ in 0..random.choose(tied.count_ones() as usize) {
-                    tied &= tied - 1;
+            Policy::Oracle => next_use,
+            Policy::SmallLfu(small) => {
+                small.enters(set, program_hash(tag), (at - first) as u64);
+                0
+            }
+            Policy::Lfu(ties) => {
+                if let Ties::Program(program) = ties {
+                    program.enters(set, program_hash(tag), narrow(at - first));
                 }
-                tied.trailing_zeros() as usize
+                0
             }
-            Ties::Random(random) => {
-                let least = marks.iter().copied().min().unwrap_or(0);
-                let tied = || (0..marks.len()).filter(|way| marks[*way] == least);
-                let chosen = random.choose(tied().count());
-                tied().nth(chosen).unwrap_or(0)
-            }
-            Ties::Program(program) => {
-                let least = marks.iter().copied().min().unwrap_or(0);
-                let is_least = |way: u32| marks[way as usize] == least;
-                program.choose(first / self.ways, is_least).unwrap_or(0) as usize
-            }
-        }
+        };
+        self.entries[at] = Entry { tag, mark };
     }
 
-    /// Tells the program's ties that entry `from` takes the place of `to`.
-    fn program_moves(&mut self, from: usize, to: usize) {
-        let ways = self.ways;
-        if let Ties::Program(program) = &mut self.ties {
-            let set = to / ways;
-            #[expect(clippy::cast_possible_truncation, reason = "at most ENTRIES_MAX")]
-            let way = |at: usize| (at % ways) as u32;
-            program.leaves(set, way(to));
-            if from != to {
-                program.moves(set, way(from), way(to));
+    /// The entry of the full set `set` that must go.
+    #[inline]
+    fn evict(&mut self, set: usize) -> usize {
+        let first = set * self.ways;
+        let entries = &self.entries[first..first + self.ways];
+        match &mut self.policy {
+            Policy::Lru => lru_entry(least_mark(entries)),
+            Policy::Oracle => first + position_of_furthest(entries),
+            Policy::SmallLfu(small) => {
+                #[expect(clippy::cast_possible_truncation, reason = "below SMALL_WAYS")]
+                let way = small.evict(set) as usize;
+                first + way
+            }
+            Policy::Lfu(ties) => {
+                let way = way_of_least_used(entries, set, ties);
+                if let Ties::Program(program) = ties {
+                    program.leaves(set, narrow(way));
+                }
+                first + way
             }
         }
     }
 
     /// Moves entry `from`, the last of its set, to `to`, whose entry is dropped.
     fn move_entry(&mut self, from: usize, to: usize) {
-        self.hints.forget(self.tags[to], to);
-        self.program_moves(from, to);
+        let (moved, gone) = (self.entries[from], self.entries[to]);
+        self.hints.forget(gone.tag, to);
         if from != to {
-            self.hints.forget(self.tags[from], from);
-            self.hints.learn(self.tags[from], to);
+            self.hints.forget(moved.tag, from);
+            self.hints.learn(moved.tag, to);
         }
-        self.tags[to] = self.tags[from];
-        self.marks[to] = self.marks[from];
-        self.tags[from] = NO_TAG;
-    }
-}
-
-/// Where a tag may be: most look-ups are answered without searching a set.
-///
-/// Tags fall into buckets, four for each entry of the cache. A bucket knows how
-/// many tags of the cache fell into it and where the last one is. None: the tag
-/// is not there. One, and it is another: not there either. Else the set is
-/// searched.
-#[derive(Debug)]
-struct Hints {
-    buckets: Vec<Hint>,
-    shift: u32,
-}
-
-/// One bucket: position of the last tag that came in the upper, number of tags
-/// in the lower bits.
-#[derive(Clone, Copy, Debug)]
-struct Hint(u32);
-
-/// Bits of the number; a bucket of more tags than that is searched for ever.
-const HINT_TAGS_BITS: u32 = 7;
-const HINT_TAGS_MAX: u32 = (1 << HINT_TAGS_BITS) - 1;
-/// The last tag of a bucket has gone; where the others are is not known.
-const UNKNOWN: u32 = u32::MAX >> HINT_TAGS_BITS;
-/// Entries that a position can name.
-pub(crate) const ENTRIES_MAX: u32 = 1 << 24;
-const _: () = assert!(ENTRIES_MAX <= UNKNOWN);
-
-impl Hint {
-    const NONE: Self = Self::new(UNKNOWN, 0);
-
-    #[inline]
-    const fn new(position: u32, tags: u32) -> Self {
-        Self(position << HINT_TAGS_BITS | tags)
+        self.policy_moves(from, to);
+        self.entries[to] = moved;
+        if matches!(self.policy, Policy::Lru) {
+            self.entries[to].mark = lru_mark(lru_tick(moved.mark), to);
+        }
+        self.entries[from].tag = NO_TAG;
     }
 
-    #[inline]
-    const fn position(self) -> u32 {
-        self.0 >> HINT_TAGS_BITS
-    }
-
-    #[inline]
-    const fn tags(self) -> u32 {
-        self.0 & HINT_TAGS_MAX
-    }
-}
-
-impl Hints {
-    fn new(entries: usize) -> Self {
-        let buckets = (entries * 4).next_power_of_two();
-        Self {
-            buckets: vec![Hint::NONE; buckets],
-            shift: u64::BITS - buckets.ilog2(),
+    /// Tells the policy that entry `from` takes the place of `to`.
+    fn policy_moves(&mut self, from: usize, to: usize) {
+        let set = to / self.ways;
+        let (from_way, to_way) = (from % self.ways, to % self.ways);
+        match &mut self.policy {
+            Policy::SmallLfu(small) => {
+                small.leaves(set, to_way as u64);
+                if from != to {
+                    small.moves(set, from_way as u64, to_way as u64);
+                }
+            }
+            Policy::Lfu(Ties::Program(program)) => {
+                program.leaves(set, narrow(to_way));
+                if from != to {
+                    program.moves(set, narrow(from_way), narrow(to_way));
+                }
+            }
+            _ => {}
         }
     }
+}
 
-    #[inline]
-    fn of(&self, tag: Tag) -> Hint {
-        self.buckets[self.bucket(tag)]
-    }
-
-    #[inline]
-    fn learn(&mut self, tag: Tag, at: usize) {
-        let bucket = self.bucket(tag);
-        let hint = &mut self.buckets[bucket];
-        #[expect(clippy::cast_possible_truncation, reason = "at most ENTRIES_MAX")]
-        let position = at as u32;
-        *hint = Hint::new(position, (hint.tags() + 1).min(HINT_TAGS_MAX));
-    }
-
-    #[inline]
-    fn forget(&mut self, tag: Tag, at: usize) {
-        let bucket = self.bucket(tag);
-        let hint = &mut self.buckets[bucket];
-        let position = match hint.position() {
-            position if position as usize == at => UNKNOWN,
-            position => position,
-        };
-        let tags = match hint.tags() {
-            HINT_TAGS_MAX => HINT_TAGS_MAX,
-            tags => tags - 1,
-        };
-        *hint = Hint::new(position, tags);
-    }
-
-    /// Multiplicative hashing: the upper bits of the product are well mixed.
-    #[inline]
-    fn bucket(&self, tag: Tag) -> usize {
-        #[expect(clippy::cast_possible_truncation, reason = "usize is 64 bits wide")]
-        let bucket = (tag.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> self.shift) as usize;
-        bucket
-    }
+/// A way as the policies write it.
+const fn narrow(way: usize) -> u32 {
+    #[expect(clippy::cast_possible_truncation, reason = "at most ENTRIES_MAX")]
+    let way = way as u32;
+    way
 }
 
 /// Hash of a tag in the authors' program.
@@ -375,66 +332,75 @@ fn program_hash(tag: Tag) -> u64 {
     address_of(tag) << 16 | u64::from(domain_of(tag))
 }
 
-/// Position of `tag`. Eight at a time and without a branch for each, since the
-/// position is as good as random to the branch predictor.
-#[inline]
-fn position(tags: &[Tag], tag: Tag) -> Option<usize> {
-    let (eights, rest) = tags.as_chunks::<8>();
-    for (number, eight) in eights.iter().enumerate() {
-        let mut found = 0_u32;
-        for (way, other) in eight.iter().enumerate() {
-            found |= u32::from(*other == tag) << way;
-        }
-        if found != 0 {
-            return Some(number * 8 + found.trailing_zeros() as usize);
-        }
-    }
-    let before = eights.len() * 8;
-    rest.iter()
-        .position(|other| *other == tag)
-        .map(|way| before + way)
+/// Bits of an entry's index in a mark of [`Policy::Lru`]; 40 bits remain for the
+/// tick, 10^12 uses.
+const LRU_ENTRY_BITS: u32 = ENTRIES_MAX.ilog2();
+
+#[inline(always)]
+const fn lru_mark(tick: u64, at: usize) -> u64 {
+    tick << LRU_ENTRY_BITS | at as u64
 }
 
-/// The ways, at most 64, with the least mark, as a set of bits.
-#[inline]
-fn ways_of_least(marks: &[u64]) -> u64 {
-    // The common sizes are worth loops of a known length.
-    if let Ok(eight) = <&[u64; 8]>::try_from(marks) {
-        return ways_of_least_in(eight);
-    }
-    if let Ok(sixteen) = <&[u64; 16]>::try_from(marks) {
-        return ways_of_least_in(sixteen);
-    }
-    ways_of_least_in(marks)
+const fn lru_tick(mark: u64) -> u64 {
+    mark >> LRU_ENTRY_BITS
 }
 
 #[inline(always)]
-fn ways_of_least_in<'a>(marks: impl IntoIterator<Item = &'a u64> + Copy) -> u64 {
-    let least = marks
-        .into_iter()
-        .fold(u64::MAX, |least, mark| least.min(*mark));
-    let bits = marks.into_iter().enumerate();
-    bits.fold(0, |all, (way, mark)| all | u64::from(*mark == least) << way)
+const fn lru_entry(mark: u64) -> usize {
+    #[expect(clippy::cast_possible_truncation, reason = "24 bits")]
+    let at = mark as usize & (ENTRIES_MAX as usize - 1);
+    at
 }
 
-#[inline]
-fn position_of_least(marks: &[u64]) -> usize {
-    let mut least = (u64::MAX, 0);
-    for (way, mark) in marks.iter().enumerate() {
-        if *mark < least.0 {
-            least = (*mark, way);
+/// The least mark. Four at a time, each with a least of its own, so that none
+/// has to wait for the one before.
+#[inline(always)]
+fn least_mark(entries: &[Entry]) -> u64 {
+    let (fours, rest) = entries.as_chunks::<4>();
+    let mut least = [u64::MAX; 4];
+    for four in fours {
+        for (least, entry) in least.iter_mut().zip(four) {
+            *least = entry.mark.min(*least);
         }
     }
-    least.1
+    let rest = rest.iter().map(|entry| entry.mark);
+    least.into_iter().chain(rest).min().unwrap_or(u64::MAX)
+}
+
+/// The way with the least use count, or one of several.
+#[inline]
+fn way_of_least_used(entries: &[Entry], set: usize, ties: &mut Ties) -> usize {
+    let least = least_mark(entries);
+    match ties {
+        Ties::Random(random) if entries.len() <= 64 => {
+            let bits = entries.iter().enumerate();
+            let mut tied = bits.fold(0_u64, |all, (way, entry)| {
+                all | u64::from(entry.mark == least) << way
+            });
+            for _ in 0..random.choose(tied.count_ones() as usize) {
+                tied &= tied - 1;
+            }
+            tied.trailing_zeros() as usize
+        }
+        Ties::Random(random) => {
+            let tied = || (0..entries.len()).filter(|way| entries[*way].mark == least);
+            let chosen = random.choose(tied().count());
+            tied().nth(chosen).unwrap_or(0)
+        }
+        Ties::Program(program) => {
+            let is_least = |way: u32| entries[way as usize].mark == least;
+            program.choose(set, is_least).unwrap_or(0) as usize
+        }
+    }
 }
 
 #[inline]
-fn position_of_furthest(marks: &[u64]) -> usize {
+fn position_of_furthest(entries: &[Entry]) -> usize {
     let mut furthest = (0, 0);
-    for (way, mark) in marks.iter().enumerate() {
-        if *mark > furthest.0 {
-            furthest = (*mark, way);
-            if *mark == NEVER {
+    for (way, entry) in entries.iter().enumerate() {
+        if entry.mark > furthest.0 {
+            furthest = (entry.mark, way);
+            if entry.mark == NEVER {
                 break;
             }
         }
@@ -450,8 +416,11 @@ struct Geometry {
     address_bits: u32,
     shift: u32,
     sources_per_partition: u32,
-    /// The partition follows from the domain, which is part of the tag.
-    tag_tells_set: bool,
+    /// Pages up to this size are in the set that their tag alone decides. None
+    /// are, where two sources of one domain may have partitions of their own, nor
+    /// once a page came that is larger than what the set's address bits begin
+    /// at, since such a page is kept in several sets.
+    plain_shift: u32,
 }
 
 /// Source ids are bus, device and function; tenants on functions of their own
@@ -471,10 +440,10 @@ impl Geometry {
             address_bits: set_bits - partition_bits,
             shift,
             sources_per_partition: config.sources_per_partition.max(1),
-            tag_tells_set: match config.partition_by {
-                PartitionBy::DomainBits => true,
-                PartitionBy::SourceBits => partition_bits == 0,
-                PartitionBy::FullMatch => false,
+            plain_shift: match config.partition_by {
+                PartitionBy::DomainBits => shift,
+                PartitionBy::SourceBits if partition_bits == 0 => shift,
+                PartitionBy::SourceBits | PartitionBy::FullMatch => 0,
             },
         }
     }

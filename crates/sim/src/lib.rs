@@ -12,6 +12,7 @@ mod context;
 mod error;
 pub mod findings;
 mod flavour;
+mod hints;
 mod host;
 mod hypersio;
 mod latency;

@@ -42,6 +42,12 @@ const fn is_later(one: Entry, other: Entry) -> bool {
     one > other | ((1 << SLOT_BITS) - 1)
 }
 
+/// Entries that the descent is unrolled for: what a pipeline of microseconds
+/// holds, a few dozen, and room to spare.
+const FEW: usize = 127;
+/// Places of so many entries and of their children.
+const FEW_PLACES: usize = 2 * (FEW + 1);
+
 /// A queue by time.
 ///
 /// Entry `k` has its children at `2k` and `2k + 1`; the first is 1. Places that
@@ -49,82 +55,147 @@ const fn is_later(one: Entry, other: Entry) -> bool {
 /// search for the earlier child needs no question whether there is one.
 #[derive(Debug)]
 pub(crate) struct ProgramHeap {
-    places: Vec<Entry>,
+    few: [Entry; FEW_PLACES],
     len: usize,
+    /// The places, while there are more than [`FEW`] entries.
+    many: Vec<Entry>,
 }
 
 impl StageQueue for ProgramHeap {
     fn new(_completion: Completion) -> Self {
         Self {
-            places: vec![NONE; 64],
+            few: [NONE; FEW_PLACES],
             len: 0,
+            many: Vec::new(),
         }
     }
 
     #[inline(always)]
     fn push(&mut self, ready_ns: u64, slot: u32) {
         self.len += 1;
-        if self.places.len() < 2 * self.len + 2 {
-            self.grow();
+        if self.len > FEW {
+            self.push_to_many(entry(ready_ns, slot));
+            return;
         }
-        rise(&mut self.places, self.len, entry(ready_ns, slot));
+        rise_in_few(&mut self.few, self.len, entry(ready_ns, slot));
     }
 
     #[inline(always)]
     fn next_ready_ns(&self) -> u64 {
-        time(self.places[1])
+        time(self.few[1])
     }
 
     #[inline(always)]
     fn pop_ready(&mut self, now_ns: u64) -> Option<u32> {
-        let first = self.places[1];
+        let first = self.few[1];
         if time(first) > now_ns {
             return None;
         }
-        self.sink();
+        if self.len > FEW {
+            self.sink_in_many();
+        } else {
+            self.sink();
+        }
         Some(slot(first))
     }
 }
 
 impl ProgramHeap {
-    #[cold]
-    fn grow(&mut self) {
-        self.places.resize(2 * self.places.len(), NONE);
-    }
-
     /// Takes the first entry out: a hole sinks from its place to the bottom, the
     /// last entry rises from there.
     ///
     /// Which way the hole goes is as good as random, so the descent has no
     /// branch that depends on it: the number of entries alone says how many
-    /// levels are whole, and the step below them is a choice of values.
+    /// levels there are, and each step is a choice of values.
     #[inline(always)]
     fn sink(&mut self) {
-        let places = &mut self.places[..];
+        let few = &mut self.few;
+        let last = std::mem::replace(&mut few[self.len % FEW_PLACES], NONE);
+        self.len -= 1;
+        let hole = match (self.len + 1).ilog2() {
+            0 => return,
+            1 => descend::<1>(few),
+            2 => descend::<2>(few),
+            3 => descend::<3>(few),
+            4 => descend::<4>(few),
+            5 => descend::<5>(few),
+            _ => descend::<6>(few),
+        };
+        rise_in_few(few, hole, last);
+    }
+
+    /// Adds an entry where there are [`FEW`] already.
+    #[cold]
+    fn push_to_many(&mut self, new: Entry) {
+        if self.len == FEW + 1 {
+            self.many.clear();
+            self.many.extend_from_slice(&self.few);
+        }
+        if self.many.len() < 2 * self.len + 2 {
+            self.many.resize(2 * self.many.len(), NONE);
+        }
+        rise(&mut self.many, self.len, new);
+        self.few[1] = self.many[1];
+    }
+
+    /// [`Self::sink`], where there are more than [`FEW`] entries.
+    #[cold]
+    fn sink_in_many(&mut self) {
+        let places = &mut self.many[..];
         let last = std::mem::replace(&mut places[self.len], NONE);
         self.len -= 1;
-        if self.len == 0 {
-            return;
-        }
         let mut hole = 1;
-        for _ in 1..(self.len + 1).ilog2() {
+        for _ in 0..(self.len + 1).ilog2() {
             let (child, earlier) = earlier_child(places, hole);
             places[hole] = earlier;
-            hole = child;
+            hole = if earlier == NONE { hole } else { child };
         }
+        rise(places, hole, last);
+        self.few[1] = places[1];
+        if self.len == FEW {
+            self.few.copy_from_slice(&places[..FEW_PLACES]);
+        }
+    }
+}
+
+/// Lets the hole sink by `LEVELS` levels, which are all that there are; the last
+/// may be one that is not whole. The compiler unrolls the loop and knows then
+/// that no index is out of range.
+#[inline(always)]
+fn descend<const LEVELS: usize>(places: &mut [Entry; FEW_PLACES]) -> usize {
+    let mut hole = 1;
+    for level in 1..=LEVELS {
         let (child, earlier) = earlier_child(places, hole);
         places[hole] = earlier;
-        hole = if earlier == NONE { hole } else { child };
-        rise(places, hole, last);
+        hole = if level == LEVELS && earlier == NONE {
+            hole
+        } else {
+            child
+        };
     }
+    hole
+}
+
+/// [`rise`], where an index cannot be out of range.
+#[inline(always)]
+fn rise_in_few(places: &mut [Entry; FEW_PLACES], mut hole: usize, new: Entry) {
+    while hole > 1 {
+        let parent = places[hole / 2 % FEW_PLACES];
+        if !is_later(parent, new) {
+            break;
+        }
+        places[hole % FEW_PLACES] = parent;
+        hole /= 2;
+    }
+    places[hole % FEW_PLACES] = new;
 }
 
 /// The child of `parent` that is ready first, the right one if they are equal.
 #[inline(always)]
 fn earlier_child(places: &[Entry], parent: usize) -> (usize, Entry) {
-    let pair = &places[2 * parent..][..2];
-    let is_left = is_later(pair[1], pair[0]);
-    let earlier = if is_left { pair[0] } else { pair[1] };
+    let (left, right) = (places[2 * parent], places[2 * parent + 1]);
+    let is_left = is_later(right, left);
+    let earlier = if is_left { left } else { right };
     (2 * parent + usize::from(!is_left), earlier)
 }
 
@@ -164,5 +235,75 @@ impl StageQueue for ProgramFifo {
             return None;
         }
         self.0.pop_front().map(slot)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The library's algorithm as its source tells it: counted from 0, children
+    /// asked for one by one.
+    #[derive(Default)]
+    struct Naive(Vec<(u64, u32)>);
+
+    impl Naive {
+        fn push(&mut self, new: (u64, u32)) {
+            self.0.push(new);
+            self.rise(self.0.len() - 1, new);
+        }
+
+        fn rise(&mut self, mut hole: usize, new: (u64, u32)) {
+            while hole > 0 && self.0[(hole - 1) / 2].0 > new.0 {
+                self.0[hole] = self.0[(hole - 1) / 2];
+                hole = (hole - 1) / 2;
+            }
+            self.0[hole] = new;
+        }
+
+        fn pop(&mut self) -> Option<(u64, u32)> {
+            let first = *self.0.first()?;
+            let last = self.0.pop()?;
+            let len = self.0.len();
+            let mut hole = 0;
+            while 2 * hole + 1 < len {
+                let (left, right) = (2 * hole + 1, 2 * hole + 2);
+                let is_left = right >= len || self.0[right].0 > self.0[left].0;
+                let child = if is_left { left } else { right };
+                self.0[hole] = self.0[child];
+                hole = child;
+            }
+            if len > 0 {
+                self.rise(hole, last);
+            }
+            Some(first)
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn order_of_equal_times_is_that_of_the_library(
+            steps in proptest::collection::vec((0..3_u32, 1..200_usize, 1..60_u64), 1..40),
+        ) {
+            let mut heap = ProgramHeap::new(Completion::OutOfOrder);
+            let mut naive = Naive::default();
+            for (kind, times, modulus) in steps {
+                for n in 0..times {
+                    if kind == 0 {
+                        let popped = heap.pop_ready((u64::MAX >> SLOT_BITS) - 1);
+                        proptest::prop_assert_eq!(popped, naive.pop().map(|(_, slot)| slot));
+                    } else {
+                        let ready_ns = (n as u64).wrapping_mul(7919) % modulus;
+                        let slot = u32::try_from(n).unwrap();
+                        heap.push(ready_ns, slot);
+                        naive.push((ready_ns, slot));
+                    }
+                }
+            }
+            let mut next = || heap.pop_ready((u64::MAX >> SLOT_BITS) - 1);
+            while let Some((_, slot)) = naive.pop() {
+                proptest::prop_assert_eq!(next(), Some(slot));
+            }
+        }
     }
 }

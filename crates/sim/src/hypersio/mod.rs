@@ -17,6 +17,7 @@
 //! and then waits for it for ever.
 
 mod heap;
+mod lfu;
 mod predictor;
 mod ties;
 mod walk;
@@ -30,6 +31,7 @@ use crate::flavour::{Flavour, StageQueue};
 use crate::ties::TieBreak;
 
 pub(crate) use heap::{ProgramFifo, ProgramHeap};
+pub(crate) use lfu::{SMALL_WAYS, SmallLfu};
 pub(crate) use ties::{ProgramRand, ProgramTies};
 
 /// The authors' program, with queues `Q`.
