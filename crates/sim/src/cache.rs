@@ -31,6 +31,8 @@ const LFU_SATURATED: u64 = 15;
 #[derive(Debug)]
 pub(crate) struct Cache {
     geometry: Geometry,
+    /// What `policy` is, too: asked on each use, and cheaper to ask.
+    is_lru: bool,
     policy: Policy,
     ways: usize,
     entries: Vec<Entry>,
@@ -94,6 +96,7 @@ impl Cache {
         };
         Some(Self {
             geometry,
+            is_lru: config.replacement == Replacement::Lru,
             policy: Policy::new(config, ties, geometry.sets()),
             ways,
             entries: vec![empty; entries],
@@ -105,7 +108,7 @@ impl Cache {
     }
 
     /// Looks for `tag`; a hit counts as a use. `next_use` is for the oracle.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn look_up(&mut self, page: &Page, tag: Tag, next_use: u64) -> bool {
         self.counts.lookups += 1;
         match self.find(page, tag) {
@@ -120,7 +123,7 @@ impl Cache {
 
     /// Sees to it that `tag` is there. A tag already there counts as used; one
     /// put in has not been used yet.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn fill(&mut self, page: &Page, tag: Tag, next_use: u64) {
         match self.find(page, tag) {
             Some(at) => self.touch(at, next_use),
@@ -191,11 +194,13 @@ impl Cache {
         let Some(entry) = self.entries.get_mut(at) else {
             return;
         };
+        if self.is_lru {
+            self.tick += 1;
+            entry.mark = lru_mark(self.tick, at);
+            return;
+        }
         match &mut self.policy {
-            Policy::Lru => {
-                self.tick += 1;
-                entry.mark = lru_mark(self.tick, at);
-            }
+            Policy::Lru => {}
             Policy::Oracle => entry.mark = next_use,
             Policy::SmallLfu(small) => small.used(at / self.ways, (at % self.ways) as u64),
             Policy::Lfu(_) => {
@@ -414,6 +419,8 @@ struct Geometry {
     partition_by: PartitionBy,
     partition_bits: u32,
     address_bits: u32,
+    partition_mask: u32,
+    address_mask: u64,
     shift: u32,
     sources_per_partition: u32,
     /// Pages up to this size are in the set that their tag alone decides. None
@@ -438,6 +445,8 @@ impl Geometry {
             partition_by: config.partition_by,
             partition_bits,
             address_bits: set_bits - partition_bits,
+            partition_mask: (1 << partition_bits) - 1,
+            address_mask: (1 << (set_bits - partition_bits)) - 1,
             shift,
             sources_per_partition: config.sources_per_partition.max(1),
             plain_shift: match config.partition_by {
@@ -464,10 +473,10 @@ impl Geometry {
                 }
                 tagged
             }
-        } as usize
-            & ((1 << self.partition_bits) - 1);
+        };
+        let partition = (partition & self.partition_mask) as usize;
         #[expect(clippy::cast_possible_truncation, reason = "usize is 64 bits wide")]
-        let address = (page.iova >> self.shift) as usize & ((1 << self.address_bits) - 1);
+        let address = (page.iova >> self.shift & self.address_mask) as usize;
         Some(partition << self.address_bits | address)
     }
 }

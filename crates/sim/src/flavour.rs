@@ -36,8 +36,11 @@ pub(crate) trait StageQueue {
     fn new(completion: Completion) -> Self;
     /// Adds the request in `slot`, ready at `ready_ns`.
     fn push(&mut self, ready_ns: u64, slot: u32);
-    /// When the next request is ready; `u64::MAX` if there is none.
-    fn next_ready_ns(&self) -> u64;
+    /// The next request as a number that grows with the time at which it is
+    /// ready; `u64::MAX` if there is none.
+    fn next_key(&self) -> u64;
+    /// The time that a key stands for.
+    fn ready_ns(key: u64) -> u64;
     /// Takes the next request if it is ready at `now_ns`.
     fn pop_ready(&mut self, now_ns: u64) -> Option<u32>;
 }

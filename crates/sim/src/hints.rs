@@ -21,7 +21,7 @@ pub(crate) struct Hints {
 pub(crate) struct Hint(u32);
 
 /// Buckets of a cache of few entries, for which it costs nothing to have plenty.
-const BUCKETS_MIN: usize = 256;
+const BUCKETS_MIN: usize = 1024;
 
 /// Bits of the number; a bucket of more tags than that is searched for ever.
 const HINT_TAGS_BITS: u32 = 7;

@@ -63,7 +63,7 @@ impl Latencies {
             p90_ns: quantile(900),
             p99_ns: quantile(990),
             p999_ns: quantile(999),
-            max_ns: all.clone().last().map_or(0, |(took, _)| took),
+            max_ns: all.clone().next_back().map_or(0, |(took, _)| took),
         }
     }
 }

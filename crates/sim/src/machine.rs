@@ -33,7 +33,7 @@ use crate::next_use::NextUses;
 use crate::observe::{Observer, Step};
 use crate::outcome::{AllCounts, Outcome, PrefetchCounts, ratio};
 use crate::prefetch::PrefetchUnit;
-use crate::request::{DOMAINS_MAX, NEVER, Origin, Page, Request, widest_page};
+use crate::request::{DOMAINS_MAX, NEVER, Origin, Page, Request, Tag, widest_page};
 use crate::table::Table;
 use crate::tenants::Tenants;
 
@@ -51,6 +51,10 @@ pub(crate) struct Machine<'a, F: Flavour, O> {
     input: Input<'a>,
     /// Entries of the PTB in use.
     pending: u32,
+    /// When the next packet is admitted; `u64::MAX` while the PTB has no room.
+    admits_ns: u64,
+    /// No packet is admitted any more.
+    trace_ended: bool,
     requests: Table<Request>,
     /// Requests that each packet in flight still waits for (PTB by packets only).
     packets: Table<u32>,
@@ -127,6 +131,8 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
                 ended: false,
             },
             pending: 0,
+            admits_ns: 0,
+            trace_ended: false,
             requests: Table::default(),
             packets: Table::default(),
             to_device: queue(),
@@ -153,49 +159,40 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     pub(crate) fn run(mut self) -> Result<Outcome, SimError> {
         // The earliest time that has not been dealt with.
         let mut floor_ns = 0;
-        let mut trace_ended = false;
         loop {
-            let ready_ns = self.next_ready_ns().max(floor_ns);
-            let room = self.pending < self.config.ptb.entries;
-            if trace_ended && self.pending == 0 {
-                break;
+            let now_ns = self.next_ready_ns().max(floor_ns).min(self.admits_ns);
+            if self.admits_ns == now_ns && !self.admit_packet(now_ns)? {
+                return self.drain(now_ns);
             }
-            let now_ns = if room && !trace_ended {
-                ready_ns.min(self.link.next_ns())
-            } else {
-                ready_ns
-            };
-            if !trace_ended {
-                if room {
-                    if self.link.next_ns() == now_ns {
-                        self.link.take();
-                        trace_ended = !self.admit_packet(now_ns)?;
-                        if trace_ended && self.pending == 0 {
-                            floor_ns = now_ns;
-                            break;
-                        }
-                    }
-                } else {
-                    self.tally.dropped_slots += self.link.skip_to(now_ns);
-                }
-            }
+            self.serve(now_ns)?;
+            floor_ns = now_ns + 1;
+        }
+    }
+
+    /// Lets the requests that are pending at the end of the trace end.
+    fn drain(mut self, mut floor_ns: u64) -> Result<Outcome, SimError> {
+        self.trace_ended = true;
+        if self.pending > 0 {
+            self.serve(floor_ns)?;
+            floor_ns += 1;
+        }
+        while self.pending > 0 {
+            let now_ns = self.next_ready_ns().max(floor_ns);
             self.serve(now_ns)?;
             floor_ns = now_ns + 1;
         }
         Ok(self.outcome(floor_ns))
     }
 
-    #[inline]
+    #[inline(always)]
     fn next_ready_ns(&self) -> u64 {
-        self.to_device
-            .next_ready_ns()
-            .min(self.to_agent.next_ready_ns())
-            .min(self.walking.next_ready_ns())
-            .min(self.returning.next_ready_ns())
+        let first = self.to_device.next_key().min(self.to_agent.next_key());
+        let second = self.walking.next_key().min(self.returning.next_key());
+        F::Queue::ready_ns(first.min(second))
     }
 
     /// Lets every stage serve what is ready.
-    #[inline]
+    #[inline(always)]
     fn serve(&mut self, now_ns: u64) -> Result<(), SimError> {
         while let Some(slot) = self.to_device.pop_ready(now_ns) {
             self.at_device(now_ns, slot);
@@ -224,64 +221,88 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         Ok(())
     }
 
+    /// The PTB has an entry less in use. If that makes room, the slots of the link
+    /// that went by meanwhile were lost, and the next one is used.
+    #[inline(always)]
+    fn free_entry(&mut self, now_ns: u64) {
+        self.pending -= 1;
+        if self.pending + 1 == self.config.ptb.entries && !self.trace_ended {
+            self.tally.dropped_slots += self.link.skip_to(now_ns);
+            self.admits_ns = self.link.next_ns();
+        }
+    }
+
     /// Takes the next packet of the trace in; false if there is none left.
     /// A last packet that is not whole is taken all the same.
+    #[inline]
     fn admit_packet(&mut self, now_ns: u64) -> Result<bool, SimError> {
         self.requests.check()?;
+        self.link.take();
         let by_packets = self.config.ptb.unit == PtbUnit::Packets;
         let mut packet = u32::MAX;
+        let mut is_whole = true;
         for nth in 0..self.config.link.requests_per_packet {
-            let Some(event) = self.next_translation()? else {
-                return Ok(false);
-            };
+            if !self.goes_to_translation()? {
+                is_whole = false;
+                break;
+            }
             if by_packets {
                 if nth == 0 {
-                    packet = self.packets.insert(0);
+                    packet = self.packets.take();
+                    *self.packets.get_mut(packet) = 0;
                     self.pending += 1;
                 }
                 *self.packets.get_mut(packet) += 1;
             } else {
                 self.pending += 1;
             }
-            self.issue(now_ns, &event, packet)?;
+            self.issue(now_ns, packet)?;
         }
-        Ok(true)
+        self.admits_ns = if is_whole && self.pending < self.config.ptb.entries {
+            self.link.next_ns()
+        } else {
+            u64::MAX
+        };
+        Ok(is_whole)
     }
 
-    /// The next translation request; what stands before it in the trace takes effect.
-    #[inline]
-    fn next_translation(&mut self) -> Result<Option<Event>, SimError> {
+    /// Goes to the next translation request, if there is one; what stands before
+    /// it in the trace takes effect.
+    #[inline(always)]
+    fn goes_to_translation(&mut self) -> Result<bool, SimError> {
         loop {
-            let Some(event) = self.input.peek()?.copied() else {
-                return Ok(None);
+            let Some(event) = self.input.peek()? else {
+                return Ok(false);
             };
-            self.input.at += 1;
             if event.kind == EventKind::Translate {
-                return Ok(Some(event));
+                return Ok(true);
             }
+            let event = *event;
+            self.input.at += 1;
             self.apply(&event);
         }
     }
 
-    #[inline]
-    fn issue(&mut self, now_ns: u64, event: &Event, packet: u32) -> Result<(), SimError> {
-        if event.domain.0 >= DOMAINS_MAX {
-            return Err(SimError::Request {
-                request: self.tally.issued,
-                reason: format!(
-                    "its domain is {}; the model tells domains below {DOMAINS_MAX} apart",
-                    event.domain.0
-                ),
-            });
+    /// Issues the translation request that the input stands at.
+    #[inline(always)]
+    fn issue(&mut self, now_ns: u64, packet: u32) -> Result<(), SimError> {
+        let event = &self.input.batch[self.input.at];
+        self.input.at += 1;
+        let (source, domain) = (event.source.0, event.domain.0);
+        if domain >= DOMAINS_MAX {
+            return Err(too_large(self.tally.issued, domain));
         }
-        let tenant = self.tenants.number(event.source.0);
-        self.tenants.tally(tenant).domain = event.domain.0;
-        let request = Request {
-            page: Page::of(event, tenant, UNKNOWN_PAGE),
-            next_use: self
-                .input
-                .next_uses
-                .map_or(NEVER, |next_uses| next_uses.after(self.tally.issued)),
+        let tenant = self.tenants.number(source);
+        self.tenants.tally(tenant).domain = domain;
+        let page = Page::of(event, tenant, UNKNOWN_PAGE);
+        self.observer.step(now_ns, Step::Issue, &page);
+        let slot = self.requests.take();
+        *self.requests.get_mut(slot) = Request {
+            page,
+            next_use: match self.input.next_uses {
+                Some(next_uses) => next_uses.after(self.tally.issued),
+                None => NEVER,
+            },
             issued_ns: now_ns,
             packet,
             origin: Origin::Demand,
@@ -293,26 +314,19 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         } else {
             2 * latency.pcie_ns + latency.context_accesses * latency.dram_ns
         };
-        self.observer.step(now_ns, Step::Issue, &request.page);
-        let slot = self.requests.insert(request);
         self.to_device.push(now_ns + wait_ns, slot);
         Ok(())
     }
 
     /// The device knows the domain: DevTLB and prefetch buffer, together.
-    #[inline]
+    #[inline(always)]
     fn at_device(&mut self, now_ns: u64, slot: u32) {
         let request = *self.requests.get(slot);
         let page = &request.page;
         let tag = page.tag();
         self.context_cache.fill(page.tenant, page.source);
-        let look = |cache: &mut Option<Cache>| {
-            cache
-                .as_mut()
-                .is_some_and(|cache| cache.look_up(page, tag, request.next_use))
-        };
-        let in_devtlb = look(&mut self.devtlb);
-        let in_buffer = look(&mut self.buffer);
+        let in_devtlb = has(&mut self.devtlb, page, tag, request.next_use);
+        let in_buffer = has(&mut self.buffer, page, tag, request.next_use);
         let latency = &self.config.latency;
         let tenant = self.tenants.tally(page.tenant);
         let step = if in_devtlb {
@@ -334,7 +348,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     }
 
     /// Lets the prefetch unit learn from a request and send its guesses.
-    #[inline]
+    #[inline(always)]
     fn guess(&mut self, now_ns: u64, page: &Page, step: Step) {
         let Some(unit) = &mut self.prefetch else {
             return;
@@ -352,26 +366,28 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         if !self.config.prefetch.trigger.fires(step) {
             return;
         }
-        let pages = unit.history(next);
+        let history = unit.history(next);
         let latency = &self.config.latency;
         let reaches_agent_ns =
             now_ns + latency.pcie_ns + latency.history_accesses * latency.dram_ns;
-        for page in pages {
+        for nth in 0..history.len {
+            let page = unit.page(&history, nth);
             self.observer.step(now_ns, Step::Prefetch, page);
-            let slot = self.requests.insert(Request {
+            let slot = self.requests.take();
+            *self.requests.get_mut(slot) = Request {
                 page: *page,
                 next_use: NEVER,
                 issued_ns: now_ns,
                 packet: u32::MAX,
                 origin: Origin::Prefetch,
-            });
+            };
             self.to_agent.push(reaches_agent_ns, slot);
             self.tally.prefetch.sent += 1;
         }
     }
 
     /// A request has crossed PCIe: the agent knows the translation or walks for it.
-    #[inline]
+    #[inline(always)]
     fn at_agent(&mut self, now_ns: u64, slot: u32) -> Result<(), SimError> {
         let request = self.requests.get(slot);
         match self.agent.look_up(request) {
@@ -390,7 +406,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         Ok(())
     }
 
-    #[inline]
+    #[inline(always)]
     fn walk_ends(&mut self, now_ns: u64, slot: u32) {
         self.agent.fill(self.requests.get(slot));
         self.returning
@@ -398,9 +414,10 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     }
 
     /// The translation is at the device: a demand ends, a guess goes into the buffer.
-    #[inline]
+    #[inline(always)]
     fn back_at_device(&mut self, now_ns: u64, slot: u32) {
-        let request = self.requests.remove(slot);
+        let request = *self.requests.get(slot);
+        self.requests.release(slot);
         let page = &request.page;
         let tag = page.tag();
         match request.origin {
@@ -423,7 +440,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn end(&mut self, now_ns: u64, request: &Request) {
         self.observer.step(now_ns, Step::End, &request.page);
         let took_ns = now_ns - request.issued_ns;
@@ -433,14 +450,14 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         tenant.latency_ns += took_ns;
         self.tally.ended += 1;
         if self.config.ptb.unit == PtbUnit::Requests {
-            self.pending -= 1;
+            self.free_entry(now_ns);
             return;
         }
         let waiting = self.packets.get_mut(request.packet);
         *waiting -= 1;
         if *waiting == 0 {
-            self.packets.remove(request.packet);
-            self.pending -= 1;
+            self.packets.release(request.packet);
+            self.free_entry(now_ns);
         }
     }
 
@@ -535,6 +552,26 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             fairness: self.tenants.fairness(per_packet),
             tenants: self.tenants.outcomes(elapsed_ns, per_packet, packet_bytes),
         }
+    }
+}
+
+/// Looks for `tag` in a cache, if it is there.
+#[inline(always)]
+fn has(cache: &mut Option<Cache>, page: &Page, tag: Tag, next_use: u64) -> bool {
+    match cache {
+        Some(cache) => cache.look_up(page, tag, next_use),
+        None => false,
+    }
+}
+
+/// The error of a domain that tags have no room for.
+#[cold]
+fn too_large(request: u64, domain: u32) -> SimError {
+    SimError::Request {
+        request,
+        reason: format!(
+            "its domain is {domain}; the model tells domains below {DOMAINS_MAX} apart"
+        ),
     }
 }
 

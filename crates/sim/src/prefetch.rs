@@ -13,11 +13,20 @@ use crate::request::Page;
 pub(crate) struct PrefetchUnit<P> {
     pub(crate) predictor: P,
     /// Pages that a history keeps.
-    depth: usize,
-    /// The last pages of every tenant, `depth` places each, oldest first.
+    depth: u32,
+    /// The last pages of every tenant, `depth` places each, a ring.
     pages: Vec<Page>,
-    /// Places in use, of each tenant.
-    lengths: Vec<u32>,
+    /// What is in the ring of each tenant.
+    rings: Vec<Ring>,
+}
+
+/// Filling of a ring.
+#[derive(Clone, Copy, Debug, Default)]
+struct Ring {
+    /// Place of the next page, which is that of the oldest once all are in use.
+    next: u32,
+    /// Places in use.
+    len: u32,
 }
 
 impl<P: SourcePredictor> PrefetchUnit<P> {
@@ -25,40 +34,64 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
     pub(crate) fn new(config: &PrefetchConfig) -> Self {
         Self {
             predictor: P::new(config),
-            depth: config.pages_per_tenant as usize,
+            depth: config.pages_per_tenant,
             pages: Vec::new(),
-            lengths: Vec::new(),
+            rings: Vec::new(),
         }
     }
 
     /// Writes `page` into its tenant's history. Pages asked for again are
     /// written again, as the history in memory is a plain log.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn remember(&mut self, page: &Page) {
         let tenant = page.tenant as usize;
-        if self.lengths.len() <= tenant {
-            self.lengths.resize(tenant + 1, 0);
-            self.pages
-                .resize((tenant + 1) * self.depth, Page::default());
+        if self.rings.len() <= tenant {
+            self.add(tenant);
         }
-        let history = &mut self.pages[tenant * self.depth..][..self.depth];
-        let length = &mut self.lengths[tenant];
-        if (*length as usize) < self.depth {
-            history[*length as usize] = *page;
-            *length += 1;
-        } else {
-            history.copy_within(1.., 0);
-            history[self.depth - 1] = *page;
+        let ring = &mut self.rings[tenant];
+        self.pages[tenant * self.depth as usize + ring.next as usize] = *page;
+        ring.len = (ring.len + 1).min(self.depth);
+        ring.next += 1;
+        if ring.next == self.depth {
+            ring.next = 0;
         }
     }
 
-    /// The last pages of `tenant`, oldest first.
-    #[inline]
-    pub(crate) fn history(&self, tenant: u32) -> &[Page] {
-        let tenant = tenant as usize;
-        match self.lengths.get(tenant) {
-            Some(length) => &self.pages[tenant * self.depth..][..*length as usize],
-            None => &[],
+    #[cold]
+    fn add(&mut self, tenant: usize) {
+        self.rings.resize(tenant + 1, Ring::default());
+        let places = (tenant + 1) * self.depth as usize;
+        self.pages.resize(places, Page::default());
+    }
+
+    /// Where the last pages of `tenant` are.
+    #[inline(always)]
+    pub(crate) fn history(&self, tenant: u32) -> History {
+        let ring = self.rings.get(tenant as usize).copied();
+        let ring = ring.unwrap_or_default();
+        History {
+            first: tenant as usize * self.depth as usize,
+            oldest: if ring.len < self.depth { 0 } else { ring.next },
+            len: ring.len,
         }
     }
+
+    /// The page number `nth` of a history, from the oldest on.
+    #[inline(always)]
+    pub(crate) fn page(&self, history: &History, nth: u32) -> &Page {
+        let mut place = history.oldest + nth;
+        if place >= self.depth {
+            place -= self.depth;
+        }
+        &self.pages[history.first + place as usize]
+    }
+}
+
+/// A tenant's history among all.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct History {
+    first: usize,
+    oldest: u32,
+    /// Pages in it.
+    pub(crate) len: u32,
 }

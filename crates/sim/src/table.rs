@@ -19,29 +19,24 @@ pub(crate) struct Table<T> {
     next_free: Vec<u32>,
     /// The first free slot; as many as there are slots: none.
     free: u32,
-    len: usize,
 }
 
-impl<T: Copy> Table<T> {
-    /// Puts `thing` into a slot. Whoever inserts without end must look at
-    /// [`Self::check`] now and then.
-    #[inline]
-    pub(crate) fn insert(&mut self, thing: T) -> u32 {
+impl<T: Copy + Default> Table<T> {
+    /// A slot for a thing, which is to be written there. Whoever asks without end
+    /// must look at [`Self::check`] now and then.
+    #[inline(always)]
+    pub(crate) fn take(&mut self) -> u32 {
         let slot = self.free;
-        self.len += 1;
-        match self.slots.get_mut(slot as usize) {
-            Some(place) => {
-                *place = thing;
-                self.free = self.next_free[slot as usize];
-            }
-            None => self.append(thing),
+        match self.next_free.get(slot as usize) {
+            Some(next) => self.free = *next,
+            None => self.append(),
         }
         slot
     }
 
     #[cold]
-    fn append(&mut self, thing: T) {
-        self.slots.push(thing);
+    fn append(&mut self) {
+        self.slots.push(T::default());
         self.free += 1;
         self.next_free.push(self.free);
     }
@@ -58,28 +53,28 @@ impl<T: Copy> Table<T> {
         Ok(())
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn get(&self, slot: u32) -> &T {
         &self.slots[slot as usize]
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn get_mut(&mut self, slot: u32) -> &mut T {
         &mut self.slots[slot as usize]
     }
 
-    /// Takes the thing out; its slot is free again.
-    #[inline]
-    pub(crate) fn remove(&mut self, slot: u32) -> T {
+    /// The slot is free again; what was in it may be read until the next [`Self::take`].
+    #[inline(always)]
+    pub(crate) fn release(&mut self, slot: u32) {
         self.next_free[slot as usize] = self.free;
         self.free = slot;
-        self.len -= 1;
-        self.slots[slot as usize]
     }
 
-    /// Things in the table.
+    /// Things in the table. Counts the free slots.
     pub(crate) fn len(&self) -> usize {
-        self.len
+        let next = |slot: &u32| self.next_free.get(*slot as usize).copied();
+        let free = std::iter::successors(Some(self.free), next).count() - 1;
+        self.slots.len() - free
     }
 }
 

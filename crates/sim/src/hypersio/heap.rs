@@ -31,9 +31,13 @@ const fn time(entry: Entry) -> u64 {
 }
 
 const fn slot(entry: Entry) -> u32 {
-    #[expect(clippy::cast_possible_truncation, reason = "20 bits")]
-    let slot = (entry & ((1 << SLOT_BITS) - 1)) as u32;
-    slot
+    (entry & ((1 << SLOT_BITS) - 1)) as u32
+}
+
+/// The greatest entry of a time.
+#[inline(always)]
+const fn last_of(now_ns: u64) -> Entry {
+    now_ns << SLOT_BITS | ((1 << SLOT_BITS) - 1)
 }
 
 /// True if `one` is ready later than `other`; their slots do not count.
@@ -81,14 +85,19 @@ impl StageQueue for ProgramHeap {
     }
 
     #[inline(always)]
-    fn next_ready_ns(&self) -> u64 {
-        time(self.few[1])
+    fn next_key(&self) -> u64 {
+        self.few[1]
+    }
+
+    #[inline(always)]
+    fn ready_ns(key: u64) -> u64 {
+        time(key)
     }
 
     #[inline(always)]
     fn pop_ready(&mut self, now_ns: u64) -> Option<u32> {
         let first = self.few[1];
-        if time(first) > now_ns {
+        if first > last_of(now_ns) {
             return None;
         }
         if self.len > FEW {
@@ -112,14 +121,14 @@ impl ProgramHeap {
         let few = &mut self.few;
         let last = std::mem::replace(&mut few[self.len % FEW_PLACES], NONE);
         self.len -= 1;
-        let hole = match (self.len + 1).ilog2() {
+        let hole = match self.len {
+            63.. => descend::<6>(few),
+            31.. => descend::<5>(few),
+            15.. => descend::<4>(few),
+            7.. => descend::<3>(few),
+            3.. => descend::<2>(few),
+            1.. => descend::<1>(few),
             0 => return,
-            1 => descend::<1>(few),
-            2 => descend::<2>(few),
-            3 => descend::<3>(few),
-            4 => descend::<4>(few),
-            5 => descend::<5>(few),
-            _ => descend::<6>(few),
         };
         rise_in_few(few, hole, last);
     }
@@ -226,12 +235,16 @@ impl StageQueue for ProgramFifo {
         self.0.push_back(entry(ready_ns, slot));
     }
 
-    fn next_ready_ns(&self) -> u64 {
-        self.0.front().map_or(u64::MAX, |first| time(*first))
+    fn next_key(&self) -> u64 {
+        self.0.front().copied().unwrap_or(NONE)
+    }
+
+    fn ready_ns(key: u64) -> u64 {
+        time(key)
     }
 
     fn pop_ready(&mut self, now_ns: u64) -> Option<u32> {
-        if self.next_ready_ns() > now_ns {
+        if self.next_key() > last_of(now_ns) {
             return None;
         }
         self.0.pop_front().map(slot)

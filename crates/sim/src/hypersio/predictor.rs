@@ -2,8 +2,6 @@
 //! The program's source predictor: the successor of a source is the source of
 //! the request `length + 1` requests later, as first seen, for ever.
 
-use std::collections::VecDeque;
-
 use crate::config::PrefetchConfig;
 use crate::flavour::SourcePredictor;
 
@@ -14,10 +12,13 @@ const NONE: u32 = u32::MAX;
 #[derive(Debug)]
 pub(crate) struct FirstSeen {
     length: usize,
-    /// The last sources, oldest first, `length` of them.
-    recent: VecDeque<u32>,
-    /// The source that left `recent` last: the one to learn a successor for.
-    previous: Option<u32>,
+    /// The last sources, a ring once there are `length` of them.
+    recent: Vec<u32>,
+    /// Place of the oldest in it.
+    oldest: usize,
+    /// The source that left `recent` last: the one to learn a successor for;
+    /// [`NONE`] before there is one.
+    previous: u32,
     successors: Vec<u32>,
 }
 
@@ -25,31 +26,44 @@ impl SourcePredictor for FirstSeen {
     fn new(config: &PrefetchConfig) -> Self {
         Self {
             length: config.history_length as usize,
-            recent: VecDeque::new(),
-            previous: None,
+            recent: Vec::new(),
+            oldest: 0,
+            previous: NONE,
             successors: Vec::new(),
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn observe(&mut self, tenant: u32) -> Option<u32> {
         if self.successors.len() <= tenant as usize {
-            self.successors.resize(tenant as usize + 1, NONE);
+            self.add(tenant);
         }
         let successor = self.successors[tenant as usize];
-        if let Some(previous) = self.previous
-            && previous != tenant
-            && self.successors[previous as usize] == NONE
+        if let Some(of_previous) = self.successors.get_mut(self.previous as usize)
+            && *of_previous == NONE
+            && self.previous != tenant
         {
-            self.successors[previous as usize] = tenant;
+            *of_previous = tenant;
         }
-        if self.recent.len() >= self.length {
-            self.previous = self.recent.pop_front();
+        if self.recent.len() < self.length {
+            self.recent.push(tenant);
+        } else {
+            self.previous = std::mem::replace(&mut self.recent[self.oldest], tenant);
+            self.oldest += 1;
+            if self.oldest == self.length {
+                self.oldest = 0;
+            }
         }
-        self.recent.push_back(tenant);
         (successor != NONE).then_some(successor)
     }
 
     /// The program has no such register.
     fn set_length(&mut self, _length: u32) {}
+}
+
+impl FirstSeen {
+    #[cold]
+    fn add(&mut self, tenant: u32) {
+        self.successors.resize(tenant as usize + 1, NONE);
+    }
 }

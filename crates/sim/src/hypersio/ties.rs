@@ -36,7 +36,6 @@ impl ProgramRand {
         let mut words = [1_u32; WORDS];
         for n in 1..WORDS {
             let next = u64::from(words[n - 1]) * 16_807 % 0x7fff_ffff;
-            #[expect(clippy::cast_possible_truncation, reason = "less than 2^31")]
             let next = next as u32;
             words[n] = next;
         }

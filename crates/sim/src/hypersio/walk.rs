@@ -39,17 +39,18 @@ impl TranslationAgent for ShortWalk {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn look_up(&mut self, request: &Request) -> Answer {
         let page = &request.page;
         let level = u64::from(page.level());
-        let look = |cache: &mut Option<Cache>, shift| {
-            cache
-                .as_mut()
-                .is_some_and(|cache| cache.look_up(page, page.tag_at(shift), request.next_use))
+        let in_l2 = match &mut self.l2 {
+            Some(l2) => l2.look_up(page, page.tag_at(L2_SHIFT), request.next_use),
+            None => false,
         };
-        let in_l2 = look(&mut self.l2, L2_SHIFT);
-        let in_l3 = look(&mut self.l3, L3_SHIFT);
+        let in_l3 = match &mut self.l3 {
+            Some(l3) => l3.look_up(page, page.tag_at(L3_SHIFT), request.next_use),
+            None => false,
+        };
         let hit_ns = self.latency.walk_cache_hit_ns;
         let accesses = match (in_l2, in_l3, level) {
             (true, _, 2) => {
@@ -73,13 +74,14 @@ impl TranslationAgent for ShortWalk {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn fill(&mut self, request: &Request) {
         let page = &request.page;
-        for (cache, shift) in [(&mut self.l2, L2_SHIFT), (&mut self.l3, L3_SHIFT)] {
-            if let Some(cache) = cache {
-                cache.fill(page, page.tag_at(shift), request.next_use);
-            }
+        if let Some(l2) = &mut self.l2 {
+            l2.fill(page, page.tag_at(L2_SHIFT), request.next_use);
+        }
+        if let Some(l3) = &mut self.l3 {
+            l3.fill(page, page.tag_at(L3_SHIFT), request.next_use);
         }
     }
 

@@ -55,7 +55,7 @@ impl StageQueue for TimedQueue {
     }
 
     #[inline]
-    fn next_ready_ns(&self) -> u64 {
+    fn next_key(&self) -> u64 {
         match self {
             Self::ByTime { heap, .. } => heap.peek().map_or(u64::MAX, |Reverse((time, _))| *time),
             Self::ByArrival(fifo) => fifo.front().map_or(u64::MAX, |(time, _)| *time),
@@ -63,8 +63,13 @@ impl StageQueue for TimedQueue {
     }
 
     #[inline]
+    fn ready_ns(key: u64) -> u64 {
+        key
+    }
+
+    #[inline]
     fn pop_ready(&mut self, now_ns: u64) -> Option<u32> {
-        if self.next_ready_ns() > now_ns {
+        if self.next_key() > now_ns {
             return None;
         }
         match self {
@@ -92,10 +97,10 @@ mod tests {
         for (time, slot) in [(7, 9), (5, 8), (7, 1), (5, 3), (7, 0), (6, 2)] {
             queue.push(time, slot);
         }
-        assert_eq!(queue.next_ready_ns(), 5);
+        assert_eq!(queue.next_key(), 5);
         assert_eq!(drain(&mut queue, 6), [8, 3, 2]);
         assert_eq!(drain(&mut queue, 7), [9, 1, 0]);
-        assert_eq!(queue.next_ready_ns(), u64::MAX);
+        assert_eq!(queue.next_key(), u64::MAX);
     }
 
     #[test]
