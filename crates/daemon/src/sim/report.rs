@@ -231,7 +231,7 @@ impl Text for VerifyReport {
         let percent = |error: f64| format!("{:.4} %", error * 100.0);
         let count = |count: usize| count.to_string();
         let mut text = table(&[
-            ["ROWS", "COMPARED", "EXACT OR WITHIN", "WORST"].map(String::from),
+            ["ROWS", "COMPARED", "TO THE NS", "WORST"].map(String::from),
             [
                 "lru".into(),
                 count(figures.lru_rows),
@@ -247,7 +247,7 @@ impl Text for VerifyReport {
             [
                 "lfu".into(),
                 count(figures.lfu_rows),
-                count(figures.lfu_within),
+                count(figures.lfu_exact),
                 percent(figures.lfu_error_max),
             ],
         ]);
@@ -262,13 +262,19 @@ impl Text for VerifyReport {
                 percent(row.error)
             );
         }
+        for trace in &self.missing_traces {
+            text += &format!(
+                "not there, though its parameters are: {}\n",
+                trace.display()
+            );
+        }
         text += &format!(
             "{} rows have no trace here; {}\n",
             figures.rows_without_trace,
-            if self.agrees {
-                "all others agree"
-            } else {
-                "the others do not all agree"
+            match (figures.rows, self.agrees) {
+                (0, _) => "nothing was compared",
+                (_, true) => "all others agree",
+                (_, false) => "the others do not all agree",
             }
         );
         text

@@ -14,7 +14,6 @@
 mod report;
 mod row;
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -72,13 +71,18 @@ pub fn run(
         .collect();
     let all = matching.iter().map(|(_, rows)| rows.len()).sum();
     let done = AtomicUsize::new(0);
+    let mut missing_traces = Vec::new();
     for (found, rows) in &matching {
+        if !found.trace.exists() {
+            missing_traces.push(found.trace.clone());
+            continue;
+        }
         let tick = || progress(done.fetch_add(1, Ordering::Relaxed) + 1, all);
         outcomes.extend(compare_trace(found, rows, request, &tick)?);
         without_trace -= rows.len();
     }
     outcomes.sort_by_key(|outcome| outcome.row);
-    Ok(VerifyReport::of(outcomes, without_trace))
+    Ok(VerifyReport::of(outcomes, without_trace, missing_traces))
 }
 
 /// A trace, in memory or on disk.
@@ -90,18 +94,9 @@ enum Opened<'a> {
 impl<'a> Opened<'a> {
     fn open(found: &'a Found) -> Result<Self, SimError> {
         let path = &found.trace;
-        let metadata = std::fs::metadata(path).map_err(|source| match source.kind() {
-            ErrorKind::NotFound => TraceError::File {
-                path: found.params.clone(),
-                reason: format!(
-                    "its trace {} is not there: make it again, or remove this file",
-                    path.display()
-                ),
-            },
-            _ => TraceError::Io {
-                path: path.clone(),
-                source,
-            },
+        let metadata = std::fs::metadata(path).map_err(|source| TraceError::Io {
+            path: path.clone(),
+            source,
         })?;
         let bytes = metadata.len();
         if bytes / REQUEST_BYTES > HELD_REQUESTS {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! How far the model is from the authors' program.
 
+use std::path::PathBuf;
+
 use serde::Serialize;
 
 use super::row::Reference;
@@ -116,13 +118,19 @@ pub struct VerifyReport {
     pub figures: VerifyFigures,
     /// Rows that are not exact, the furthest off first.
     pub worst: Vec<RowOutcome>,
+    /// Traces whose parameters match a row, but which are not there themselves.
+    pub missing_traces: Vec<PathBuf>,
 }
 
 /// Rows that are shown.
 const SHOWN: usize = 10;
 
 impl VerifyReport {
-    pub(super) fn of(mut rows: Vec<RowOutcome>, rows_without_trace: usize) -> Self {
+    pub(super) fn of(
+        mut rows: Vec<RowOutcome>,
+        rows_without_trace: usize,
+        missing_traces: Vec<PathBuf>,
+    ) -> Self {
         let mut figures = VerifyFigures {
             rows: rows.len(),
             rows_without_trace,
@@ -165,6 +173,7 @@ impl VerifyReport {
                 && figures.lfu_error_max <= LFU_ERROR_MAX,
             figures,
             worst: rows,
+            missing_traces,
         }
     }
 }

@@ -141,9 +141,11 @@ pub(super) fn find_traces(directory: &Path) -> Result<Vec<Found>, SimError> {
             let name = name.to_string_lossy();
             if entry.file_type().map_err(at)?.is_dir() {
                 directories.push(path);
-            } else if let Some(prefix) = name.strip_suffix(PARAMS_SUFFIX) {
+            } else if let Some(prefix) = name.strip_suffix(PARAMS_SUFFIX)
+                && let Some(key) = read_params(&path)?
+            {
                 found.push(Found {
-                    key: read_params(&path)?,
+                    key,
                     trace: path.with_file_name(format!("{prefix}{TRACE_SUFFIX}")),
                     params: path,
                 });
@@ -151,7 +153,8 @@ pub(super) fn find_traces(directory: &Path) -> Result<Vec<Found>, SimError> {
         }
     }
     // One trace may be there twice; the order of a directory is nobody's choice.
-    found.sort_by(|one, other| one.params.cmp(&other.params));
+    // Whole ones come first.
+    found.sort_by_cached_key(|one| (!one.trace.exists(), one.params.clone()));
     let mut distinct: Vec<Found> = Vec::new();
     for one in found {
         if !distinct.iter().any(|seen| seen.key == one.key) {
@@ -161,7 +164,8 @@ pub(super) fn find_traces(directory: &Path) -> Result<Vec<Found>, SimError> {
     Ok(distinct)
 }
 
-fn read_params(path: &Path) -> Result<TraceKey, SimError> {
+/// The parameters in `path`; `None` if it is about something else.
+fn read_params(path: &Path) -> Result<Option<TraceKey>, SimError> {
     let broken = |reason: String| TraceError::File {
         path: path.to_owned(),
         reason,
@@ -172,6 +176,12 @@ fn read_params(path: &Path) -> Result<TraceKey, SimError> {
     })?;
     let params: Value =
         serde_json::from_str(&text).map_err(|error| broken(format!("is no JSON: {error}")))?;
+    if TRACE_COLUMNS
+        .iter()
+        .all(|column| params.get(column).is_none())
+    {
+        return Ok(None);
+    }
     let columns = TRACE_COLUMNS
         .iter()
         .map(|column| match params.get(column) {
@@ -192,7 +202,7 @@ fn read_params(path: &Path) -> Result<TraceKey, SimError> {
             .into());
         }
     };
-    Ok(TraceKey { columns, generator })
+    Ok(Some(TraceKey { columns, generator }))
 }
 
 /// The fields of one row, by column.
@@ -232,7 +242,10 @@ impl Fields<'_> {
                 generator: optional(GENERATOR).to_owned(),
             },
             config: self.config()?,
-            elapsed_ns: self.number("time_ns")?,
+            elapsed_ns: match self.number("time_ns")? {
+                0 => return Err("'time_ns' is 0, and no run takes no time".to_owned()),
+                elapsed_ns => elapsed_ns,
+            },
             dropped_slots: match optional("dropped_slots") {
                 "" => None,
                 _ => Some(self.number("dropped_slots")?),

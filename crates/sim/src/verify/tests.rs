@@ -364,7 +364,7 @@ fn broken_params_are_refused_with_their_file() {
     for (broken, said) in [
         ("{".to_owned(), "no JSON"),
         (String::new(), "no JSON"),
-        ("[1, 2]".to_owned(), "has no 'workload'"),
+        ("{\"workload\": \"seq\"}".to_owned(), "has no 'tenants'"),
         (whole.replace("\"stagger\"", "\"x\""), "has no 'stagger'"),
         (whole.replace("\"rr\"", "[\"rr\"]"), "'order' is"),
         (whole.replace("\"pagetide\"", "7"), "'generator' is 7"),
@@ -379,14 +379,31 @@ fn broken_params_are_refused_with_their_file() {
 }
 
 #[test]
-fn trace_missing_beside_its_params_is_told_with_both_names() {
+fn trace_missing_beside_its_params_is_counted_and_named() {
     let place = Place::new();
-    fs::remove_file(place.traces().join("below/t_iotlb_trace.bin")).unwrap();
-    let complaint = place.complaint();
-    assert!(
-        complaint.contains("t_params.json") && complaint.contains("t_iotlb_trace.bin"),
-        "{complaint}"
+    let trace = place.traces().join("below/t_iotlb_trace.bin");
+    fs::remove_file(&trace).unwrap();
+    let report = place.verify(1).unwrap();
+    assert_eq!(
+        (report.figures.rows, report.figures.rows_without_trace),
+        (0, 1)
     );
+    assert_eq!(report.missing_traces, [trace]);
+    assert!(!report.agrees, "nothing was compared");
+}
+
+#[test]
+fn params_of_something_else_are_passed_over() {
+    let place = Place::new();
+    fs::write(place.traces().join("hyper_params.json"), "{\"layers\": 3}").unwrap();
+    assert_eq!(place.verify(1).unwrap().figures.rows, 1);
+}
+
+#[test]
+fn row_that_took_no_time_is_refused() {
+    let place = Place::new();
+    place.table(&[row(&[("time_ns", "0")])]);
+    assert!(place.complaint().contains("'time_ns' is 0"));
 }
 
 #[test]
