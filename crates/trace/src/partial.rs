@@ -1,38 +1,79 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A file in the making: it has a temporary name beside its own, and gets its
-//! own when it is whole. Whoever finds the name finds all of the file.
+//! A file in the making: it gets its name when it is whole. Whoever finds the
+//! name finds all of the file.
+//!
+//! Until then it has no name at all (`O_TMPFILE`), so that a process that is
+//! killed leaves nothing behind. A file system without such files gets one named
+//! `.NAME.PID.partial` beside it; a killed process leaves that one there.
+//!
+//! Taking a name replaces what had it. That is meant for files, and ruinous for
+//! devices and pipes: `/dev/null` would become a file for everybody. So what is
+//! there must be a regular file or nothing. Symbolic links stay, and the file
+//! they lead to is replaced.
 
-use std::fs::{self, File, OpenOptions};
+use std::ffi::OsString;
+use std::fs::{self, File, FileType, OpenOptions};
+use std::io::ErrorKind;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
 use crate::error::TraceError;
 
-/// The temporary file of `path`; dropped before [`PartialFile::complete`], it is removed.
+/// Symbolic links that are followed; the kernel's own limit.
+const LINKS_MAX: usize = 40;
+
+/// The making of the file at a path; dropped before [`PartialFile::complete`],
+/// nothing is left of it.
 #[derive(Debug)]
 pub struct PartialFile {
+    /// As it was asked for.
     path: PathBuf,
+    /// Where that leads: no symbolic link.
+    target: PathBuf,
     temporary: PathBuf,
-    complete: bool,
+    stage: Stage,
+}
+
+/// How far it is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stage {
+    /// It has no name.
+    Nameless,
+    /// It has the temporary name.
+    Temporary,
+    /// It has its own.
+    Complete,
 }
 
 impl PartialFile {
-    /// Makes the temporary file, empty, open for reading and writing.
+    /// Makes the file, empty, open for reading and writing, still without its name.
+    ///
+    /// # Errors
+    /// If something is at `path` that is no regular file, or no file can be made there.
     pub fn create(path: &Path) -> Result<(Self, File), TraceError> {
-        let Some(name) = path.file_name() else {
+        let target = target_of(path)?;
+        let Some(name) = target.file_name() else {
             return Err(TraceError::Asked(format!(
                 "{} is no name of a file to write",
                 path.display()
             )));
         };
-        let mut hidden = std::ffi::OsString::from(".");
+        let mut hidden = OsString::from(".");
         hidden.push(name);
         // Another process may be making the same file; the last to finish wins.
         hidden.push(format!(".{}.partial", std::process::id()));
-        let partial = Self {
+        let mut partial = Self {
             path: path.to_owned(),
-            temporary: path.with_file_name(hidden),
-            complete: false,
+            temporary: target.with_file_name(hidden),
+            target,
+            stage: Stage::Nameless,
         };
+        if let Some(file) = nameless(directory_of(&partial.target)) {
+            return Ok((partial, file));
+        }
         let file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -40,7 +81,16 @@ impl PartialFile {
             .truncate(true)
             .open(&partial.temporary)
             .map_err(|source| partial.error(source))?;
+        partial.stage = Stage::Temporary;
         Ok((partial, file))
+    }
+
+    /// Whether a file can be made at `path`: for those that write it only after long work.
+    ///
+    /// # Errors
+    /// As [`PartialFile::create`].
+    pub fn check(path: &Path) -> Result<(), TraceError> {
+        Self::create(path).map(drop)
     }
 
     /// The name that the file will have.
@@ -48,12 +98,33 @@ impl PartialFile {
         &self.path
     }
 
-    /// Gives `file`, the temporary file, its name, once it is on disk.
+    /// Gives `file`, the one of [`PartialFile::create`], its name, once it is on disk.
+    ///
+    /// # Errors
+    /// If the system cannot write it out or name it.
     pub fn complete(mut self, file: &File) -> Result<(), TraceError> {
-        file.sync_data()
-            .and_then(|()| fs::rename(&self.temporary, &self.path))
-            .map_err(|source| self.error(source))?;
-        self.complete = true;
+        self.finish(file).map_err(|source| self.error(source))
+    }
+
+    fn finish(&mut self, file: &File) -> std::io::Result<()> {
+        file.sync_data()?;
+        if self.stage == Stage::Nameless {
+            // A link cannot replace what is there, a renaming can: so two steps.
+            match fs::remove_file(&self.temporary) {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+            rustix::fs::linkat(
+                CWD,
+                descriptor(file),
+                CWD,
+                &self.temporary,
+                AtFlags::SYMLINK_FOLLOW,
+            )?;
+            self.stage = Stage::Temporary;
+        }
+        fs::rename(&self.temporary, &self.target)?;
+        self.stage = Stage::Complete;
         Ok(())
     }
 
@@ -68,10 +139,207 @@ impl PartialFile {
 
 impl Drop for PartialFile {
     fn drop(&mut self) {
-        if !self.complete {
-            // It may never have been made, or the directory is gone: either way
-            // nothing is left to remove.
+        if self.stage == Stage::Temporary {
+            // Gone already, or its directory is: either way nothing is left to remove.
             drop(fs::remove_file(&self.temporary));
         }
+    }
+}
+
+/// The file that `path` leads to, if it is one or there is none yet.
+fn target_of(path: &Path) -> Result<PathBuf, TraceError> {
+    let refused = |reason: String| TraceError::File {
+        path: path.to_owned(),
+        reason,
+    };
+    match fs::metadata(path) {
+        Ok(there) if there.is_file() => {}
+        Ok(there) => {
+            return Err(refused(format!(
+                "is {}, and would be replaced; give the name of a file",
+                kind_of(there.file_type())
+            )));
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(source) => {
+            return Err(TraceError::Io {
+                path: path.to_owned(),
+                source,
+            });
+        }
+    }
+    let mut target = path.to_owned();
+    // A link to nothing is followed too, as when a file is opened for writing.
+    for _ in 0..LINKS_MAX {
+        match fs::read_link(&target) {
+            Ok(next) => target = directory_of(&target).join(next),
+            Err(_) => break,
+        }
+    }
+    let directory = directory_of(&target);
+    if !directory.is_dir() {
+        return Err(refused(format!(
+            "there is no directory {}; make it first",
+            directory.display()
+        )));
+    }
+    Ok(target)
+}
+
+fn kind_of(kind: FileType) -> &'static str {
+    if kind.is_dir() {
+        "a directory"
+    } else if kind.is_fifo() {
+        "a pipe"
+    } else if kind.is_socket() {
+        "a socket"
+    } else {
+        "a device"
+    }
+}
+
+fn directory_of(file: &Path) -> &Path {
+    match file.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// A file without a name, if the file system has such files and there is a way
+/// to name it later.
+fn nameless(directory: &Path) -> Option<File> {
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    // Whatever is wrong, making a file with a name tells it better.
+    match rustix::fs::open(directory, flags, Mode::from_raw_mode(0o666)) {
+        Ok(file) => Some(File::from(file)).filter(|file| descriptor(file).exists()),
+        Err(_) => None,
+    }
+}
+
+/// Where the kernel shows an open file as one to link to.
+fn descriptor(file: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn make(path: &Path, content: &[u8]) -> Result<(), TraceError> {
+        let (partial, mut file) = PartialFile::create(path)?;
+        file.write_all(content).unwrap();
+        partial.complete(&file)
+    }
+
+    fn names(directory: &Path) -> Vec<OsString> {
+        let entries = fs::read_dir(directory).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn file_that_is_complete_replaces_the_one_before_and_is_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        for content in [b"one".as_slice(), b"two"] {
+            make(&path, content).unwrap();
+            assert_eq!(fs::read(&path).unwrap(), content);
+        }
+        assert_eq!(names(dir.path()), ["a"]);
+    }
+
+    #[test]
+    fn file_that_is_dropped_or_leaked_leaves_the_one_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        make(&path, b"one").unwrap();
+        drop(PartialFile::create(&path).unwrap());
+        PartialFile::check(&path).unwrap();
+        assert_eq!(names(dir.path()), ["a"]);
+        // As when the process is killed: nothing is dropped, and all is closed.
+        if nameless(dir.path()).is_some() {
+            let (partial, file) = PartialFile::create(&path).unwrap();
+            std::mem::forget(partial);
+            drop(file);
+            assert_eq!(names(dir.path()), ["a"]);
+        }
+        assert_eq!(fs::read(&path).unwrap(), b"one");
+    }
+
+    #[test]
+    fn file_with_a_temporary_name_ends_as_one_without() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        for complete in [true, false] {
+            let temporary = dir.path().join(".a.partial");
+            let mut file = File::create(&temporary).unwrap();
+            let partial = PartialFile {
+                path: path.clone(),
+                target: path.clone(),
+                temporary,
+                stage: Stage::Temporary,
+            };
+            file.write_all(b"one").unwrap();
+            if complete {
+                partial.complete(&file).unwrap();
+            } else {
+                drop(partial);
+            }
+            assert_eq!(names(dir.path()), ["a"]);
+        }
+    }
+
+    #[test]
+    fn name_of_a_pipe_or_directory_is_refused_and_keeps_what_it_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        rustix::fs::mkfifoat(CWD, &pipe, Mode::from_raw_mode(0o600)).unwrap();
+        let link = dir.path().join("link");
+        symlink("pipe", &link).unwrap();
+        for (path, told) in [
+            (pipe.as_path(), "is a pipe"),
+            (&link, "is a pipe"),
+            (dir.path(), "is a directory"),
+            (&dir.path().join("absent/a"), "make it first"),
+        ] {
+            let error = PartialFile::create(path).unwrap_err().to_string();
+            assert!(error.contains(told), "{error}");
+        }
+        let kind = fs::symlink_metadata(&pipe).unwrap().file_type();
+        assert!(kind.is_fifo());
+        assert_eq!(names(dir.path()), ["link", "pipe"]);
+    }
+
+    #[test]
+    fn symbolic_link_stays_and_its_file_is_replaced_or_made() {
+        let dir = tempfile::tempdir().unwrap();
+        let deep = dir.path().join("deep");
+        fs::create_dir(&deep).unwrap();
+        fs::write(deep.join("there"), "old").unwrap();
+        for name in ["there", "new"] {
+            let link = dir.path().join(format!("to-{name}"));
+            let second = dir.path().join(format!("again-{name}"));
+            symlink(Path::new("deep").join(name), &link).unwrap();
+            symlink(&link, &second).unwrap();
+            make(&second, b"content").unwrap();
+            for link in [&link, &second] {
+                assert!(fs::symlink_metadata(link).unwrap().is_symlink());
+            }
+            assert_eq!(fs::read(deep.join(name)).unwrap(), b"content");
+        }
+        assert_eq!(names(&deep), ["new", "there"]);
+    }
+
+    #[test]
+    fn symbolic_links_in_a_circle_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        symlink("a", &path).unwrap();
+        assert!(PartialFile::create(&path).is_err());
+        assert_eq!(names(dir.path()), ["a"]);
     }
 }
