@@ -35,6 +35,8 @@ pub(crate) struct Cache {
     is_lru: bool,
     policy: Policy,
     ways: usize,
+    /// One more than there are, which is empty for ever: where a hint points
+    /// that knows no position.
     entries: Vec<Entry>,
     /// Entries in use, of each set.
     used: Vec<u32>,
@@ -99,7 +101,7 @@ impl Cache {
             is_lru: config.replacement == Replacement::Lru,
             policy: Policy::new(config, ties, geometry.sets()),
             ways,
-            entries: vec![empty; entries],
+            entries: vec![empty; entries + 1],
             used: vec![0; geometry.sets()],
             hints: Hints::new(entries),
             tick: 0,
@@ -159,12 +161,12 @@ impl Cache {
     fn find(&self, page: &Page, tag: Tag) -> Option<usize> {
         let hint = self.hints.of(tag);
         let at = hint.position();
-        match self.entries.get(at) {
-            Some(entry) if entry.tag == tag && self.may_hit(page, at) => Some(at),
-            // The bucket's only tag is another one, or another set's, or it has none.
-            Some(_) if hint.tags() <= 1 => None,
-            _ if hint.tags() == 0 => None,
-            _ => self.search(page, tag),
+        if self.entries[at].tag == tag && self.may_hit(page, at) {
+            Some(at)
+        } else if hint.others() == 0 {
+            None
+        } else {
+            self.search(page, tag)
         }
     }
 

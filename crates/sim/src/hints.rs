@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Where in a cache a tag may be: most look-ups are answered without searching a set.
 //!
-//! Tags fall into buckets, four for each entry of the cache. A bucket knows how
-//! many tags of the cache fell into it and where the last one is. None: the tag
-//! is not there. One, and it is another: not there either. Else the set is
-//! searched.
+//! Tags fall into buckets, four for each entry of the cache. A bucket knows where
+//! the last tag that fell into it is, and how many others there are. If the tag
+//! there is another one and there are no others, the tag looked for is not in the
+//! cache; with others, its set is searched.
+//!
+//! A bucket that knows no position, as it is empty or as its last tag has gone,
+//! points at an entry that no tag is ever put into. So a miss takes the same way
+//! through the code whether its bucket is empty or not, which is as good as random.
 
 use crate::request::Tag;
 
@@ -13,53 +17,53 @@ use crate::request::Tag;
 pub(crate) struct Hints {
     buckets: Vec<Hint>,
     shift: u32,
+    /// The position that stands for none.
+    nowhere: u32,
 }
 
-/// One bucket: position of the last tag that came in the upper, number of tags
-/// in the lower bits.
+/// One bucket: position of the last tag that came in the upper, number of the
+/// others in the lower bits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Hint(u32);
 
 /// Buckets of a cache of few entries, for which it costs nothing to have plenty.
 const BUCKETS_MIN: usize = 1024;
 
-/// Bits of the number; a bucket of more tags than that is searched for ever.
-const HINT_TAGS_BITS: u32 = 7;
-const HINT_TAGS_MAX: u32 = (1 << HINT_TAGS_BITS) - 1;
-/// The last tag of a bucket has gone; where the others are is not known.
-const UNKNOWN: u32 = u32::MAX >> HINT_TAGS_BITS;
+/// Bits of the number; a bucket of more others than that is searched for ever.
+const OTHERS_BITS: u32 = 7;
+const OTHERS_MAX: u32 = (1 << OTHERS_BITS) - 1;
 /// Entries that a position can name.
 pub(crate) const ENTRIES_MAX: u32 = 1 << 24;
-const _: () = assert!(ENTRIES_MAX <= UNKNOWN);
+const _: () = assert!(ENTRIES_MAX <= u32::MAX >> OTHERS_BITS);
 
 impl Hint {
-    const NONE: Self = Self::new(UNKNOWN, 0);
-
-    #[inline]
-    const fn new(position: u32, tags: u32) -> Self {
-        Self(position << HINT_TAGS_BITS | tags)
+    #[inline(always)]
+    const fn new(position: u32, others: u32) -> Self {
+        Self(position << OTHERS_BITS | others)
     }
 
-    /// Where the last tag is; no position of an entry if that is not known.
+    /// Where the last tag is; past the last entry if that is not known.
     #[inline(always)]
     pub(crate) const fn position(self) -> usize {
-        (self.0 >> HINT_TAGS_BITS) as usize
+        (self.0 >> OTHERS_BITS) as usize
     }
 
-    /// Tags of the bucket.
+    /// Tags of the bucket that are elsewhere.
     #[inline(always)]
-    pub(crate) const fn tags(self) -> u32 {
-        self.0 & HINT_TAGS_MAX
+    pub(crate) const fn others(self) -> u32 {
+        self.0 & OTHERS_MAX
     }
 }
 
 impl Hints {
-    /// No tags, of a cache of `entries` entries.
+    /// No tags, of a cache of `entries` entries, at most [`ENTRIES_MAX`].
     pub(crate) fn new(entries: usize) -> Self {
         let buckets = (entries * 4).next_power_of_two().max(BUCKETS_MIN);
+        let nowhere = narrow(entries);
         Self {
-            buckets: vec![Hint::NONE; buckets],
+            buckets: vec![Hint::new(nowhere, 0); buckets],
             shift: u64::BITS - buckets.ilog2(),
+            nowhere,
         }
     }
 
@@ -74,9 +78,9 @@ impl Hints {
     pub(crate) fn learn(&mut self, tag: Tag, at: usize) {
         let bucket = self.bucket(tag);
         let hint = &mut self.buckets[bucket];
-        #[expect(clippy::cast_possible_truncation, reason = "at most ENTRIES_MAX")]
-        let position = at as u32;
-        *hint = Hint::new(position, (hint.tags() + 1).min(HINT_TAGS_MAX));
+        // The tag that the bucket knew of is one of the others now.
+        let known = u32::from(hint.position() != self.nowhere as usize);
+        *hint = Hint::new(narrow(at), (hint.others() + known).min(OTHERS_MAX));
     }
 
     /// `tag` is not at `at` any more.
@@ -84,16 +88,14 @@ impl Hints {
     pub(crate) fn forget(&mut self, tag: Tag, at: usize) {
         let bucket = self.bucket(tag);
         let hint = &mut self.buckets[bucket];
-        let position = if hint.position() == at {
-            UNKNOWN
+        let others = hint.others();
+        *hint = if hint.position() == at {
+            Hint::new(self.nowhere, others)
         } else {
-            hint.0 >> HINT_TAGS_BITS
+            // A number that was too large once is not known any more.
+            let gone = u32::from(others != OTHERS_MAX);
+            Hint(hint.0 - gone)
         };
-        let tags = match hint.tags() {
-            HINT_TAGS_MAX => HINT_TAGS_MAX,
-            tags => tags - 1,
-        };
-        *hint = Hint::new(position, tags);
     }
 
     /// Multiplicative hashing: the upper bits of the product are well mixed.
@@ -103,4 +105,12 @@ impl Hints {
         let bucket = (tag.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> self.shift) as usize;
         bucket
     }
+}
+
+/// A position as a hint holds it.
+#[inline(always)]
+const fn narrow(position: usize) -> u32 {
+    #[expect(clippy::cast_possible_truncation, reason = "at most ENTRIES_MAX")]
+    let position = position as u32;
+    position
 }

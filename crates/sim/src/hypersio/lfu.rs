@@ -120,11 +120,11 @@ impl SmallLfu {
             count += 1;
             least = bytes_equal(set.counts, count) & in_use;
         }
-        let tied = ((least >> 7).wrapping_mul(ONES) >> 56).max(1);
-        for _ in 0..u64::from(self.rand.borrow_mut().next()) % tied {
-            least &= least - 1;
-        }
-        let at = first_byte(least);
+        // How many have it up to each position, the last of which knows of all.
+        let up_to = (least >> 7).wrapping_mul(ONES);
+        let tied = (up_to >> 56).max(1);
+        let chosen = u64::from(self.rand.borrow_mut().next()) % tied;
+        let at = first_byte(bytes_equal(up_to, chosen + 1));
         let way = set.ways >> (8 * at) & 0xff;
         set.remove(at);
         way
