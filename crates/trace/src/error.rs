@@ -7,7 +7,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     /// The file could not be opened, read or written.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {source}{}", path.display(), advice(source))]
     Io {
         /// The file.
         path: PathBuf,
@@ -35,4 +35,16 @@ pub enum TraceError {
     /// What was asked for cannot be made.
     #[error("{0}")]
     Asked(String),
+}
+
+/// What to do about it, where the system's words leave that open.
+fn advice(error: &std::io::Error) -> &'static str {
+    use std::io::ErrorKind;
+    match error.kind() {
+        ErrorKind::NotFound => "; check the name and the directory it is in",
+        ErrorKind::PermissionDenied => "; it belongs to somebody else, or its mode forbids it",
+        ErrorKind::IsADirectory => "; give the name of a file",
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "; make room, or write elsewhere",
+        _ => "",
+    }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use parquet::basic::{Compression, Encoding};
 use parquet::data_type::{DataType, Int32Type, Int64Type};
-use parquet::errors::Result as ParquetResult;
+use parquet::errors::{ParquetError, Result as ParquetResult};
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
@@ -76,10 +76,7 @@ impl ParquetWriter {
                     Arc::new(properties(meta)),
                 )
             })
-            .map_err(|error| TraceError::File {
-                path: path.to_owned(),
-                reason: error.to_string(),
-            })?;
+            .map_err(|error| write_error(path, error))?;
         Ok(Self {
             partial,
             writer,
@@ -128,7 +125,7 @@ impl ParquetWriter {
         }
         self.rows
             .write(&mut self.writer)
-            .map_err(|error| write_error(self.partial.path(), &error))?;
+            .map_err(|error| write_error(self.partial.path(), error))?;
         self.done += self.rows.kind.len() as u64;
         self.rows.clear();
         Ok(())
@@ -159,7 +156,7 @@ impl EventSink for ParquetWriter {
         let buffer = self
             .writer
             .into_inner()
-            .map_err(|error| write_error(&path, &error))?;
+            .map_err(|error| write_error(&path, error))?;
         let file = buffer.into_inner().map_err(|error| TraceError::Io {
             path,
             source: error.into_error(),
@@ -177,10 +174,22 @@ impl std::fmt::Debug for ParquetWriter {
     }
 }
 
-fn write_error(path: &Path, error: &parquet::errors::ParquetError) -> TraceError {
-    TraceError::File {
+/// The crate wraps what the system said; out it comes again, for a full disk is
+/// no fault of the trace.
+fn write_error(path: &Path, error: ParquetError) -> TraceError {
+    let refused = |reason: &dyn std::fmt::Display| TraceError::File {
         path: path.to_owned(),
-        reason: format!("cannot be written: {error}"),
+        reason: format!("cannot be written: {reason}"),
+    };
+    match error {
+        ParquetError::External(inner) => match inner.downcast::<std::io::Error>() {
+            Ok(source) => TraceError::Io {
+                path: path.to_owned(),
+                source: *source,
+            },
+            Err(inner) => refused(&inner),
+        },
+        other => refused(&other),
     }
 }
 
@@ -260,10 +269,57 @@ fn column<T: DataType>(
     levels: Option<&[i16]>,
 ) -> ParquetResult<()> {
     let Some(mut writer) = group.next_column()? else {
-        return Err(parquet::errors::ParquetError::General(
+        return Err(ParquetError::General(
             "more columns than the schema has".to_owned(),
         ));
     };
     writer.typed::<T>().write_batch(values, levels, None)?;
     writer.close()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Error, ErrorKind, Write};
+
+    use super::*;
+
+    /// A disk that is full from the start.
+    struct Full;
+
+    impl Write for Full {
+        fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+            Err(ErrorKind::StorageFull.into())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Err(ErrorKind::StorageFull.into())
+        }
+    }
+
+    #[test]
+    fn full_disk_is_an_error_of_the_system_and_says_what_to_do() {
+        let schema = Arc::new(parse_message_type(SCHEMA).unwrap());
+        let properties = Arc::new(properties(&TraceMeta::default()));
+        let written = SerializedFileWriter::new(Full, schema, properties)
+            .and_then(|mut writer| writer.finish().map(drop));
+        let error = write_error(Path::new("a"), written.unwrap_err());
+        let TraceError::Io { source, .. } = &error else {
+            panic!("{error:?}");
+        };
+        assert_eq!(source.kind(), ErrorKind::StorageFull);
+        assert!(error.to_string().ends_with("make room, or write elsewhere"));
+    }
+
+    #[test]
+    fn fault_that_is_not_the_systems_stays_one_of_the_file() {
+        for fault in [
+            ParquetError::General("so".to_owned()),
+            ParquetError::External(Box::new(std::fmt::Error)),
+        ] {
+            let error = write_error(Path::new("a"), fault);
+            assert!(matches!(error, TraceError::File { .. }), "{error}");
+        }
+        let error = write_error(Path::new("a"), Error::other("so").into());
+        assert!(matches!(error, TraceError::Io { .. }), "{error}");
+    }
 }
