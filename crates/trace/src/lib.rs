@@ -27,7 +27,7 @@ pub use hypertrace::{
     SourceRule, build,
 };
 pub use info::{Distinct, PageSizes, RequestsPerSource, TraceInfo, convert, info};
-pub use open::{FormatChoice, OpenTrace, TraceFormat, detect, open, open_trace};
+pub use open::{FormatChoice, OpenTrace, TraceFormat, detect, open, open_regular, open_trace};
 pub use params::TraceParams;
 pub use parquet::{ParquetReader, ParquetWriter, REQUESTS_PER_PACKET, ROW_GROUP_EVENTS, TraceMeta};
 pub use partial::PartialFile;

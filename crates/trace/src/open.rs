@@ -3,7 +3,7 @@
 //! be anything.
 
 use std::fmt;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 use std::str::FromStr;
@@ -163,10 +163,7 @@ pub fn open_trace(path: &Path, choice: FormatChoice) -> Result<OpenTrace, TraceE
 /// # Errors
 /// If it cannot be read, or is of no format that is known.
 pub fn detect(path: &Path) -> Result<TraceFormat, TraceError> {
-    let head = head(path).map_err(|source| TraceError::Io {
-        path: path.to_owned(),
-        source,
-    })?;
+    let head = head(path)?;
     detect_head(&head).ok_or_else(|| TraceError::File {
         path: path.to_owned(),
         reason: format!(
@@ -177,14 +174,41 @@ pub fn detect(path: &Path) -> Result<TraceFormat, TraceError> {
     })
 }
 
-fn head(path: &Path) -> std::io::Result<Vec<u8>> {
-    let mut file = File::open(path)?;
-    // Some systems let a directory be opened, and say what is wrong only later.
-    if file.metadata()?.is_dir() {
-        return Err(ErrorKind::IsADirectory.into());
+/// Opens the file at `path` to read it more than once: what a pipe gave is gone,
+/// and a device may never end.
+///
+/// # Errors
+/// If there is none, or it is no regular file.
+pub fn open_regular(path: &Path) -> Result<File, TraceError> {
+    let io = |source| TraceError::Io {
+        path: path.to_owned(),
+        source,
+    };
+    // Looked at before it is opened, for opening a pipe waits for its other end.
+    let kind = fs::metadata(path).map_err(io)?.file_type();
+    if kind.is_dir() {
+        return Err(io(ErrorKind::IsADirectory.into()));
     }
+    if !kind.is_file() {
+        return Err(TraceError::File {
+            path: path.to_owned(),
+            reason: "is a pipe or a device, and has to be read more than once; \
+                     copy it into a file first"
+                .to_owned(),
+        });
+    }
+    File::open(path).map_err(io)
+}
+
+fn head(path: &Path) -> Result<Vec<u8>, TraceError> {
     let mut head = Vec::new();
-    file.by_ref().take(HEAD_BYTES).read_to_end(&mut head)?;
+    open_regular(path)?
+        .take(HEAD_BYTES)
+        .read_to_end(&mut head)
+        .map_err(|source| TraceError::Io {
+            path: path.to_owned(),
+            source,
+        })?;
     Ok(head)
 }
 

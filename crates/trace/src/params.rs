@@ -8,13 +8,14 @@
 //! make different traces of the same figures: `generator` says which it was.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::TraceError;
 use crate::hypertrace::{HyperSpec, Input, Order, SourceRule};
+use crate::partial::PartialFile;
 use crate::tenant::{Stagger, TenantShape, ThirdPage, Workload};
 
 /// How the name of a trace in the authors' format ends.
@@ -124,7 +125,9 @@ impl TraceParams {
         let mut text =
             serde_json::to_vec_pretty(self).map_err(|error| io(std::io::Error::other(error)))?;
         text.push(b'\n');
-        std::fs::write(path, text).map_err(io)
+        let (partial, mut file) = PartialFile::create(path)?;
+        file.write_all(&text).map_err(io)?;
+        partial.complete(&file)
     }
 
     /// The figure of column `name`, as text.

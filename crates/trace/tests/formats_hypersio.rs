@@ -177,6 +177,35 @@ fn event_that_the_format_cannot_say_is_refused_with_its_number() {
 }
 
 #[test]
+fn event_that_the_format_cannot_say_is_named_as_in_files_and_with_a_way_out() {
+    let dir = tempfile::tempdir().unwrap();
+    for (kind, word) in [
+        (EventKind::InvalidatePages, "invalidate-pages"),
+        (EventKind::Leave, "leave"),
+    ] {
+        let event = Event {
+            kind,
+            ..Event::default()
+        };
+        let error = write(dir.path(), &[event]).unwrap_err().to_string();
+        let told = error.contains(word) && error.contains("write parquet");
+        assert!(told, "{error}");
+    }
+}
+
+#[test]
+fn writer_with_a_pipe_in_the_place_of_a_file_beside_is_refused_at_once() {
+    for beside in ["x_cc_data.bin", "x_slpt_data.bin"] {
+        let dir = tempfile::tempdir().unwrap();
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mkfifoat(rustix::fs::CWD, dir.path().join(beside), mode).unwrap();
+        let error = HypersioWriter::create(&dir.path().join("x_iotlb_trace.bin")).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains(beside) && error.contains("pipe"), "{error}");
+    }
+}
+
+#[test]
 fn writer_of_another_name_is_refused() {
     assert!(HypersioWriter::create(Path::new("trace.bin")).is_err());
 }

@@ -173,3 +173,20 @@ fn conversion_that_fails_leaves_no_file() {
     assert!(convert(&mut Events(&events), writer).is_err());
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 }
+
+#[test]
+fn pipe_is_refused_without_waiting_for_its_other_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let pipe = dir.path().join("pipe");
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, mode).unwrap();
+    let error = detect(&pipe).unwrap_err().to_string();
+    assert!(error.contains("copy it into a file first"), "{error}");
+}
+
+#[test]
+fn file_that_is_not_there_is_told_with_its_name_and_what_to_do() {
+    let error = detect(Path::new("absent/trace")).unwrap_err().to_string();
+    assert!(error.starts_with("absent/trace: "), "{error}");
+    assert!(error.contains("; check the name"), "{error}");
+}

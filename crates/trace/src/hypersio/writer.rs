@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use super::{NEVER, NEXT_AT, RECORD_BYTES, TYPE_TRANSLATE, field, mask_of};
 use crate::error::TraceError;
 use crate::event::{Event, EventKind, IOVA_BITS};
+use crate::parquet::kind_name;
 use crate::partial::PartialFile;
 use crate::stream::{BATCH_EVENTS, EventSink};
 
@@ -65,10 +66,15 @@ impl HypersioWriter {
                 path.display()
             )));
         };
+        let context_path = path.with_file_name(format!("{prefix}{CONTEXT_SUFFIX}"));
+        let table_path = path.with_file_name(format!("{prefix}{TABLE_SUFFIX}"));
+        // They are written last; what stands in their way is told first.
+        PartialFile::check(&context_path)?;
+        PartialFile::check(&table_path)?;
         let (partial, file) = PartialFile::create(path)?;
         Ok(Self {
-            context_path: path.with_file_name(format!("{prefix}{CONTEXT_SUFFIX}")),
-            table_path: path.with_file_name(format!("{prefix}{TABLE_SUFFIX}")),
+            context_path,
+            table_path,
             partial,
             output: BufWriter::with_capacity(1 << 20, file),
             contexts: BTreeMap::new(),
@@ -136,7 +142,9 @@ impl HypersioWriter {
             EventKind::Join => {}
             other => {
                 return Err(self.record_error(format!(
-                    "the format has no way to say {other:?}; it knows requests only"
+                    "the format has no word for {}: write parquet, or make the trace without \
+                     such events (unmap = \"never\", membership = \"silent\")",
+                    kind_name(other)
                 )));
             }
         }

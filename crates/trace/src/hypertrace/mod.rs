@@ -184,7 +184,14 @@ impl HyperTrace {
         };
         let sources = recordings.sources();
         let enough = spec.tenants as usize <= sources.len();
-        if sources.is_empty() || (input.reuse == Reuse::Never && !enough) {
+        if sources.is_empty() {
+            return asked(format!(
+                "the {} logs of input.recorded.logs hold no request, so there is no source to \
+                 take a tenant from: name logs with requests",
+                input.logs.len()
+            ));
+        }
+        if input.reuse == Reuse::Never && !enough {
             return asked(format!(
                 "{} tenants of {} recorded sources: record more, or set reuse = \"wrap\"",
                 spec.tenants,

@@ -12,8 +12,9 @@ use crate::event::SourceId;
 use crate::parquet::{REQUESTS_PER_PACKET, TraceMeta};
 use crate::tenant::{TenantShape, Workload};
 
-/// Tenants that a hyper-trace may have; a thousand times the paper's.
-pub const MAX_TENANTS: u32 = 1 << 20;
+/// Tenants that a hyper-trace may have: five hundred times the paper's, and as
+/// many domains as the simulator tells apart.
+pub const MAX_TENANTS: u32 = (1 << 19) - 1;
 /// Packets that a turn may have.
 pub const MAX_BURST_PACKETS: u32 = 1 << 20;
 /// Largest weight. In RR a tenant of weight 1 waits for so many rounds.

@@ -237,7 +237,7 @@ fn absurd_settings_are_refused_with_a_sentence_that_names_them() {
                     reuse: Default::default(),
                 });
             }),
-            "0 recorded sources",
+            "hold no request",
         ),
     ];
     for (sentence, part) in cases {
