@@ -11,11 +11,10 @@
 //! trace's file makes another point of it; one bit of the file's content does.
 //! A recipe with logs has the content of those logs in the place of their names.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use pagetide_trace::TraceError;
+use pagetide_trace::{TraceError, open_regular};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -63,13 +62,13 @@ pub struct Content {
 }
 
 impl Content {
-    /// Reads all of the file at `path`.
+    /// Reads all of the file at `path`; it has to be a regular one.
     pub(super) fn of(path: &Path) -> Result<Self, TraceError> {
         let io = |source| TraceError::Io {
             path: path.to_owned(),
             source,
         };
-        let mut file = File::open(path).map_err(io)?;
+        let mut file = open_regular(path)?;
         let mut hash = Sha256::new();
         let mut buffer = vec![0; 1 << 20];
         let mut bytes = 0;
@@ -113,5 +112,36 @@ pub(super) fn canonical(value: &Value) -> Value {
         }
         Value::Array(values) => values.iter().map(canonical).collect(),
         leaf => leaf.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{CWD, Mode, mkfifoat};
+
+    use super::*;
+
+    #[test]
+    fn content_of_a_pipe_or_directory_is_refused_without_waiting() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        mkfifoat(CWD, &pipe, Mode::from_raw_mode(0o600)).unwrap();
+        for (path, told) in [
+            (pipe.as_path(), "copy it into a file"),
+            (dir.path(), "give the name of a file"),
+        ] {
+            let error = Content::of(path).unwrap_err().to_string();
+            assert!(error.contains(told), "{error}");
+        }
+    }
+
+    #[test]
+    fn content_of_a_file_is_its_length_and_hash() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        std::fs::write(&file, "abc").unwrap();
+        let content = Content::of(&file).unwrap();
+        assert_eq!(content.bytes, 3);
+        assert!(content.sha256.starts_with("ba7816bf"));
     }
 }
