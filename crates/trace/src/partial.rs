@@ -4,19 +4,21 @@
 //!
 //! Until then it has no name at all (`O_TMPFILE`), so that a process that is
 //! killed leaves nothing behind. A file system without such files gets one named
-//! `.NAME.PID.partial` beside it; a killed process leaves that one there.
+//! `.NAME.PID-N.partial` beside it; a killed process leaves that one there.
 //!
 //! Taking a name replaces what had it. That is meant for files, and ruinous for
 //! devices and pipes: `/dev/null` would become a file for everybody. So what is
 //! there must be a regular file or nothing. Symbolic links stay, and the file
 //! they lead to is replaced.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, FileType, OpenOptions};
 use std::io::ErrorKind;
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
@@ -24,6 +26,10 @@ use crate::error::TraceError;
 
 /// Symbolic links that are followed; the kernel's own limit.
 const LINKS_MAX: usize = 40;
+
+/// Bytes of a file's name that its temporary name begins with: with the numbers
+/// behind them they stay below the 255 that a name may have.
+const NAME_BYTES_MAX: usize = 200;
 
 /// The making of the file at a path; dropped before [`PartialFile::complete`],
 /// nothing is left of it.
@@ -61,13 +67,9 @@ impl PartialFile {
                 path.display()
             )));
         };
-        let mut hidden = OsString::from(".");
-        hidden.push(name);
-        // Another process may be making the same file; the last to finish wins.
-        hidden.push(format!(".{}.partial", std::process::id()));
         let mut partial = Self {
             path: path.to_owned(),
-            temporary: target.with_file_name(hidden),
+            temporary: target.with_file_name(hidden(name)),
             target,
             stage: Stage::Nameless,
         };
@@ -184,6 +186,19 @@ fn target_of(path: &Path) -> Result<PathBuf, TraceError> {
         )));
     }
     Ok(target)
+}
+
+/// A temporary name for `name` that nobody else uses: others may be making the
+/// same file, and the last to finish wins.
+fn hidden(name: &OsStr) -> OsString {
+    // A number for each, and nothing that another thread wrote hangs on it.
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let serial = NEXT.fetch_add(1, Ordering::Relaxed);
+    let name = name.as_bytes();
+    let mut hidden = OsString::from(".");
+    hidden.push(OsStr::from_bytes(&name[..name.len().min(NAME_BYTES_MAX)]));
+    hidden.push(format!(".{}-{serial}.partial", std::process::id()));
+    hidden
 }
 
 fn kind_of(kind: FileType) -> &'static str {
@@ -332,6 +347,15 @@ mod tests {
             assert_eq!(fs::read(deep.join(name)).unwrap(), b"content");
         }
         assert_eq!(names(&deep), ["new", "there"]);
+    }
+
+    #[test]
+    fn name_as_long_as_names_may_be_is_given() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a".repeat(255));
+        make(&path, b"one").unwrap();
+        assert_eq!(names(dir.path()), [path.file_name().unwrap()]);
+        assert_ne!(hidden(OsStr::new("a")), hidden(OsStr::new("a")));
     }
 
     #[test]
