@@ -183,6 +183,9 @@ fn wrong_use_and_broken_traces_end_with_status_2_and_write_nothing() {
         ),
         (with(&["--sids", "some"]), "log24"),
         (with(&["--lengths", "9"]), "1000..4000"),
+        (with(&["--init-frac", "nan"]), "from 0 to 1"),
+        (with(&["--init-frac", "-1"]), "from 0 to 1"),
+        (with(&["--set", "tenants=524288"]), "between 1 and 524287"),
         (with(&["--set", "input.synthetic.rings=1"]), "`rings`"),
         (with(&["--to", "hypersio-binary"]), "iotlb_trace.bin"),
         (with(&["--to", "hypersio-log"]), "hypersio-binary"),
@@ -208,4 +211,101 @@ fn wrong_use_and_broken_traces_end_with_status_2_and_write_nothing() {
         assert!(err.contains(told), "{arguments:?}: no '{told}' in {err}");
     }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
+}
+
+/// Everything in `dir` by name: what kind it is and how long.
+fn census(dir: &Path) -> Vec<(std::ffi::OsString, std::fs::FileType, u64)> {
+    let mut census: Vec<_> = std::fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| {
+            let entry = entry.unwrap();
+            let about = std::fs::symlink_metadata(entry.path()).unwrap();
+            (entry.file_name(), about.file_type(), about.len())
+        })
+        .collect();
+    census.sort_by(|a, b| a.0.cmp(&b.0));
+    census
+}
+
+#[test]
+fn output_that_is_no_file_is_refused_with_status_2_and_stays_what_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    for pipe in ["pipe", "b_params.json"] {
+        rustix::fs::mkfifoat(rustix::fs::CWD, dir.path().join(pipe), mode).unwrap();
+    }
+    std::os::unix::fs::symlink("pipe", dir.path().join("link")).unwrap();
+    std::fs::create_dir(dir.path().join("directory")).unwrap();
+    let before = census(dir.path());
+    for (out, told) in [
+        ("pipe", "pipe: is a pipe"),
+        ("link", "link: is a pipe"),
+        ("directory", "is a directory"),
+        ("absent/out", "make it first"),
+        ("b_iotlb_trace.bin", "b_params.json: is a pipe"),
+    ] {
+        let make = ["trace", "make", out, "--tenants", "2", "--packets", "9"];
+        let (status, _, err) = pagetide(dir.path(), &make);
+        assert_eq!(status, Some(2), "{out}: {err}");
+        assert!(err.contains(told), "{out}: no '{told}' in {err}");
+    }
+    assert_eq!(census(dir.path()), before);
+}
+
+#[test]
+fn input_that_is_a_pipe_is_refused_with_status_2_without_waiting() {
+    let dir = tempfile::tempdir().unwrap();
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    rustix::fs::mkfifoat(rustix::fs::CWD, dir.path().join("pipe"), mode).unwrap();
+    std::fs::write(
+        dir.path().join("logs.toml"),
+        "tenants = 2\n[input.recorded]\nlogs = [\"pipe\"]\n",
+    )
+    .unwrap();
+    for arguments in [
+        &["trace", "info", "pipe"][..],
+        &["trace", "convert", "pipe", "out"],
+        &["trace", "build", "logs.toml", "out"],
+        &["sim", "run", "--trace", "pipe"],
+    ] {
+        let (status, _, err) = pagetide(dir.path(), arguments);
+        assert_eq!(status, Some(2), "{arguments:?}: {err}");
+        assert!(err.contains("copy it into a file first"), "{err}");
+    }
+}
+
+#[test]
+fn what_a_trace_cannot_be_made_of_is_told_with_a_way_out() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(
+        dir.path().join("none.toml"),
+        "tenants = 2\n[input.recorded]\nlogs = []\n",
+    )
+    .unwrap();
+    let unmapped = [
+        "trace",
+        "make",
+        "x_iotlb_trace.bin",
+        "--tenants",
+        "2",
+        "--packets",
+        "9000",
+        "--uses",
+        "9",
+        "--unmap",
+        "when-left",
+    ];
+    for (arguments, told) in [
+        (&unmapped[..], "no word for invalidate-pages: write parquet"),
+        (
+            &["trace", "build", "none.toml", "out"],
+            "name logs with requests",
+        ),
+        (&["trace", "info", "absent"], "check the name"),
+    ] {
+        let (status, _, err) = pagetide(dir.path(), arguments);
+        assert_eq!(status, Some(2), "{arguments:?}: {err}");
+        assert!(err.contains(told), "no '{told}' in {err}");
+    }
+    assert_eq!(census(dir.path()).len(), 1);
 }

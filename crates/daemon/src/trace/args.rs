@@ -91,7 +91,7 @@ pub struct MakeArgs {
     #[arg(long, value_name = "N")]
     pub run: Option<u32>,
     /// Share of a tenant's packets that go to the pages of its start
-    #[arg(long, value_name = "SHARE")]
+    #[arg(long, value_name = "SHARE", value_parser = share, allow_hyphen_values = true)]
     pub init_frac: Option<f64>,
     /// Where tenants begin in their period: random or none
     #[arg(long, value_name = "WHERE")]
@@ -156,4 +156,13 @@ pub struct InfoArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+}
+
+/// A part of a whole. Judged here, since JSON, on the way to the recipe, has no
+/// word for what is no number.
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
+        _ => Err("a share is a number from 0 to 1, such as 0.0015".to_owned()),
+    }
 }

@@ -13,8 +13,8 @@ use std::time::Instant;
 use pagetide_sim::study::Recipe;
 use pagetide_trace::{
     Event, EventSink, EventSource, FormatChoice, HyperSpec, HyperTrace, HypersioWriter, Input,
-    ParquetWriter, SourceRule, TraceError, TraceMeta, TraceParams, build, convert, info, open,
-    open_trace,
+    MAX_TENANTS, ParquetWriter, PartialFile, SourceRule, TraceError, TraceMeta, TraceParams, build,
+    convert, info, open, open_trace,
 };
 use serde_json::{Value, json};
 
@@ -23,6 +23,9 @@ use crate::progress::Progress;
 use crate::sim::{of_study, of_trace};
 use args::{BuildArgs, ConvertArgs, InfoArgs, MakeArgs, OutArgs, TraceCommand, WrittenFormat};
 use report::WrittenReport;
+
+/// The simulator runs every trace that is made here: a tenant has one domain.
+const _: () = assert!(MAX_TENANTS <= pagetide_sim::DOMAINS_MAX);
 
 /// Does what the command line says.
 pub fn execute(command: TraceCommand) -> Result<(), CommandError> {
@@ -138,6 +141,11 @@ fn write_trace(spec: &HyperSpec, out: &OutArgs) -> Result<(), CommandError> {
     }
     let format = written_format(out);
     let sink = sink(&out.out, format, &meta).map_err(of_trace)?;
+    if let (WrittenFormat::HypersioBinary, Some(params)) =
+        (format, TraceParams::path_beside(&out.out))
+    {
+        PartialFile::check(&params).map_err(of_trace)?;
+    }
     let progress = Progress::new("trace", "packets");
     let built = build(&mut trace, sink, &mut |at| {
         progress.at(at.packets, at.packets_expected);
