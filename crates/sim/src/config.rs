@@ -6,8 +6,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{SimError, impossible};
 use crate::observe::Step;
+
+mod check;
+
+pub use check::{
+    ACCESSES_MAX, BUFFER_ENTRIES_MAX, HISTORY_LENGTH_MAX, LATENCY_NS_MAX, PAGES_PER_TENANT_MAX,
+    PTB_ENTRIES_MAX, SOURCE_LOW_BIT_MAX,
+};
 
 /// Whose rules the model follows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -38,7 +44,7 @@ pub enum Replacement {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PartitionBy {
-    /// Low bits of the source id, above the bits that are the same for all (III).
+    /// Low bits of the source id, from [`CacheConfig::source_low_bit`] on (III).
     #[default]
     SourceBits,
     /// A complete match: a partition belongs to the sources that the host has
@@ -55,7 +61,8 @@ pub enum PartitionBy {
 pub struct CacheConfig {
     /// Entries in all; 0: there is no such cache.
     pub entries: u32,
-    /// Entries a set; as many as `entries`: fully associative.
+    /// Entries a set; as many as `entries`: fully associative, as the context
+    /// cache always is.
     pub ways: u32,
     /// Partitions the sets are shared out to.
     #[serde(default = "one")]
@@ -66,6 +73,11 @@ pub struct CacheConfig {
     /// Sources that may be tagged with one partition (full match only).
     #[serde(default = "one")]
     pub sources_per_partition: u32,
+    /// Lowest bit of the source id that takes part in choosing a partition
+    /// (source bits only). 3 leaves the PCIe function number out, which is right
+    /// for one function a device; 0 is for virtual functions numbered one by one.
+    #[serde(default = "past_the_function")]
+    pub source_low_bit: u32,
     /// What is evicted.
     #[serde(default)]
     pub replacement: Replacement,
@@ -73,6 +85,11 @@ pub struct CacheConfig {
 
 const fn one() -> u32 {
     1
+}
+
+/// Bits of a source id that are the function's number within its device.
+const fn past_the_function() -> u32 {
+    3
 }
 
 impl CacheConfig {
@@ -88,6 +105,7 @@ impl CacheConfig {
             partitions: 1,
             partition_by: PartitionBy::SourceBits,
             sources_per_partition: 1,
+            source_low_bit: past_the_function(),
             replacement,
         }
     }
@@ -115,7 +133,7 @@ pub struct LinkConfig {
     pub gbps: u64,
     /// Bytes a packet occupies on the link, gap between packets included; 64 B and up.
     pub packet_bytes: u64,
-    /// Translation requests that a packet issues.
+    /// Translation requests that a packet issues. A trace that tells it decides.
     pub requests_per_packet: u32,
 }
 
@@ -400,138 +418,5 @@ const fn partition_rule(flavour: Flavour) -> PartitionBy {
     match flavour {
         Flavour::Paper => PartitionBy::SourceBits,
         Flavour::Hypersio => PartitionBy::DomainBits,
-    }
-}
-
-impl Config {
-    /// Looks for parameters that no run can have.
-    ///
-    /// # Errors
-    /// The first that is impossible, with what would be possible.
-    pub fn check(&self) -> Result<(), SimError> {
-        self.check_link()?;
-        for (name, cache) in [
-            ("context_cache", &self.context_cache),
-            ("devtlb", &self.devtlb),
-            ("iotlb", &self.iotlb),
-            ("l1", &self.l1),
-            ("l2", &self.l2),
-            ("l3", &self.l3),
-            ("l4", &self.l4),
-        ] {
-            cache.check(name, self.flavour)?;
-        }
-        self.check_walk()?;
-        if self.context_cache.replacement == Replacement::Oracle {
-            return Err(impossible(
-                "context_cache",
-                "oracle",
-                "the oracle knows the future of pages, not of sources; use lru or lfu",
-            ));
-        }
-        if self.prefetch.enabled
-            && (self.prefetch.pages_per_tenant == 0 || self.prefetch.history_length == 0)
-        {
-            return Err(impossible(
-                "prefetch",
-                "0 pages or a history of 0",
-                "prefetching needs at least one page a tenant and a history length of 1; \
-                 switch it off with enabled = false",
-            ));
-        }
-        Ok(())
-    }
-
-    fn check_walk(&self) -> Result<(), SimError> {
-        let WalkConfig {
-            guest_levels,
-            host_levels,
-            ..
-        } = self.walk;
-        if !(3..=5).contains(&guest_levels) {
-            return Err(impossible(
-                "walk.guest_levels",
-                guest_levels,
-                "pages of 1 GiB are mapped at level 3, and no IOMMU walks more than 5 levels",
-            ));
-        }
-        if host_levels > 5 {
-            return Err(impossible(
-                "walk.host_levels",
-                host_levels,
-                "0 (not nested) to 5 levels can be modelled",
-            ));
-        }
-        Ok(())
-    }
-
-    fn check_link(&self) -> Result<(), SimError> {
-        let LinkConfig {
-            gbps,
-            packet_bytes,
-            requests_per_packet,
-        } = self.link;
-        if gbps == 0 || gbps > 100_000 {
-            return Err(impossible(
-                "link.gbps",
-                gbps,
-                "1 to 100,000 Gb/s can be modelled",
-            ));
-        }
-        if !(64..=1 << 20).contains(&packet_bytes) || packet_bytes * 8 < gbps {
-            return Err(impossible(
-                "link.packet_bytes",
-                packet_bytes,
-                "a packet has 64 B to 1 MiB and takes at least a nanosecond on the link",
-            ));
-        }
-        if !(1..=64).contains(&requests_per_packet) {
-            return Err(impossible(
-                "link.requests_per_packet",
-                requests_per_packet,
-                "a packet issues 1 to 64 requests",
-            ));
-        }
-        if self.ptb.entries == 0 {
-            return Err(impossible(
-                "ptb.entries",
-                0,
-                "without an entry no packet is ever taken",
-            ));
-        }
-        Ok(())
-    }
-}
-
-impl CacheConfig {
-    fn check(&self, name: &'static str, flavour: Flavour) -> Result<(), SimError> {
-        if self.entries == 0 || self.ways == 0 {
-            return Ok(());
-        }
-        let sets = self.entries / self.ways;
-        if sets == 0 || self.entries > 1 << 24 {
-            return Err(impossible(
-                name,
-                format!("{} entries, {} ways", self.entries, self.ways),
-                "a cache has at least as many entries as ways, and at most 16,777,216",
-            ));
-        }
-        if self.partitions == 0 || self.partitions > sets {
-            return Err(impossible(
-                name,
-                format!("{} partitions of {sets} sets", self.partitions),
-                "each partition needs a set of its own",
-            ));
-        }
-        // The authors' program silently uses the next lower power of two.
-        let whole = sets.is_power_of_two() && self.partitions.is_power_of_two();
-        if flavour == Flavour::Paper && (!whole || !self.entries.is_multiple_of(self.ways)) {
-            return Err(impossible(
-                name,
-                format!("{sets} sets in {} partitions", self.partitions),
-                "sets and partitions are chosen by address and id bits: use powers of two",
-            ));
-        }
-        Ok(())
     }
 }

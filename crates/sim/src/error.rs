@@ -19,6 +19,15 @@ pub enum SimError {
         /// What is wrong and what would be right.
         reason: String,
     },
+    /// A parameter is set that flavour *hypersio* passes over.
+    #[error(
+        "{parameter}: flavour hypersio does as the authors' program, which has no such setting; \
+         leave it out, or take flavour 'paper'"
+    )]
+    NotHeeded {
+        /// Its name in a study file.
+        parameter: &'static str,
+    },
     /// The trace asks for more than the model can tell apart.
     #[error("request {request} of the trace: {reason}")]
     Request {
