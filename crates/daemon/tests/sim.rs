@@ -66,6 +66,7 @@ fn run_prints_one_object_with_configuration_figures_and_provenance() {
     assert_eq!(report["figures"]["tenants"].as_array().unwrap().len(), 2);
     assert_eq!(report["pagetide_version"], env!("CARGO_PKG_VERSION"));
     assert_eq!(report["id"].as_str().unwrap().len(), 32);
+    assert_eq!(report["program_sha256"].as_str().unwrap().len(), 64);
     let (status, text, _) = pagetide(
         dir.path(),
         &["sim", "run", "study.toml", "--preset", "base"],
@@ -133,6 +134,32 @@ fn wrong_studies_and_broken_traces_end_with_status_2_and_say_what_is_right() {
             "ptb.entries = 0",
         ),
         (
+            &[
+                "sim",
+                "run",
+                "study.toml",
+                "--set",
+                "latency.pcie_ns=9000000000000000000",
+            ],
+            "latency.pcie_ns",
+        ),
+        (
+            &[
+                "sim",
+                "run",
+                "study.toml",
+                "--set",
+                "prefetch.pages_per_tenant=4294967295",
+                "--preset",
+                "hypertrio",
+            ],
+            "pagetide: prefetch.pages_per_tenant = 4294967295: at most 64",
+        ),
+        (
+            &["sim", "run", "study.toml", "--set", "walk.guest_levels=5"],
+            "flavour hypersio",
+        ),
+        (
             &["sim", "run", "study.toml", "--preset", "best"],
             "`hypertrio`",
         ),
@@ -180,20 +207,55 @@ fn sweep_writes_results_and_the_next_one_keeps_them() {
 }
 
 #[test]
-fn sweep_that_cannot_write_ends_with_status_1() {
+fn output_without_a_place_or_that_is_an_input_is_refused_with_status_2_and_left_alone() {
     let dir = place();
-    let (status, out, err) = pagetide(
-        dir.path(),
-        &[
-            "sim",
+    for (command, option, out, told) in [
+        (
             "sweep",
-            "study.toml",
             "--out",
-            "no/such/place.parquet",
-        ],
-    );
-    assert_eq!((status, out.as_str()), (Some(1), ""), "{err}");
-    assert!(err.contains("no/such/place.parquet"), "{err}");
+            "no/such/place",
+            "its directory is not there",
+        ),
+        (
+            "run",
+            "--events",
+            "no/such/place",
+            "its directory is not there",
+        ),
+        ("sweep", "--out", ".", "is no name of a file"),
+        ("sweep", "--out", "sub", "is a directory"),
+        ("run", "--events", "sub", "is a directory"),
+        ("sweep", "--out", "study.toml", "is read by this command"),
+        ("run", "--events", "study.toml", "is read by this command"),
+    ] {
+        std::fs::create_dir_all(dir.path().join("sub")).unwrap();
+        let arguments = [
+            "sim",
+            command,
+            "study.toml",
+            "--preset",
+            "base",
+            option,
+            out,
+        ];
+        let (status, text, err) = pagetide(dir.path(), &arguments);
+        assert_eq!((status, text.as_str()), (Some(2), ""), "{err}");
+        assert!(err.contains(told), "no '{told}' in {err}");
+    }
+    let study = std::fs::read_to_string(dir.path().join("study.toml")).unwrap();
+    assert_eq!(study, STUDY);
+}
+
+#[test]
+fn events_do_not_replace_the_trace_that_is_read() {
+    let dir = place();
+    let trace = dir.path().join("a.bin");
+    let bytes = [0; 48 * 3];
+    std::fs::write(&trace, bytes).unwrap();
+    let arguments = ["sim", "run", "--trace", "a.bin", "--events", "a.bin"];
+    let (status, _, err) = pagetide(dir.path(), &arguments);
+    assert_eq!(status, Some(2), "{err}");
+    assert_eq!(std::fs::read(&trace).unwrap(), bytes);
 }
 
 #[test]

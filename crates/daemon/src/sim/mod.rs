@@ -61,7 +61,7 @@ fn run_sweep(args: SweepArgs) -> Result<(), CommandError> {
     let options = SweepOptions {
         out: args.out,
         jobs: args.jobs.unwrap_or_else(all_cores),
-        build: build(),
+        build: build()?,
         host: host(),
     };
     let progress = Progress::new("sweep", "points");
@@ -116,11 +116,9 @@ fn all_cores() -> NonZeroUsize {
 }
 
 /// This program.
-fn build() -> Build {
-    Build {
-        pagetide_version: env!("CARGO_PKG_VERSION").to_owned(),
-        git_commit: option_env!("PAGETIDE_GIT_COMMIT").map(str::to_owned),
-    }
+fn build() -> Result<Build, CommandError> {
+    let commit = option_env!("PAGETIDE_GIT_COMMIT");
+    Build::running(env!("CARGO_PKG_VERSION"), commit).map_err(of_study)
 }
 
 /// This machine.

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `pagetide sim run`: one point, all that can be told of it.
 
-use std::fs::File;
 use std::io::{BufWriter, Write as _};
 use std::path::Path;
 use std::time::Instant;
 
-use pagetide_sim::study::{Point, Traces};
+use pagetide_sim::study::{Point, Traces, check_output};
 use pagetide_sim::{Outcome, StepRecord};
+use pagetide_trace::PartialFile;
 
 use super::args::SimRunArgs;
 use super::report::RunReport;
@@ -26,6 +26,9 @@ pub fn run(args: &SimRunArgs) -> Result<(), CommandError> {
         .map_err(of_study)?;
     let point = study.single().map_err(of_study)?;
     let traces = Traces::of(&study).map_err(of_trace)?;
+    if let Some(events) = &args.events {
+        check_output(events, &study, &traces).map_err(of_study)?;
+    }
     let began = Instant::now();
     let mut figures = match &args.events {
         None => traces.run(point).map_err(of_study)?,
@@ -37,7 +40,7 @@ pub fn run(args: &SimRunArgs) -> Result<(), CommandError> {
     }
     let report = RunReport {
         id: traces.id(point),
-        build: build(),
+        build: build()?,
         host: host(),
         wall_seconds,
         preset: point.preset,
@@ -49,12 +52,13 @@ pub fn run(args: &SimRunArgs) -> Result<(), CommandError> {
     print_report(&report, args.json.into())
 }
 
-/// Runs `point` and writes each step to `path`.
+/// Runs `point` and writes each step to `path`, which gets its name when it is whole.
 fn run_to_file(traces: &Traces, point: &Point, path: &Path) -> Result<Outcome, CommandError> {
     let failed = |error: std::io::Error| {
         CommandError::failed(format!("{}: cannot be written: {error}", path.display()))
     };
-    let mut file = BufWriter::with_capacity(1 << 20, File::create(path).map_err(failed)?);
+    let (partial, file) = PartialFile::create(path).map_err(of_trace)?;
+    let mut file = BufWriter::with_capacity(1 << 20, file);
     let mut written = Ok(());
     let mut told = |step: StepRecord| {
         // The model cannot be stopped; after an error the rest is passed over.
@@ -65,6 +69,10 @@ fn run_to_file(traces: &Traces, point: &Point, path: &Path) -> Result<Outcome, C
         }
     };
     let outcome = traces.run_told(point, &mut told).map_err(of_study)?;
-    written.and_then(|()| file.flush()).map_err(failed)?;
+    written.map_err(failed)?;
+    let file = file
+        .into_inner()
+        .map_err(|error| failed(error.into_error()))?;
+    partial.complete(&file).map_err(of_trace)?;
     Ok(outcome)
 }

@@ -31,6 +31,16 @@ pub struct Draft {
     table: Map<String, Value>,
     /// What relative names of traces are relative to.
     directory: PathBuf,
+    /// Where the study was read.
+    file: Option<PathBuf>,
+}
+
+/// A configuration, and what of it was asked for.
+struct Laid {
+    preset: Preset,
+    config: Config,
+    /// Requests a packet, if the study says it.
+    asked_per_packet: Option<u32>,
 }
 
 impl Draft {
@@ -42,6 +52,7 @@ impl Draft {
         Ok(Self {
             table: read_toml(path)?,
             directory: path.parent().unwrap_or(Path::new("")).to_owned(),
+            file: Some(path.to_owned()),
         })
     }
 
@@ -51,8 +62,9 @@ impl Draft {
     /// If it is no TOML.
     pub fn parse(text: &str, directory: &Path) -> Result<Self, StudyError> {
         Ok(Self {
-            table: parse_toml(text)?,
+            table: parse_toml(text, None)?,
             directory: directory.to_owned(),
+            file: None,
         })
     }
 
@@ -97,19 +109,12 @@ impl Draft {
         if points > POINTS_MAX {
             return Err(StudyError::TooMany { max: POINTS_MAX });
         }
-        let points = (0..traces.len())
-            .flat_map(|trace| {
-                configs.iter().map(move |(preset, config)| Point {
-                    preset: *preset,
-                    config: config.clone(),
-                    trace,
-                })
-            })
-            .collect();
+        let points = points_of(&traces, &configs)?;
         let study = Study {
             traces,
             points,
             source,
+            file: self.file.clone(),
         };
         study.check()?;
         Ok(study)
@@ -150,6 +155,7 @@ impl Draft {
         entry: Map<String, Value>,
     ) -> Result<Vec<Trace>, StudyError> {
         let named = |error| match error {
+            StudyError::Key { key, reason } if key.is_empty() => StudyError::key(name, reason),
             StudyError::Key { key, reason } => StudyError::key(format!("{name}.{key}"), reason),
             other => other,
         };
@@ -191,14 +197,16 @@ pub(super) fn read_toml(path: &Path) -> Result<Map<String, Value>, StudyError> {
         })?;
     if text.len() as u64 > STUDY_BYTES_MAX {
         return Err(StudyError::Syntax {
-            reason: format!("{} is larger than a MiB", path.display()),
+            path: Some(path.to_owned()),
+            reason: "it is larger than a MiB".to_owned(),
         });
     }
-    parse_toml(&text)
+    parse_toml(&text, Some(path))
 }
 
-fn parse_toml(text: &str) -> Result<Map<String, Value>, StudyError> {
+fn parse_toml(text: &str, file: Option<&Path>) -> Result<Map<String, Value>, StudyError> {
     toml::from_str(text).map_err(|error| StudyError::Syntax {
+        path: file.map(Path::to_owned),
         reason: error.to_string().trim_end().to_owned(),
     })
 }
@@ -228,24 +236,68 @@ fn trace_template() -> Value {
 }
 
 /// Every configuration of a study.
-fn configs(table: Map<String, Value>) -> Result<Vec<(Preset, Config)>, StudyError> {
+fn configs(table: Map<String, Value>) -> Result<Vec<Laid>, StudyError> {
     let mut template = Map::new();
     template.insert("preset".to_owned(), Value::Null);
     lay(&mut template, ground(Preset::Base, Flavour::Paper));
     let table = in_order_of(table, &Value::Object(template));
-    let mut configs: Vec<(Preset, Config)> = Vec::new();
-    for mut over in expand(table, &[], POINTS_MAX)? {
-        let preset: Preset = take(&mut over, "preset")?;
-        let flavour: Flavour = match over.get("flavour") {
-            Some(_) => take(&mut over.clone(), "flavour")?,
-            None => Flavour::default(),
-        };
-        let mut laid = ground(preset, flavour);
-        lay(&mut laid, over);
-        let config: Config = read_value(laid)?;
-        configs.push((preset, config));
+    expand(table, &[], POINTS_MAX)?
+        .into_iter()
+        .map(configuration)
+        .collect()
+}
+
+/// The configuration that `over` makes of its preset.
+fn configuration(mut over: Map<String, Value>) -> Result<Laid, StudyError> {
+    let preset: Preset = take(&mut over, "preset")?;
+    let flavour: Flavour = match over.get("flavour") {
+        Some(_) => take(&mut over.clone(), "flavour")?,
+        None => Flavour::default(),
+    };
+    let says = |part: &str, key: &str| over.get(part).is_some_and(|part| part.get(key).is_some());
+    let says_ways = says("context_cache", "ways");
+    let says_per_packet = says("link", "requests_per_packet");
+    let mut laid = ground(preset, flavour);
+    lay(&mut laid, over);
+    let mut config: Config = read_value(laid)?;
+    if !says_ways {
+        // It is fully associative, so its ways follow from its entries.
+        config.context_cache.ways = config.context_cache.entries;
     }
-    Ok(configs)
+    Ok(Laid {
+        preset,
+        asked_per_packet: says_per_packet.then_some(config.link.requests_per_packet),
+        config,
+    })
+}
+
+/// Every configuration over every trace.
+fn points_of(traces: &[Trace], configs: &[Laid]) -> Result<Vec<Point>, StudyError> {
+    let mut points = Vec::with_capacity(traces.len() * configs.len());
+    for (number, trace) in traces.iter().enumerate() {
+        let told = trace.requests_per_packet()?;
+        for laid in configs {
+            let mut config = laid.config.clone();
+            match (told, laid.asked_per_packet) {
+                (Some(told), Some(asked)) if told != asked => {
+                    return Err(StudyError::key(
+                        "link.requests_per_packet",
+                        format!(
+                            "{asked} a packet, but trace[{number}] was made with {told}; leave this out"
+                        ),
+                    ));
+                }
+                (Some(told), _) => config.link.requests_per_packet = told,
+                (None, _) => {}
+            }
+            points.push(Point {
+                preset: laid.preset,
+                config,
+                trace: number,
+            });
+        }
+    }
+    Ok(points)
 }
 
 fn ground(preset: Preset, flavour: Flavour) -> Map<String, Value> {
@@ -274,7 +326,7 @@ pub(super) fn read_value<T: DeserializeOwned>(table: Map<String, Value>) -> Resu
         let path = error.path().to_string();
         let reason = error.inner().to_string();
         match path.as_str() {
-            "." => StudyError::key("top level", reason),
+            "." => StudyError::key("", reason),
             _ => StudyError::key(path, reason),
         }
     })
@@ -296,7 +348,8 @@ impl Study {
 
     fn check(&self) -> Result<(), StudyError> {
         for (number, point) in self.points.iter().enumerate() {
-            if let Err(error) = point.config.check() {
+            let heeded = point.config.check_heeded();
+            if let Err(error) = heeded.and_then(|()| point.config.check()) {
                 return Err(StudyError::Point {
                     point: number,
                     label: self.labels().swap_remove(number),

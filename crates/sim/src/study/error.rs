@@ -11,7 +11,7 @@ use crate::error::SimError;
 #[derive(Debug, thiserror::Error)]
 pub enum StudyError {
     /// The study's file cannot be read.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {source}; give the name of a study's or recipe's TOML file", path.display())]
     Read {
         /// The file.
         path: PathBuf,
@@ -19,25 +19,27 @@ pub enum StudyError {
         source: std::io::Error,
     },
     /// The text is no TOML.
-    #[error("the study is not TOML: {reason}")]
+    #[error("{}not TOML: {reason}", of_file(path.as_ref()))]
     Syntax {
+        /// The file, if it is from one.
+        path: Option<PathBuf>,
         /// What is wrong, and where.
         reason: String,
     },
     /// A key is unknown or its value impossible.
-    #[error("{key}: {reason}")]
+    #[error("{}{reason}", before_colon(key))]
     Key {
-        /// The key, from the top of the study.
+        /// The key, from the top of the study; empty for the whole of it.
         key: String,
         /// What is wrong and what would be right.
         reason: String,
     },
     /// Values that are possible each, and impossible together.
-    #[error("point {point} ({label}): {source}")]
+    #[error("{}{source}", of_point(*point, label))]
     Point {
         /// Its number, from 0.
         point: usize,
-        /// What sets it apart from other points.
+        /// What sets it apart from other points; empty if it is the only one.
         label: String,
         /// What is wrong.
         source: Box<SimError>,
@@ -71,6 +73,14 @@ pub enum StudyError {
         /// What is wrong and what to do.
         reason: String,
     },
+    /// A file to write is not given as it must be.
+    #[error("{}: {reason}", path.display())]
+    Output {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what to do.
+        reason: String,
+    },
     /// Results or their journal cannot be written.
     #[error("{}: cannot be written: {reason}", path.display())]
     Write {
@@ -96,6 +106,7 @@ impl StudyError {
             | Self::TooMany { .. }
             | Self::Several { .. }
             | Self::Journal { .. }
+            | Self::Output { .. }
             | Self::Run(_) => true,
         }
     }
@@ -105,6 +116,27 @@ impl StudyError {
             key: key.into(),
             reason: reason.into(),
         }
+    }
+}
+
+fn before_colon(key: &str) -> String {
+    match key {
+        "" => String::new(),
+        _ => format!("{key}: "),
+    }
+}
+
+fn of_file(path: Option<&PathBuf>) -> String {
+    match path {
+        None => "the study is ".to_owned(),
+        Some(path) => format!("{}: the file is ", path.display()),
+    }
+}
+
+fn of_point(point: usize, label: &str) -> String {
+    match label {
+        "" => String::new(),
+        _ => format!("point {point} ({label}): "),
     }
 }
 

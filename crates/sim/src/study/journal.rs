@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::error::StudyError;
-use super::identity::PointId;
+use super::identity::{Content, PointId};
 
 /// What lines of this layout begin with.
 const VERSION: u32 = 1;
@@ -29,8 +29,29 @@ const VERSION: u32 = 1;
 pub struct Build {
     /// Its version.
     pub pagetide_version: String,
-    /// The commit it was built from, if that was known.
+    /// The commit it was built from, if that was known; with `-dirty` behind it
+    /// if its source was changed since.
     pub git_commit: Option<String>,
+    /// SHA-256 of the program: two builds of one commit may differ, by what was
+    /// not committed, or by compiler and features.
+    #[serde(default)]
+    pub program_sha256: String,
+}
+
+impl Build {
+    /// The build of the program that is running.
+    ///
+    /// # Errors
+    /// If the program cannot be read.
+    pub fn running(version: &str, commit: Option<&str>) -> Result<Self, StudyError> {
+        // The link leads to the program also when its name has gone meanwhile.
+        let program = Content::of(Path::new("/proc/self/exe"))?;
+        Ok(Self {
+            pagetide_version: version.to_owned(),
+            git_commit: commit.map(str::to_owned),
+            program_sha256: program.sha256,
+        })
+    }
 }
 
 /// What is kept of one run.

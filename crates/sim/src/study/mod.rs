@@ -20,6 +20,9 @@
 //! does not depend on how the file is laid out: traces as they are written, then
 //! `preset`, then parameters as [`Config`] declares them; the last varies fastest.
 //!
+//! `link.requests_per_packet` is what the trace tells, if it does: a study has it
+//! only for traces that do not, and may not contradict one that does.
+//!
 //! A point's identity ([`identity`]) is a hash of what decides its result: the
 //! complete configuration, and the trace's recipe or content. What was run is
 //! known by it ([`journal`]), so a sweep that was killed goes on, and a study that
@@ -31,6 +34,7 @@ mod error;
 mod expand;
 mod identity;
 mod journal;
+mod output;
 mod recipe;
 mod results;
 mod sweep;
@@ -42,10 +46,13 @@ pub use draft::{Draft, POINTS_MAX};
 pub use error::{StudyError, is_wrong_trace};
 pub use identity::{PointId, TraceIdentity};
 pub use journal::{Build, Run};
+pub use output::check_output;
 pub use recipe::Recipe;
 pub use results::RESULTS_FORMAT;
 pub use sweep::{Sweep, SweepOptions, SweepProgress, SweepRow, SweepSummary, sweep};
 pub use traces::{Trace, TraceFile, Traces};
+
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -94,6 +101,8 @@ pub struct Study {
     pub points: Vec<Point>,
     /// The study as it was written, for the record.
     pub source: Value,
+    /// The file that it was read from.
+    pub file: Option<PathBuf>,
 }
 
 impl Study {

@@ -66,6 +66,18 @@ impl Recipe {
                 *shape = whole;
             }
         }
+        for (key, what) in [
+            ("tenants", "write for example tenants = 16"),
+            (
+                "input",
+                "write for example input.synthetic.workload = \"iperf3\", \
+                 or input.recorded.logs = [\"a.log\"]",
+            ),
+        ] {
+            if !self.table.contains_key(key) {
+                return Err(StudyError::key("", format!("'{key}' is missing: {what}")));
+            }
+        }
         let mut spec: HyperSpec = read_value(self.table)?;
         if let Input::Recorded(input) = &mut spec.input {
             for log in &mut input.logs {
@@ -73,7 +85,7 @@ impl Recipe {
             }
         }
         spec.look_at_settings()
-            .map_err(|error| StudyError::key("recipe", error.to_string()))?;
+            .map_err(|error| StudyError::key("", error.to_string()))?;
         Ok(spec)
     }
 }

@@ -9,7 +9,7 @@
 //! | `trace_…` | every parameter of the trace's recipe: `trace_tenants`, `trace_input_synthetic_workload` |
 //! | `trace_recipe` | the recipe as JSON, if there is one |
 //! | `trace_files`, `trace_file_sha256`, `trace_file_bytes` | the file; of several logs their names and hashes, a space between, and the sum |
-//! | `pagetide_version`, `git_commit`, `host`, `started_at`, `wall_seconds` | provenance |
+//! | `pagetide_version`, `git_commit`, `program_sha256`, `host`, `started_at`, `wall_seconds` | provenance |
 //! | all others | figures: `gbps`, `caches_devtlb_hits`, `latency_p99_ns` |
 //!
 //! A value that a row does not have is null; a column that no row has is left
@@ -99,6 +99,7 @@ fn cells(study: &Study, traces: &Traces, number: usize, row: &SweepRow) -> Vec<(
         [
             ("pagetide_version", json!(run.build.pagetide_version)),
             ("git_commit", json!(run.build.git_commit)),
+            ("program_sha256", json!(run.build.program_sha256)),
             ("host", json!(run.host)),
             (STARTED, json!(run.started_unix_ms)),
             ("wall_seconds", json!(run.wall_seconds)),

@@ -19,6 +19,7 @@ use serde::Serialize;
 use super::error::StudyError;
 use super::identity::PointId;
 use super::journal::{Build, Journal, Run};
+use super::output::check_output;
 use super::results::write_results;
 use super::traces::Traces;
 use super::{Study, columns};
@@ -91,8 +92,9 @@ pub struct Sweep {
 /// called at the beginning and after each point, from any thread.
 ///
 /// # Errors
-/// If a trace or the model fails at a point, or a file cannot be written; what
-/// was finished by then is kept in the journal.
+/// If the results have no place or one of the study's inputs, before anything
+/// runs; if a trace or the model fails at a point, or a file cannot be written:
+/// what was finished by then is kept in the journal.
 pub fn sweep(
     study: &Study,
     options: &SweepOptions,
@@ -100,7 +102,9 @@ pub fn sweep(
 ) -> Result<Sweep, StudyError> {
     let began = Instant::now();
     let traces = Traces::of(study)?;
+    check_output(&options.out, study, &traces)?;
     let path = Journal::path_beside(&options.out);
+    check_output(&path, study, &traces)?;
     let (journal, finished) = Journal::open(&path, &options.build)?;
     let ids: Vec<PointId> = study.points.iter().map(|point| traces.id(point)).collect();
     let mut seen: HashSet<&PointId> = finished.keys().collect();

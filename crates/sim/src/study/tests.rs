@@ -45,6 +45,7 @@ fn options(out: PathBuf, jobs: usize) -> SweepOptions {
         build: Build {
             pagetide_version: "1.2.3".into(),
             git_commit: Some("abc".into()),
+            program_sha256: "def".into(),
         },
         host: "here".into(),
     }
@@ -127,7 +128,7 @@ fn expansion_of_nested_tables_equals_a_naive_product() {
 
 #[test]
 fn wrong_studies_are_refused_with_the_key_and_what_is_right() {
-    let trace = "[[trace]]\ntenants = 1\npackets = 1\ninput.synthetic.workload = \"iperf3\"\n";
+    let trace = IPERF3;
     for (text, parts) in [
         ("x = [".to_owned(), vec!["not TOML"]),
         (String::new(), vec!["trace: the study has no trace"]),
@@ -164,7 +165,15 @@ fn wrong_studies_are_refused_with_the_key_and_what_is_right() {
         ("[[trace]]\nfile = 3".to_owned(), vec!["trace[0].file:"]),
         (
             "[[trace]]\ntenants = 0\npackets = 1\ninput.synthetic.workload = \"seq\"".to_owned(),
-            vec!["trace[0]", "tenants = 0"],
+            vec!["trace[0]: tenants = 0"],
+        ),
+        (
+            "[[trace]]\ntenants = 1".to_owned(),
+            vec!["trace[0]: 'input' is missing: write", "workload ="],
+        ),
+        (
+            "[[trace]]\ninput.synthetic.workload = \"seq\"".to_owned(),
+            vec!["trace[0]: 'tenants' is missing"],
         ),
         (
             "[[trace]]\ntenants = 1\npackets = 1\ninput.synthetic.workload = \"x\"".to_owned(),
@@ -177,11 +186,162 @@ fn wrong_studies_are_refused_with_the_key_and_what_is_right() {
         ("trace = 3".to_owned(), vec!["trace:"]),
         ("trace = [3]".to_owned(), vec!["trace[0]:", "[[trace]]"]),
     ] {
-        let told = refusal(&text);
-        for part in parts {
-            assert!(told.contains(part), "no '{part}' in '{told}' for\n{text}");
-        }
+        assert_refused(&text, &parts);
     }
+}
+
+/// A trace of one packet.
+const IPERF3: &str = "[[trace]]\ntenants = 1\npackets = 1\ninput.synthetic.workload = \"iperf3\"\n";
+
+fn assert_refused(text: &str, parts: &[&str]) {
+    let told = refusal(text);
+    for part in parts {
+        assert!(told.contains(part), "no '{part}' in '{told}' for\n{text}");
+    }
+}
+
+#[test]
+fn settings_that_nothing_heeds_are_refused_with_the_key() {
+    let trace = IPERF3;
+    for (text, parts) in [
+        (
+            format!("link.requests_per_packet = [3, 1]\n{trace}"),
+            vec!["link.requests_per_packet: 1 a packet", "made with 3"],
+        ),
+        (
+            format!("context_cache.ways = 8\n{trace}"),
+            vec!["context_cache.ways = 8: the context cache is fully associative"],
+        ),
+        (
+            format!("flavour = [\"paper\", \"hypersio\"]\nl1.entries = 8\nl1.ways = 8\n{trace}"),
+            vec!["point 1 (flavour=hypersio): l1.entries: flavour hypersio"],
+        ),
+    ] {
+        assert_refused(&text, &parts);
+    }
+}
+
+#[test]
+fn refusal_of_the_only_point_begins_with_the_parameter() {
+    let told = refusal(
+        "ptb.entries = 0\n[[trace]]\ntenants = 1\npackets = 1\ninput.synthetic.workload = \"seq\"",
+    );
+    assert!(told.starts_with("ptb.entries = 0: "), "{told}");
+}
+
+#[test]
+fn study_that_is_no_toml_is_refused_with_the_name_of_its_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("wrong.toml");
+    std::fs::write(&path, "x = [").unwrap();
+    let told = Draft::read(&path).unwrap_err().to_string();
+    assert!(told.contains("wrong.toml: the file is not TOML"), "{told}");
+}
+
+#[test]
+fn context_cache_of_another_size_stays_fully_associative_without_being_told() {
+    let mut draft = Draft::parse(SMALL, Path::new("")).unwrap();
+    draft.set("context_cache.entries=32").unwrap();
+    for point in draft.study().unwrap().points {
+        let cache = point.config.context_cache;
+        assert_eq!((cache.entries, cache.ways), (32, 32));
+    }
+}
+
+/// A trace of `requests` requests of one tenant in a Parquet file, `per_packet` a packet.
+fn parquet_trace(path: &Path, requests: u64, per_packet: u32) {
+    use pagetide_trace::{Event, EventSink as _, IommuDomain, ParquetWriter, SourceId, TraceMeta};
+    let meta = TraceMeta {
+        requests_per_packet: per_packet.try_into().unwrap(),
+        ..TraceMeta::default()
+    };
+    let mut writer = ParquetWriter::create(path, &meta).unwrap();
+    for n in 0..requests {
+        let iova = pagetide_addr::Iova(n << 12);
+        let event = Event::translate(SourceId(8), IommuDomain(1), iova, None);
+        writer.write(&[event]).unwrap();
+    }
+    Box::new(writer).finish().unwrap();
+}
+
+#[test]
+fn packet_is_as_large_as_its_trace_tells_and_a_study_may_not_contradict() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("ones.parquet");
+    parquet_trace(&path, 12, 1);
+    let file = format!("[[trace]]\nfile = \"{}\"", path.display());
+    let told = study(&file).unwrap();
+    assert_eq!(told.points[0].config.link.requests_per_packet, 1);
+    let outcome = Traces::of(&told).unwrap().run(&told.points[0]).unwrap();
+    assert_eq!((outcome.requests, outcome.packets), (12, 12));
+    study(&format!("link.requests_per_packet = 1\n{file}")).unwrap();
+    let told = refusal(&format!("link.requests_per_packet = 3\n{file}"));
+    assert!(told.contains("3 a packet, but trace[0] was made with 1"));
+}
+
+#[test]
+fn packet_of_a_trace_that_does_not_tell_it_is_as_large_as_the_study_says() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.bin");
+    std::fs::write(&path, [0; 48]).unwrap();
+    let file = format!("[[trace]]\nfile = \"{}\"", path.display());
+    let of = |text: &str| {
+        study(text).unwrap().points[0]
+            .config
+            .link
+            .requests_per_packet
+    };
+    assert_eq!(of(&file), 3);
+    assert_eq!(of(&format!("link.requests_per_packet = 2\n{file}")), 2);
+}
+
+#[test]
+fn recorded_recipe_tells_the_size_of_its_packets() {
+    let study = study(
+        "[[trace]]\ntenants = 1\ninput.recorded = { logs = [\"a.log\"], requests_per_packet = 2 }",
+    )
+    .unwrap();
+    assert_eq!(study.points[0].config.link.requests_per_packet, 2);
+}
+
+#[test]
+fn results_without_a_place_or_in_the_place_of_an_input_are_refused_before_anything_runs() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    std::fs::write(at("study.toml"), SMALL).unwrap();
+    std::fs::hard_link(at("study.toml"), at("same")).unwrap();
+    std::os::unix::fs::symlink(at("study.toml"), at("link")).unwrap();
+    let study = Draft::read(&at("study.toml")).unwrap().study().unwrap();
+    for (out, reason) in [
+        (at("study.toml"), "is read by this command"),
+        (at("same"), "is read by this command"),
+        (at("link"), "is read by this command"),
+        (at("no/out"), "its directory is not there"),
+        (dir.path().to_owned(), "is a directory"),
+        (PathBuf::from("/"), "is no name of a file"),
+    ] {
+        let ran = AtomicUsize::new(0);
+        let error = sweep(&study, &options(out, 1), &|_| {
+            ran.fetch_add(1, Ordering::Relaxed);
+        })
+        .unwrap_err();
+        assert!(error.to_string().contains(reason), "{error}");
+        assert!(error.is_wrong_use());
+        assert_eq!(ran.into_inner(), 0);
+    }
+    assert_eq!(std::fs::read_to_string(at("study.toml")).unwrap(), SMALL);
+}
+
+#[test]
+fn trace_file_is_not_replaced_by_results() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.parquet");
+    parquet_trace(&path, 3, 3);
+    let study = study(&format!("[[trace]]\nfile = \"{}\"", path.display())).unwrap();
+    let before = std::fs::read(&path).unwrap();
+    let error = sweep(&study, &options(path.clone(), 1), &|_| {}).unwrap_err();
+    assert!(matches!(error, StudyError::Output { .. }), "{error}");
+    assert_eq!(std::fs::read(&path).unwrap(), before);
 }
 
 #[test]
@@ -338,6 +498,9 @@ fn changed_study_runs_what_is_new_and_another_build_runs_all() {
     let more = study(&SMALL.replace("[64, 128]", "[128, 256]")).unwrap();
     let swept = run(&more, &options);
     assert_eq!((swept.summary.run, swept.summary.kept), (4, 4));
+    // Built of the same commit, and not the same.
+    options.build.program_sha256 = "0".into();
+    assert_eq!(run(&more, &options).summary.run, 8);
     options.build.git_commit = None;
     assert_eq!(run(&more, &options).summary.run, 8);
 }

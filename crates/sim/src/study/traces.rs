@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use pagetide_trace::{
-    EventSource, FormatChoice, HyperSpec, HyperTrace, Input, Recordings, TraceError,
+    EventSource, FormatChoice, HyperSpec, HyperTrace, Input, ParquetReader, Recordings, TraceError,
+    TraceFormat, detect,
 };
 use serde_json::{Value, json};
 
@@ -30,6 +31,31 @@ pub enum Trace {
     File(PathBuf),
     /// Made by a recipe.
     Made(Box<HyperSpec>),
+}
+
+impl Trace {
+    /// Requests that make a packet, if the trace tells it: a recipe does, and a
+    /// Parquet file; logs and the authors' format do not.
+    ///
+    /// A file that cannot be read, or is no trace, tells nothing here: that is an
+    /// error of [`Traces::of`] and of its run.
+    ///
+    /// # Errors
+    /// If a Parquet file is none of ours.
+    pub fn requests_per_packet(&self) -> Result<Option<u32>, TraceError> {
+        match self {
+            Self::Made(spec) => Ok(Some(spec.meta()?.requests_per_packet.get())),
+            // A pipe would wait for its writer.
+            Self::File(path) if !path.is_file() => Ok(None),
+            Self::File(path) => match detect(path) {
+                Ok(TraceFormat::Parquet) => {
+                    let reader = ParquetReader::open(path)?;
+                    Ok(Some(reader.meta().requests_per_packet.get()))
+                }
+                Ok(_) | Err(_) => Ok(None),
+            },
+        }
+    }
 }
 
 /// A file that a trace comes from.
