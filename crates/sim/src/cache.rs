@@ -19,10 +19,9 @@
 use crate::config::{CacheConfig, PartitionBy, Replacement};
 pub(crate) use crate::hints::ENTRIES_MAX;
 use crate::hints::Hints;
-use crate::hypersio::{SMALL_WAYS, SmallLfu};
 use crate::outcome::CacheCounts;
 use crate::request::{NEVER, NO_TAG, Page, Tag, address_of, domain_of};
-use crate::ties::{TieBreak, Ties};
+use crate::ties::{ProgramTies, SMALL_WAYS, SmallLfu, TieBreak, Ties};
 
 /// A use count at which all counts of the set are halved: 4 bits (V-C).
 const LFU_SATURATED: u64 = 15;
@@ -63,15 +62,19 @@ enum Policy {
     Lfu(Ties),
     /// Use counts and ties are kept together.
     SmallLfu(SmallLfu),
-    /// Marks are indices of requests.
-    Oracle,
+    /// Marks are indices of requests. Pages that are not used again are equally
+    /// far: the first entry goes, or the first in the order of the program's map.
+    Oracle(Option<ProgramTies>),
 }
 
 impl Policy {
     fn new(config: &CacheConfig, ties: &TieBreak, sets: usize) -> Self {
         match config.replacement {
             Replacement::Lru => Self::Lru,
-            Replacement::Oracle => Self::Oracle,
+            Replacement::Oracle => match ties {
+                TieBreak::Program(rand) => Self::Oracle(Some(ProgramTies::new(rand, sets))),
+                TieBreak::Seed(_) => Self::Oracle(None),
+            },
             Replacement::Lfu => match ties {
                 TieBreak::Program(rand) if config.ways <= SMALL_WAYS => {
                     Self::SmallLfu(SmallLfu::new(rand, sets))
@@ -203,7 +206,7 @@ impl Cache {
         }
         match &mut self.policy {
             Policy::Lru => {}
-            Policy::Oracle => entry.mark = next_use,
+            Policy::Oracle(_) => entry.mark = next_use,
             Policy::SmallLfu(small) => small.used(at / self.ways, (at % self.ways) as u64),
             Policy::Lfu(_) => {
                 entry.mark += 1;
@@ -251,7 +254,12 @@ impl Cache {
                 self.tick += 1;
                 lru_mark(self.tick, at)
             }
-            Policy::Oracle => next_use,
+            Policy::Oracle(order) => {
+                if let Some(order) = order {
+                    order.enters(set, program_hash(tag), narrow(at - first));
+                }
+                next_use
+            }
             Policy::SmallLfu(small) => {
                 small.enters(set, program_hash(tag), (at - first) as u64);
                 0
@@ -273,7 +281,14 @@ impl Cache {
         let entries = &self.entries[first..first + self.ways];
         match &mut self.policy {
             Policy::Lru => lru_entry(least_mark(entries)),
-            Policy::Oracle => first + position_of_furthest(entries),
+            Policy::Oracle(None) => first + position_of_furthest(entries),
+            Policy::Oracle(Some(order)) => {
+                let furthest = entries[position_of_furthest(entries)].mark;
+                let is_furthest = |way: u32| entries[way as usize].mark == furthest;
+                let way = order.first(set, is_furthest).unwrap_or(0);
+                order.leaves(set, way);
+                first + way as usize
+            }
             Policy::SmallLfu(small) => {
                 #[expect(clippy::cast_possible_truncation, reason = "below SMALL_WAYS")]
                 let way = small.evict(set) as usize;
@@ -316,7 +331,7 @@ impl Cache {
                     small.moves(set, from_way as u64, to_way as u64);
                 }
             }
-            Policy::Lfu(Ties::Program(program)) => {
+            Policy::Lfu(Ties::Program(program)) | Policy::Oracle(Some(program)) => {
                 program.leaves(set, narrow(to_way));
                 if from != to {
                     program.moves(set, narrow(from_way), narrow(to_way));

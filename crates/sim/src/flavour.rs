@@ -101,6 +101,11 @@ pub(crate) enum VoidSpan {
 }
 
 impl VoidSpan {
+    /// True if `page` meets this one.
+    pub(crate) fn meets_page(&self, page: &Page) -> bool {
+        self.meets(page.tag(), u32::from(page.shift))
+    }
+
     /// True if the cached span `tag` of `1 << shift` bytes at most, but not of
     /// less than a page, meets this one.
     pub(crate) fn meets(&self, tag: Tag, shift: u32) -> bool {

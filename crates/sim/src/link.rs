@@ -51,10 +51,24 @@ impl Link {
     pub(crate) const fn skip_to(&mut self, now_ns: u64) -> u64 {
         let mut skipped = 0;
         while self.next_ns <= now_ns {
-            self.take();
-            skipped += 1;
+            if now_ns - self.next_ns >= self.numerator {
+                skipped += self.leap(now_ns);
+            } else {
+                self.take();
+                skipped += 1;
+            }
         }
         skipped
+    }
+
+    /// Passes by all slots but the last few before `now_ns` at once.
+    #[inline]
+    const fn leap(&mut self, now_ns: u64) -> u64 {
+        let slots = (now_ns - self.next_ns) / self.numerator.div_ceil(self.denominator);
+        let exact = self.remainder + slots * self.numerator;
+        self.next_ns += exact / self.denominator;
+        self.remainder = exact % self.denominator;
+        slots
     }
 }
 
@@ -69,6 +83,24 @@ mod tests {
             link.take();
         }
         assert_eq!(link.next_ns(), 12336);
+    }
+
+    #[test]
+    fn leaping_over_many_slots_ends_where_single_steps_do() {
+        for (numerator, denominator) in [(61, 1), (1542 * 8, 200), (64 * 8, 511), (3, 2)] {
+            for now_ns in [0, 1, 60, 61, 62, 1_000, 123_456] {
+                let mut leaping = Link::new((numerator, denominator));
+                let mut stepping = Link::new((numerator, denominator));
+                let mut steps = 0;
+                while stepping.next_ns() <= now_ns {
+                    stepping.take();
+                    steps += 1;
+                }
+                assert_eq!(leaping.skip_to(now_ns), steps);
+                assert_eq!(leaping.next_ns(), stepping.next_ns());
+                assert_eq!(leaping.remainder, stepping.remainder);
+            }
+        }
     }
 
     #[test]

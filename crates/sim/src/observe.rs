@@ -7,8 +7,10 @@ use crate::request::Page;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Step {
-    /// It enters the device.
+    /// It enters the device, whose context cache knows its domain.
     Issue,
+    /// It enters the device, which has to read its context entry first.
+    ContextMiss,
     /// The DevTLB has it.
     DevTlbHit,
     /// The prefetch buffer has it, the DevTLB does not.
@@ -25,6 +27,8 @@ pub enum Step {
     BufferFill,
     /// A demanded translation arrives: the request ends.
     End,
+    /// What is cached for the address, the domain or all is made void.
+    Invalidate,
 }
 
 /// One step of one request, as told to whoever watches.
@@ -34,6 +38,12 @@ pub struct StepRecord {
     pub time_ns: u64,
     /// What.
     pub step: Step,
+    /// Which request: a number that no other has while it is under way, and that
+    /// is used again later; `None` for an invalidation.
+    pub flight: Option<u32>,
+    /// How long its packet was refused before it entered, in nanoseconds; 0 in
+    /// every other step.
+    pub waited_ns: u64,
     /// Source id.
     pub source: u32,
     /// Domain.
@@ -42,10 +52,30 @@ pub struct StepRecord {
     pub iova: u64,
 }
 
+/// What an observer is told about a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Moment {
+    pub(crate) now_ns: u64,
+    pub(crate) flight: Option<u32>,
+    pub(crate) waited_ns: u64,
+}
+
+impl Moment {
+    /// A step of the request in `slot`.
+    #[inline(always)]
+    pub(crate) const fn of(now_ns: u64, slot: u32) -> Self {
+        Self {
+            now_ns,
+            flight: Some(slot),
+            waited_ns: 0,
+        }
+    }
+}
+
 /// Somebody who watches.
 pub(crate) trait Observer {
     /// `page`'s request takes `step`.
-    fn step(&mut self, now_ns: u64, step: Step, page: &Page);
+    fn step(&mut self, moment: Moment, step: Step, page: &Page);
 }
 
 /// Nobody.
@@ -53,18 +83,20 @@ pub(crate) trait Observer {
 pub(crate) struct Nobody;
 
 impl Observer for Nobody {
-    #[inline]
-    fn step(&mut self, _now_ns: u64, _step: Step, _page: &Page) {}
+    #[inline(always)]
+    fn step(&mut self, _moment: Moment, _step: Step, _page: &Page) {}
 }
 
 /// A function that is told every step.
 pub(crate) struct Told<'a>(pub(crate) &'a mut dyn FnMut(StepRecord));
 
 impl Observer for Told<'_> {
-    fn step(&mut self, now_ns: u64, step: Step, page: &Page) {
+    fn step(&mut self, moment: Moment, step: Step, page: &Page) {
         (self.0)(StepRecord {
-            time_ns: now_ns,
+            time_ns: moment.now_ns,
             step,
+            flight: moment.flight,
+            waited_ns: moment.waited_ns,
             source: page.source,
             domain: page.domain,
             iova: page.iova,

@@ -93,14 +93,16 @@ pub struct TenantOutcome {
     pub source: u32,
     /// Requests that ended.
     pub requests: u64,
-    /// Whole packets that ended.
+    /// Whole packets that ended; one of several sources counts for the first.
     pub packets: u64,
     /// Hits in the DevTLB.
     pub devtlb_hits: u64,
     /// Hits in the prefetch buffer that the DevTLB did not have.
     pub prefetch_hits: u64,
-    /// Mean time of a request.
+    /// Mean time of a request, from its packet's admission to its end.
     pub mean_latency_ns: f64,
+    /// Mean time that the packet of a request was refused before.
+    pub mean_refused_ns: f64,
     /// Goodput over the whole run, in gigabits a second.
     pub gbps: f64,
 }
@@ -134,7 +136,8 @@ pub struct Outcome {
     pub prefetch: PrefetchCounts,
     /// Time from a request's entry to its end.
     pub latency: LatencySummary,
-    /// Jain's index over the tenants' packets: 1 if all have the same.
+    /// Jain's index over the tenants' mean times of a request, refusals included:
+    /// 1 if all are served alike.
     pub fairness: f64,
     /// Tenants, in order of their first request.
     #[serde(skip_serializing_if = "Vec::is_empty")]

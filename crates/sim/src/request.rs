@@ -101,6 +101,22 @@ pub(crate) struct Request {
     pub packet: u32,
     /// Who waits for it.
     pub origin: Origin,
+    /// How far it has got.
+    pub answer: Answered,
+}
+
+/// Whether a request has its translation. One that is made void on its way back
+/// still ends, since the DMA that it was for was allowed when it was asked for,
+/// but it must not be kept: no cache takes it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) enum Answered {
+    /// Not yet: it will see what is true when it is looked for.
+    #[default]
+    No,
+    /// It was found, or the walk for it is under way.
+    Yes,
+    /// It was, and then an invalidation met it.
+    Void,
 }
 
 /// Where a request comes from.

@@ -7,9 +7,9 @@ use crate::error::{SimError, impossible};
 /// if requests come faster than a stage serves them, without end.
 pub(crate) const SLOTS_MAX: usize = 1 << 20;
 
-/// Slots that the requests of the packets which fit into the PTB, and their
-/// prefetches, may take between two checks: [`crate::config`] allows no more.
-const SLOTS_SPARE: usize = 1 << 19;
+/// Slots that may be taken between two checks: the requests of a packet, or the
+/// prefetches of a request, of which [`crate::config`] allows 64 each.
+const SLOTS_SPARE: usize = 1 << 10;
 
 /// Things in flight.
 #[derive(Debug, Default)]
@@ -39,6 +39,11 @@ impl<T: Copy + Default> Table<T> {
         self.slots.push(T::default());
         self.free += 1;
         self.next_free.push(self.free);
+    }
+
+    /// Every slot, in use or free.
+    pub(crate) fn all(&mut self) -> &mut [T] {
+        &mut self.slots
     }
 
     /// Checks that there is room for another packet's worth.
@@ -81,9 +86,9 @@ impl<T: Copy + Default> Table<T> {
 #[cold]
 fn too_many() -> SimError {
     impossible(
-        "prefetch.pages_per_tenant",
         "requests in flight",
-        "prefetches pile up without end, as a stage cannot serve as many as come; \
-         prefetch fewer pages or slow the link",
+        SLOTS_MAX,
+        "they pile up, as more come than the stages serve: prefetch fewer pages, slow the \
+         link, or take a smaller PTB",
     )
 }

@@ -20,6 +20,10 @@ pub(crate) struct Tally {
     /// Domain of its last request.
     pub(crate) domain: u32,
     pub(crate) requests: u64,
+    /// Whole packets, by the source of their first request.
+    pub(crate) packets: u64,
+    /// Time that its requests' packets were refused, all requests together.
+    pub(crate) waited_ns: u64,
     pub(crate) devtlb_hits: u64,
     pub(crate) prefetch_hits: u64,
     pub(crate) latency_ns: u64,
@@ -75,42 +79,37 @@ impl Tenants {
         &mut self.tallies[number as usize]
     }
 
-    /// Jain's index of the tenants' packets: `(sum x)^2 / (n * sum x^2)`.
-    pub(crate) fn fairness(&self, requests_per_packet: u64) -> f64 {
-        let packets = self
+    /// Jain's index over the mean time that a request of each tenant took, the
+    /// refusals of its packet included: `(sum x)^2 / (n * sum x^2)`. The bandwidths
+    /// would say nothing, since the trace fixes who sends how much.
+    pub(crate) fn fairness(&self) -> f64 {
+        let times = self
             .tallies
             .iter()
-            .map(|tally| tally.requests / requests_per_packet);
-        let sum: u128 = packets.clone().map(u128::from).sum();
-        let squares: u128 = packets.map(|packets| u128::from(packets).pow(2)).sum();
-        if squares == 0 {
+            .filter(|tally| tally.requests > 0)
+            .map(|tally| ratio(tally.latency_ns + tally.waited_ns, tally.requests));
+        let (count, sum, squares) = times.fold((0.0, 0.0, 0.0), |(count, sum, squares), time| {
+            (count + 1.0, sum + time, squares + time * time)
+        });
+        if squares == 0.0 {
             return 1.0;
         }
-        #[expect(clippy::cast_precision_loss, reason = "an index for people")]
-        let fairness = (sum * sum) as f64 / (self.tallies.len() as u128 * squares) as f64;
-        fairness
+        sum * sum / (count * squares)
     }
 
     /// What each tenant got in `elapsed_ns`.
-    pub(crate) fn outcomes(
-        &self,
-        elapsed_ns: u64,
-        requests_per_packet: u64,
-        packet_bytes: u64,
-    ) -> Vec<TenantOutcome> {
+    pub(crate) fn outcomes(&self, elapsed_ns: u64, packet_bytes: u64) -> Vec<TenantOutcome> {
         self.tallies
             .iter()
-            .map(|tally| {
-                let packets = tally.requests / requests_per_packet;
-                TenantOutcome {
-                    source: tally.source,
-                    requests: tally.requests,
-                    packets,
-                    devtlb_hits: tally.devtlb_hits,
-                    prefetch_hits: tally.prefetch_hits,
-                    mean_latency_ns: ratio(tally.latency_ns, tally.requests),
-                    gbps: ratio(packets * packet_bytes * 8, elapsed_ns),
-                }
+            .map(|tally| TenantOutcome {
+                source: tally.source,
+                requests: tally.requests,
+                packets: tally.packets,
+                devtlb_hits: tally.devtlb_hits,
+                prefetch_hits: tally.prefetch_hits,
+                mean_latency_ns: ratio(tally.latency_ns, tally.requests),
+                mean_refused_ns: ratio(tally.waited_ns, tally.requests),
+                gbps: ratio(tally.packets * packet_bytes * 8, elapsed_ns),
             })
             .collect()
     }

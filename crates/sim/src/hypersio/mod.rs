@@ -10,16 +10,14 @@
 //! | walk | 50 ns times the *level*, so a 4 KiB page costs less than a 2 MiB one ([`walk`]) |
 //! | walk caches | L2 and L3 by guest address, always LRU, looked up together, both always filled |
 //! | prefetch | on each request, hit or miss, even without a buffer; a successor once learnt stays ([`predictor`]) |
-//! | LFU ties | by `rand()` over the order of a hash map ([`ties`]), if the seed is 0 |
+//! | LFU ties | by `rand()` over the order of a hash map ([`crate::ties`]), if the seed is 0 |
 //! | partition | by the low bits of the domain, not of the source |
 //!
 //! What the program does to a 1 GiB page is an error here: it loses the request
 //! and then waits for it for ever.
 
 mod heap;
-mod lfu;
 mod predictor;
-mod ties;
 mod walk;
 
 use std::cell::RefCell;
@@ -28,11 +26,9 @@ use std::rc::Rc;
 
 use crate::config::Config;
 use crate::flavour::{Flavour, StageQueue};
-use crate::ties::TieBreak;
+use crate::ties::{ProgramRand, TieBreak};
 
 pub(crate) use heap::{ProgramFifo, ProgramHeap};
-pub(crate) use lfu::{SMALL_WAYS, SmallLfu};
-pub(crate) use ties::{ProgramRand, ProgramTies};
 
 /// The authors' program, with queues `Q`.
 #[derive(Debug)]

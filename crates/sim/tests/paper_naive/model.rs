@@ -44,6 +44,8 @@ struct Request {
     next_use: u64,
     packet: usize,
     prefetch: bool,
+    /// An invalidation met it on its way back.
+    void: bool,
 }
 
 /// A stage's queue, in order of arrival.
@@ -246,6 +248,7 @@ impl<'a> Model<'a> {
             next_use: self.next_use(event),
             packet: self.packets.len() - 1,
             prefetch: false,
+            void: false,
         };
         self.taken += 1;
         let latency = &self.config.latency;
@@ -261,7 +264,12 @@ impl<'a> Model<'a> {
         } else {
             2 * latency.pcie_ns + latency.context_accesses * latency.dram_ns
         };
-        self.step(Step::Issue, &request.page);
+        let step = if known {
+            Step::Issue
+        } else {
+            Step::ContextMiss
+        };
+        self.step(step, &request.page);
         self.device.1.push((self.now + wait, request));
     }
 
@@ -343,6 +351,7 @@ impl<'a> Model<'a> {
                 next_use: u64::MAX,
                 packet: 0,
                 prefetch: true,
+                void: false,
             };
             self.agent.1.push((arrives, request));
         }
@@ -379,6 +388,12 @@ impl<'a> Model<'a> {
 
     fn walked(&mut self, request: Request) {
         let page = request.page;
+        if request.void {
+            self.back
+                .1
+                .push((self.now + self.config.latency.pcie_ns, request));
+            return;
+        }
         self.iotlb.fill(&page, page.key(), request.next_use);
         for level in page.level..=4.min(self.config.walk.guest_levels) {
             let key = page.span(level_shift(level));
@@ -392,11 +407,15 @@ impl<'a> Model<'a> {
         let page = request.page;
         if request.prefetch {
             self.result.filled += 1;
-            self.buffer.fill(&page, page.key(), u64::MAX);
+            if !request.void {
+                self.buffer.fill(&page, page.key(), u64::MAX);
+            }
             self.step(Step::BufferFill, &page);
             return;
         }
-        self.devtlb.fill(&page, page.key(), request.next_use);
+        if !request.void {
+            self.devtlb.fill(&page, page.key(), request.next_use);
+        }
         self.step(Step::End, &page);
         self.result.ended += 1;
         self.result.tenants[page.tenant as usize].1 += 1;
@@ -443,6 +462,13 @@ impl<'a> Model<'a> {
         for (level, cache) in (1..).zip(&mut self.levels) {
             cache.invalidate(|key| void(key, 1 << level_shift(level)));
         }
+        for queue in [&mut self.walking, &mut self.back] {
+            for (_, request) in &mut queue.1 {
+                let page = request.page;
+                request.void |= void(page.key(), 1 << level_shift(page.level));
+            }
+        }
+        self.step(Step::Invalidate, &page_of(event, 0));
     }
 }
 

@@ -2,7 +2,7 @@
 //! The program's LFU for sets of at most eight ways, ties included, in three
 //! words a set.
 //!
-//! What [`super::ties`] keeps as lists is packed here into the bytes of words, in
+//! What [`super::program`] keeps as lists is packed here into the bytes of words, in
 //! the order in which the program's map lists the keys of the set:
 //!
 //! ```text
@@ -18,7 +18,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use super::ties::ProgramRand;
+use super::program::ProgramRand;
 
 /// Ways that fit.
 pub(crate) const SMALL_WAYS: u32 = 8;
@@ -176,7 +176,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::hypersio::ProgramTies;
+    use crate::ties::ProgramTies;
 
     fn rand() -> Rc<RefCell<ProgramRand>> {
         Rc::new(RefCell::new(ProgramRand::new()))

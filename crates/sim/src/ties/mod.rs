@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which of several entries that are used equally little must go.
+//! Which of several entries that are used equally little must go: one at random,
+//! or the one that the authors' program takes ([`program`], and packed into words
+//! for small sets in [`small_lfu`]).
+
+mod program;
+mod small_lfu;
 
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use crate::hypersio::{ProgramRand, ProgramTies};
+pub(crate) use program::{ProgramRand, ProgramTies};
+pub(crate) use small_lfu::{SMALL_WAYS, SmallLfu};
 
 /// How a run breaks ties.
 #[derive(Clone, Debug)]

@@ -16,26 +16,32 @@
 //! Time is a whole number and only ever jumps to the next thing that happens.
 //!
 //! A request is a slot of a table from its entry to its end; queues hold slots.
+//! [`input`] is the trace, [`change`] what its other events do, [`account`] the end.
 
-use pagetide_trace::{BATCH_EVENTS, Event, EventKind, EventSource, PageSize};
+mod account;
+mod change;
+mod input;
+
+use pagetide_trace::{BATCH_EVENTS, EventKind, EventSource, PageSize};
 
 use crate::cache::Cache;
 use crate::config::{Config, PtbUnit};
 use crate::context::ContextCache;
 use crate::error::SimError;
 use crate::flavour::{
-    Answer, Flavour, SourcePredictor as _, StageQueue as _, TranslationAgent as _, VoidSpan,
+    Answer, Flavour, SourcePredictor as _, StageQueue as _, TranslationAgent as _,
 };
 use crate::host::Host;
 use crate::latency::Latencies;
 use crate::link::Link;
 use crate::next_use::NextUses;
-use crate::observe::{Observer, Step};
-use crate::outcome::{AllCounts, Outcome, PrefetchCounts, ratio};
+use crate::observe::{Moment, Observer, Step};
+use crate::outcome::{Outcome, PrefetchCounts};
 use crate::prefetch::PrefetchUnit;
-use crate::request::{DOMAINS_MAX, NEVER, Origin, Page, Request, Tag, widest_page};
+use crate::request::{Answered, DOMAINS_MAX, NEVER, Origin, Page, Request, Tag};
 use crate::table::Table;
 use crate::tenants::Tenants;
+use input::Input;
 
 /// Address bits of a DevTLB's set begin here, as pages of 2 MiB are the common ones.
 const DEVTLB_SHIFT: u32 = 21;
@@ -53,6 +59,8 @@ pub(crate) struct Machine<'a, F: Flavour, O> {
     pending: u32,
     /// When the next packet is admitted; `u64::MAX` while the PTB has no room.
     admits_ns: u64,
+    /// When the next packet was tried first.
+    tried_ns: u64,
     /// No packet is admitted any more.
     trace_ended: bool,
     requests: Table<Request>,
@@ -86,28 +94,6 @@ struct Tally {
     prefetch: PrefetchCounts,
 }
 
-/// The trace as the model eats it.
-struct Input<'a> {
-    source: &'a mut dyn EventSource,
-    next_uses: Option<&'a NextUses>,
-    batch: Vec<Event>,
-    at: usize,
-    ended: bool,
-}
-
-impl Input<'_> {
-    /// The next event, without taking it.
-    #[inline]
-    fn peek(&mut self) -> Result<Option<&Event>, SimError> {
-        if self.at == self.batch.len() && !self.ended {
-            self.batch.clear();
-            self.at = 0;
-            self.ended = self.source.next_batch(&mut self.batch)? == 0;
-        }
-        Ok(self.batch.get(self.at))
-    }
-}
-
 impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     /// A model with empty caches.
     pub(crate) fn new(
@@ -132,6 +118,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             },
             pending: 0,
             admits_ns: 0,
+            tried_ns: 0,
             trace_ended: false,
             requests: Table::default(),
             packets: Table::default(),
@@ -196,6 +183,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     fn serve(&mut self, now_ns: u64) -> Result<(), SimError> {
         while let Some(slot) = self.to_device.pop_ready(now_ns) {
             self.at_device(now_ns, slot);
+            self.requests.check()?;
             if F::ONE_A_NANOSECOND {
                 break;
             }
@@ -238,11 +226,13 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     fn admit_packet(&mut self, now_ns: u64) -> Result<bool, SimError> {
         self.requests.check()?;
         self.link.take();
+        let waited_ns = now_ns - std::mem::replace(&mut self.tried_ns, self.link.next_ns());
+        let mut first_tenant = 0;
         let by_packets = self.config.ptb.unit == PtbUnit::Packets;
         let mut packet = u32::MAX;
         let mut is_whole = true;
         for nth in 0..self.config.link.requests_per_packet {
-            if !self.goes_to_translation()? {
+            if !self.goes_to_translation(now_ns)? {
                 is_whole = false;
                 break;
             }
@@ -256,7 +246,11 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             } else {
                 self.pending += 1;
             }
-            self.issue(now_ns, packet)?;
+            let tenant = self.issue(now_ns, waited_ns, packet)?;
+            first_tenant = if nth == 0 { tenant } else { first_tenant };
+        }
+        if is_whole {
+            self.tenants.tally(first_tenant).packets += 1;
         }
         self.admits_ns = if is_whole && self.pending < self.config.ptb.entries {
             self.link.next_ns()
@@ -269,7 +263,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     /// Goes to the next translation request, if there is one; what stands before
     /// it in the trace takes effect.
     #[inline(always)]
-    fn goes_to_translation(&mut self) -> Result<bool, SimError> {
+    fn goes_to_translation(&mut self, now_ns: u64) -> Result<bool, SimError> {
         loop {
             let Some(event) = self.input.peek()? else {
                 return Ok(false);
@@ -279,13 +273,13 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             }
             let event = *event;
             self.input.at += 1;
-            self.apply(&event);
+            self.apply(now_ns, &event);
         }
     }
 
     /// Issues the translation request that the input stands at.
     #[inline(always)]
-    fn issue(&mut self, now_ns: u64, packet: u32) -> Result<(), SimError> {
+    fn issue(&mut self, now_ns: u64, waited_ns: u64, packet: u32) -> Result<u32, SimError> {
         let event = &self.input.batch[self.input.at];
         self.input.at += 1;
         let (source, domain) = (event.source.0, event.domain.0);
@@ -293,9 +287,10 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             return Err(too_large(self.tally.issued, domain));
         }
         let tenant = self.tenants.number(source);
-        self.tenants.tally(tenant).domain = domain;
+        let tally = self.tenants.tally(tenant);
+        tally.domain = domain;
+        tally.waited_ns += waited_ns;
         let page = Page::of(event, tenant, UNKNOWN_PAGE);
-        self.observer.step(now_ns, Step::Issue, &page);
         let slot = self.requests.take();
         *self.requests.get_mut(slot) = Request {
             page,
@@ -306,16 +301,23 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             issued_ns: now_ns,
             packet,
             origin: Origin::Demand,
+            answer: Answered::No,
         };
         self.tally.issued += 1;
         let latency = &self.config.latency;
-        let wait_ns = if self.context_cache.look_up(tenant) {
-            latency.context_hit_ns
+        let (step, ready_ns) = if self.context_cache.look_up(tenant) {
+            (Step::Issue, latency.context_hit_ns)
         } else {
-            2 * latency.pcie_ns + latency.context_accesses * latency.dram_ns
+            let read_ns = latency.context_accesses * latency.dram_ns;
+            (Step::ContextMiss, 2 * latency.pcie_ns + read_ns)
         };
-        self.to_device.push(now_ns + wait_ns, slot);
-        Ok(())
+        let moment = Moment {
+            waited_ns,
+            ..Moment::of(now_ns, slot)
+        };
+        self.observer.step(moment, step, &page);
+        self.to_device.push(now_ns + ready_ns, slot);
+        Ok(tenant)
     }
 
     /// The device knows the domain: DevTLB and prefetch buffer, together.
@@ -343,7 +345,10 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             self.to_agent.push(now_ns + latency.pcie_ns, slot);
             Step::Miss
         };
-        self.observer.step(now_ns, step, page);
+        if step != Step::Miss {
+            self.requests.get_mut(slot).answer = Answered::Yes;
+        }
+        self.observer.step(Moment::of(now_ns, slot), step, page);
         self.guess(now_ns, page, step);
     }
 
@@ -372,14 +377,16 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             now_ns + latency.pcie_ns + latency.history_accesses * latency.dram_ns;
         for nth in 0..history.len {
             let page = unit.page(&history, nth);
-            self.observer.step(now_ns, Step::Prefetch, page);
             let slot = self.requests.take();
+            self.observer
+                .step(Moment::of(now_ns, slot), Step::Prefetch, page);
             *self.requests.get_mut(slot) = Request {
                 page: *page,
                 next_use: NEVER,
                 issued_ns: now_ns,
                 packet: u32::MAX,
                 origin: Origin::Prefetch,
+                answer: Answered::No,
             };
             self.to_agent.push(reaches_agent_ns, slot);
             self.tally.prefetch.sent += 1;
@@ -389,15 +396,18 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     /// A request has crossed PCIe: the agent knows the translation or walks for it.
     #[inline(always)]
     fn at_agent(&mut self, now_ns: u64, slot: u32) -> Result<(), SimError> {
-        let request = self.requests.get(slot);
+        let request = self.requests.get_mut(slot);
+        request.answer = Answered::Yes;
         match self.agent.look_up(request) {
             Answer::Lost => return Err(lost(&request.page)),
             Answer::Return { after_ns } => {
-                self.observer.step(now_ns, Step::AgentHit, &request.page);
+                self.observer
+                    .step(Moment::of(now_ns, slot), Step::AgentHit, &request.page);
                 self.returning.push(now_ns + after_ns, slot);
             }
             Answer::Walk { after_ns, accesses } => {
-                self.observer.step(now_ns, Step::Walk, &request.page);
+                self.observer
+                    .step(Moment::of(now_ns, slot), Step::Walk, &request.page);
                 self.tally.walks += 1;
                 self.tally.walk_accesses += accesses;
                 self.walking.push(now_ns + after_ns, slot);
@@ -408,7 +418,10 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
 
     #[inline(always)]
     fn walk_ends(&mut self, now_ns: u64, slot: u32) {
-        self.agent.fill(self.requests.get(slot));
+        let request = self.requests.get(slot);
+        if request.answer != Answered::Void {
+            self.agent.fill(request);
+        }
         self.returning
             .push(now_ns + self.config.latency.pcie_ns, slot);
     }
@@ -420,21 +433,29 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         self.requests.release(slot);
         let page = &request.page;
         let tag = page.tag();
+        let is_kept = request.answer != Answered::Void;
         match request.origin {
             Origin::Prefetch => {
                 self.tally.prefetch.filled += 1;
                 if let Some(host) = &mut self.host {
                     host.prefetch_ended(now_ns - request.issued_ns);
                 }
-                if let Some(buffer) = &mut self.buffer {
+                if let Some(buffer) = &mut self.buffer
+                    && is_kept
+                {
                     buffer.fill(page, tag, NEVER);
                 }
-                self.observer.step(now_ns, Step::BufferFill, page);
+                self.observer
+                    .step(Moment::of(now_ns, slot), Step::BufferFill, page);
             }
             Origin::Demand => {
-                if let Some(devtlb) = &mut self.devtlb {
+                if let Some(devtlb) = &mut self.devtlb
+                    && is_kept
+                {
                     devtlb.fill(page, tag, request.next_use);
                 }
+                self.observer
+                    .step(Moment::of(now_ns, slot), Step::End, page);
                 self.end(now_ns, &request);
             }
         }
@@ -442,7 +463,6 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
 
     #[inline(always)]
     fn end(&mut self, now_ns: u64, request: &Request) {
-        self.observer.step(now_ns, Step::End, &request.page);
         let took_ns = now_ns - request.issued_ns;
         self.latencies.add(took_ns);
         let tenant = self.tenants.tally(request.page.tenant);
@@ -458,99 +478,6 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         if *waiting == 0 {
             self.packets.release(request.packet);
             self.free_entry(now_ns);
-        }
-    }
-
-    /// Lets an event that is no request take effect.
-    #[cold]
-    fn apply(&mut self, event: &Event) {
-        let domain = event.domain.0;
-        let source = event.source.0;
-        let span = match event.kind {
-            EventKind::Translate => return,
-            EventKind::Join | EventKind::Leave => {
-                self.tell_host(event);
-                return;
-            }
-            EventKind::InvalidatePages => VoidSpan::Pages(Page::of(event, 0, PageSize::SIZE_4K)),
-            EventKind::InvalidateDomain => VoidSpan::Domain(domain),
-            EventKind::InvalidateAll => VoidSpan::All,
-            EventKind::InvalidateSource => {
-                let tallies = &self.tenants.tallies;
-                self.context_cache
-                    .invalidate(|tenant| tallies[tenant as usize].source == source);
-                VoidSpan::Domain(domain)
-            }
-            EventKind::InvalidateContextsOfDomain => {
-                let tallies = &self.tenants.tallies;
-                self.context_cache
-                    .invalidate(|tenant| tallies[tenant as usize].domain == domain);
-                VoidSpan::Domain(domain)
-            }
-            EventKind::InvalidateContexts => {
-                self.context_cache.invalidate(|_| true);
-                VoidSpan::All
-            }
-        };
-        self.tally.invalidations += 1;
-        for cache in [&mut self.devtlb, &mut self.buffer].into_iter().flatten() {
-            cache.invalidate(|tag| span.meets(tag, widest_page(tag)));
-        }
-        self.agent.invalidate(&span);
-    }
-
-    /// Tells the host, if there is one, that a tenant joins or leaves.
-    fn tell_host(&mut self, event: &Event) {
-        let Some(host) = &mut self.host else {
-            return;
-        };
-        if event.kind == EventKind::Join {
-            host.joined();
-            return;
-        }
-        let sources = self.tenants.tallies.iter().map(|tally| tally.source);
-        for (number, _) in (0..).zip(sources).filter(|(_, s)| *s == event.source.0) {
-            host.left(number);
-        }
-    }
-
-    fn outcome(self, elapsed_ns: u64) -> Outcome {
-        let per_packet = u64::from(self.config.link.requests_per_packet);
-        let packet_bytes = self.config.link.packet_bytes;
-        let packets = self.tally.ended / per_packet;
-        let bytes = packets * packet_bytes;
-        // Conservation: each request ended once, and what is left is prefetches.
-        assert_eq!(self.tally.issued, self.tally.ended, "requests were lost");
-        let prefetches_left = self.tally.prefetch.sent - self.tally.prefetch.filled;
-        assert_eq!(self.requests.len() as u64, prefetches_left);
-        assert_eq!(self.packets.len(), 0, "packets were lost");
-        let gbps = ratio(bytes * 8, elapsed_ns);
-        #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
-        let link_gbps = self.config.link.gbps as f64;
-        let count = |cache: &Option<Cache>| cache.as_ref().map(Cache::counts).unwrap_or_default();
-        let mut caches = AllCounts {
-            context_cache: self.context_cache.counts(),
-            devtlb: count(&self.devtlb),
-            prefetch_buffer: count(&self.buffer),
-            ..AllCounts::default()
-        };
-        self.agent.count(&mut caches);
-        Outcome {
-            elapsed_ns,
-            requests: self.tally.ended,
-            packets,
-            dropped_slots: self.tally.dropped_slots,
-            bytes,
-            gbps,
-            link_share: gbps / link_gbps,
-            invalidations: self.tally.invalidations,
-            walks: self.tally.walks,
-            walk_accesses: self.tally.walk_accesses,
-            caches,
-            prefetch: self.tally.prefetch,
-            latency: self.latencies.summary(),
-            fairness: self.tenants.fairness(per_packet),
-            tenants: self.tenants.outcomes(elapsed_ns, per_packet, packet_bytes),
         }
     }
 }

@@ -131,6 +131,12 @@ impl ProgramTies {
         }
     }
 
+    /// The first place in the map's order for which `is_victim` holds.
+    pub(crate) fn first(&self, set: usize, is_victim: impl Fn(u32) -> bool) -> Option<u32> {
+        let mut places = self.sets[set].keys.iter().map(|(_, place)| *place);
+        places.find(|place| is_victim(*place))
+    }
+
     /// The place of the victim among those for which `is_least` holds.
     pub(crate) fn choose(&self, set: usize, is_least: impl Fn(u32) -> bool) -> Option<u32> {
         let least = || {
