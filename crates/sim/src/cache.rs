@@ -440,17 +440,13 @@ struct Geometry {
     address_mask: u64,
     shift: u32,
     sources_per_partition: u32,
+    source_low_bit: u32,
     /// Pages up to this size are in the set that their tag alone decides. None
     /// are, where two sources of one domain may have partitions of their own, nor
     /// once a page came that is larger than what the set's address bits begin
     /// at, since such a page is kept in several sets.
     plain_shift: u32,
 }
-
-/// Source ids are bus, device and function; tenants on functions of their own
-/// devices differ from bit 3 on, so the low bits say nothing (III: 'lower bits
-/// of SID').
-const SOURCE_FUNCTION_BITS: u32 = 3;
 
 impl Geometry {
     /// Sets and partitions are rounded down to powers of two; configurations
@@ -466,6 +462,7 @@ impl Geometry {
             address_mask: (1 << (set_bits - partition_bits)) - 1,
             shift,
             sources_per_partition: config.sources_per_partition.max(1),
+            source_low_bit: config.source_low_bit,
             plain_shift: match config.partition_by {
                 PartitionBy::DomainBits => shift,
                 PartitionBy::SourceBits if partition_bits == 0 => shift,
@@ -482,7 +479,7 @@ impl Geometry {
     fn set(&self, page: &Page) -> Option<usize> {
         let partition = match self.partition_by {
             PartitionBy::DomainBits => page.domain,
-            PartitionBy::SourceBits => page.source >> SOURCE_FUNCTION_BITS,
+            PartitionBy::SourceBits => page.source >> self.source_low_bit,
             PartitionBy::FullMatch => {
                 let tagged = page.tenant / self.sources_per_partition;
                 if tagged >> self.partition_bits != 0 {

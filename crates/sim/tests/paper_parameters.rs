@@ -234,6 +234,24 @@ fn devtlb_with_partitions_keeps_tenants_apart_by_source_or_domain_bits() {
 }
 
 #[test]
+fn functions_numbered_one_by_one_have_partitions_of_their_own_from_the_lowest_source_bit_on() {
+    let mut events = rounds(200, 8);
+    for event in &mut events {
+        event.source.0 = event.domain.0;
+    }
+    let hits = |source_low_bit| {
+        let mut config =
+            base(|c| c.devtlb = CacheConfig::new(32, 4, Replacement::Lru).partitioned(8));
+        config.devtlb.source_low_bit = source_low_bit;
+        outcome(&config, &events).caches.devtlb.hit_rate()
+    };
+    assert!(hits(0) > 0.95);
+    // All eight are functions of one device, and so in one partition.
+    assert!(hits(3) < 0.01);
+    assert!(hits(31) < 0.01);
+}
+
+#[test]
 fn devtlb_with_full_match_caches_for_tagged_sources_only() {
     let events = rounds(200, 8);
     let hits_of = |sources_per_partition| {

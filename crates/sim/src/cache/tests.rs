@@ -86,7 +86,9 @@ impl Naive {
         let sets_each = self.sets.len() / partitions;
         let partition = match self.config.partition_by {
             PartitionBy::DomainBits => page.domain as usize % partitions,
-            PartitionBy::SourceBits => page.source as usize / 8 % partitions,
+            PartitionBy::SourceBits => {
+                (page.source >> self.config.source_low_bit) as usize % partitions
+            }
             PartitionBy::FullMatch => {
                 let own = (page.tenant / self.config.sources_per_partition) as usize;
                 if own >= partitions {

@@ -73,7 +73,7 @@ impl Cache {
         let partition = match self.config.partition_by {
             PartitionBy::DomainBits => page.domain % partitions,
             // Functions of one device share a partition.
-            PartitionBy::SourceBits => page.source / 8 % partitions,
+            PartitionBy::SourceBits => (page.source >> self.config.source_low_bit) % partitions,
             PartitionBy::FullMatch => {
                 let partition = page.tenant / self.config.sources_per_partition;
                 if partition >= partitions {

@@ -37,17 +37,20 @@ fn cache() -> impl Strategy<Value = CacheConfig> {
         select(shapes.to_vec()),
         0..3_u32,
         select(rules.to_vec()),
-        1..3_u32,
+        (1..3_u32, 0..6_u32),
         select(policies.to_vec()),
     )
-        .prop_map(|((entries, ways), bits, rule, sources, replacement)| {
-            let sets = u32::checked_div(entries, ways).unwrap_or(1);
-            let mut cache = CacheConfig::new(entries, ways, replacement)
-                .partitioned((1 << bits).min(sets))
-                .by(rule);
-            cache.sources_per_partition = sources;
-            cache
-        })
+        .prop_map(
+            |((entries, ways), bits, rule, (sources, low_bit), replacement)| {
+                let sets = u32::checked_div(entries, ways).unwrap_or(1);
+                let mut cache = CacheConfig::new(entries, ways, replacement)
+                    .partitioned((1 << bits).min(sets))
+                    .by(rule);
+                cache.sources_per_partition = sources;
+                cache.source_low_bit = low_bit;
+                cache
+            },
+        )
 }
 
 fn context_cache() -> impl Strategy<Value = CacheConfig> {
