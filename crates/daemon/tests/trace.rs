@@ -166,7 +166,13 @@ fn recipe_is_built_with_what_the_command_line_changes() {
 fn wrong_use_and_broken_traces_end_with_status_2_and_write_nothing() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("broken"), [7; 100]).unwrap();
-    std::fs::write(dir.path().join("wrong.toml"), "tenant = 3").unwrap();
+    std::fs::write(
+        dir.path().join("wrong.toml"),
+        "tenants = 3\ntenant = 3\ninput.synthetic.workload = \"seq\"\n",
+    )
+    .unwrap();
+    std::fs::write(dir.path().join("no-toml.toml"), "x = [").unwrap();
+    std::fs::write(dir.path().join("empty.toml"), "").unwrap();
     let make = ["trace", "make", "out", "--tenants", "2", "--packets", "9"];
     let with = |more: &[&'static str]| [&make[..], more].concat();
     for (arguments, told) in [
@@ -192,6 +198,14 @@ fn wrong_use_and_broken_traces_end_with_status_2_and_write_nothing() {
         (vec!["trace", "build", "wrong.toml", "out"], "`tenant`"),
         (vec!["trace", "build", "absent.toml", "out"], "absent.toml"),
         (
+            vec!["trace", "build", "no-toml.toml", "out"],
+            "no-toml.toml",
+        ),
+        (
+            vec!["trace", "build", "empty.toml", "out"],
+            "is missing: write",
+        ),
+        (
             vec!["trace", "convert", "broken", "out"],
             "broken: its content",
         ),
@@ -210,7 +224,7 @@ fn wrong_use_and_broken_traces_end_with_status_2_and_write_nothing() {
         );
         assert!(err.contains(told), "{arguments:?}: no '{told}' in {err}");
     }
-    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 4);
 }
 
 /// Everything in `dir` by name: what kind it is and how long.
