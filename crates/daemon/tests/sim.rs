@@ -141,13 +141,47 @@ fn wrong_studies_and_broken_traces_end_with_status_2_and_say_what_is_right() {
             "ptb.entries = 0",
         ),
         (
+            &["sim", "run", "study.toml", "--preset", "best"],
+            "`hypertrio`",
+        ),
+        (&["sim", "sweep", "study.toml"], "--out"),
+        (
+            &["sim", "sweep", "study.toml", "--out", "x", "--jobs", "0"],
+            "--jobs",
+        ),
+        (
+            &["sim", "verify", "--reference", "absent", "--traces", "."],
+            "absent",
+        ),
+    ] {
+        assert_refused(dir.path(), arguments, told);
+    }
+    assert!(!dir.path().join("x").exists());
+}
+
+/// Status 2, nothing on stdout, and `told` in what is said.
+fn assert_refused(dir: &Path, arguments: &[&str], told: &str) {
+    let (status, out, err) = pagetide(dir, arguments);
+    assert_eq!(
+        (status, out.as_str()),
+        (Some(2), ""),
+        "{arguments:?}: {err}"
+    );
+    assert!(err.contains(told), "no '{told}' in {err}");
+}
+
+#[test]
+fn parameters_without_a_bound_or_an_effect_end_with_status_2() {
+    let dir = place();
+    for (arguments, told) in [
+        (
             &[
                 "sim",
                 "run",
                 "study.toml",
                 "--set",
                 "latency.pcie_ns=9000000000000000000",
-            ],
+            ][..],
             "latency.pcie_ns",
         ),
         (
@@ -166,29 +200,9 @@ fn wrong_studies_and_broken_traces_end_with_status_2_and_say_what_is_right() {
             &["sim", "run", "study.toml", "--set", "walk.guest_levels=5"],
             "flavour hypersio",
         ),
-        (
-            &["sim", "run", "study.toml", "--preset", "best"],
-            "`hypertrio`",
-        ),
-        (&["sim", "sweep", "study.toml"], "--out"),
-        (
-            &["sim", "sweep", "study.toml", "--out", "x", "--jobs", "0"],
-            "--jobs",
-        ),
-        (
-            &["sim", "verify", "--reference", "absent", "--traces", "."],
-            "absent",
-        ),
     ] {
-        let (status, out, err) = pagetide(dir.path(), arguments);
-        assert_eq!(
-            (status, out.as_str()),
-            (Some(2), ""),
-            "{arguments:?}: {err}"
-        );
-        assert!(err.contains(told), "no '{told}' in {err}");
+        assert_refused(dir.path(), arguments, told);
     }
-    assert!(!dir.path().join("x").exists());
 }
 
 #[test]
