@@ -56,10 +56,21 @@ impl ProgramRand {
     }
 }
 
+/// A key of the map.
+#[derive(Clone, Copy, Debug)]
+struct Key {
+    hash: u64,
+    /// Bucket that the hash falls into, kept as a division for each key of a
+    /// large set would be all that a run does.
+    bucket: u32,
+    /// Place in the cache.
+    place: u32,
+}
+
 /// Keys of one set in the order of the program's map, each with its place in the cache.
 #[derive(Clone, Debug, Default)]
 struct MapOrder {
-    keys: Vec<(u64, u32)>,
+    keys: Vec<Key>,
     growths: usize,
 }
 
@@ -71,8 +82,8 @@ impl MapOrder {
         };
         if full(self.growths, self.keys.len()) && self.growths < BUCKETS.len() {
             self.growths += 1;
-            for (hash, place) in std::mem::take(&mut self.keys) {
-                self.put(hash, place);
+            for key in std::mem::take(&mut self.keys) {
+                self.put(key.hash, key.place);
             }
         }
         self.put(hash, place);
@@ -80,9 +91,16 @@ impl MapOrder {
 
     fn put(&mut self, hash: u64, place: u32) {
         let buckets = BUCKETS[self.growths.max(1) - 1];
-        let same = |(other, _): &(u64, u32)| other % buckets == hash % buckets;
+        #[expect(clippy::cast_possible_truncation, reason = "fewer than 2^32 buckets")]
+        let bucket = (hash % buckets) as u32;
+        let same = |other: &Key| other.bucket == bucket;
         let at = self.keys.iter().position(same).unwrap_or(0);
-        self.keys.insert(at, (hash, place));
+        let key = Key {
+            hash,
+            bucket,
+            place,
+        };
+        self.keys.insert(at, key);
     }
 
     fn remove(&mut self, place: u32) {
@@ -93,7 +111,7 @@ impl MapOrder {
 
     /// Keys are known by their places: two of them may have the same hash.
     fn position(&self, place: u32) -> Option<usize> {
-        self.keys.iter().position(|(_, other)| *other == place)
+        self.keys.iter().position(|key| key.place == place)
     }
 }
 
@@ -127,20 +145,20 @@ impl ProgramTies {
     pub(crate) fn moves(&mut self, set: usize, from: u32, to: u32) {
         let order = &mut self.sets[set];
         if let Some(at) = order.position(from) {
-            order.keys[at].1 = to;
+            order.keys[at].place = to;
         }
     }
 
     /// The first place in the map's order for which `is_victim` holds.
     pub(crate) fn first(&self, set: usize, is_victim: impl Fn(u32) -> bool) -> Option<u32> {
-        let mut places = self.sets[set].keys.iter().map(|(_, place)| *place);
+        let mut places = self.sets[set].keys.iter().map(|key| key.place);
         places.find(|place| is_victim(*place))
     }
 
     /// The place of the victim among those for which `is_least` holds.
     pub(crate) fn choose(&self, set: usize, is_least: impl Fn(u32) -> bool) -> Option<u32> {
         let least = || {
-            let places = self.sets[set].keys.iter().map(|(_, place)| *place);
+            let places = self.sets[set].keys.iter().map(|key| key.place);
             places.filter(|place| is_least(*place))
         };
         let count = least().count();
@@ -178,14 +196,14 @@ mod tests {
             order.insert(key, place);
         }
         order.remove(1);
-        let keys: Vec<u64> = order.keys.iter().map(|(key, _)| *key).collect();
+        let keys: Vec<u64> = order.keys.iter().map(|key| key.hash).collect();
         assert_eq!(keys, [5, 14, 1, 26, 0]);
 
         let mut grown = MapOrder::default();
         for n in 0..16 {
             grown.insert(n * n * 37 % 101, 0);
         }
-        let keys: Vec<u64> = grown.keys.iter().map(|(key, _)| *key).collect();
+        let keys: Vec<u64> = grown.keys.iter().map(|key| key.hash).collect();
         assert_eq!(
             keys,
             [
