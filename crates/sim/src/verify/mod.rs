@@ -147,7 +147,8 @@ fn compare_trace(
     let work = || -> Result<Vec<Answer>, SimError> {
         let mut answers = Vec::new();
         while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-            answers.push(job.answer(&trace, future.as_ref())?);
+            let answer = job.answer(&trace, future.as_ref());
+            answers.push(answer.map_err(|error| job.named(error, &request.reference))?);
             if job.seed == PROGRAM_SEED {
                 tick();
             }
@@ -189,6 +190,21 @@ impl Job<'_> {
             elapsed_ns: outcome.elapsed_ns,
             dropped_slots: outcome.dropped_slots,
         })
+    }
+}
+
+impl Job<'_> {
+    /// `error` with the row that it came of; what is wrong with a trace names itself.
+    fn named(&self, error: SimError, reference: &Path) -> SimError {
+        match error {
+            SimError::Trace(_) => error,
+            other => TraceError::Record {
+                path: reference.to_owned(),
+                record: self.row.row as u64,
+                reason: other.to_string(),
+            }
+            .into(),
+        }
     }
 }
 

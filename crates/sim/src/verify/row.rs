@@ -4,28 +4,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use pagetide_trace::TraceError;
+use pagetide_trace::{TraceError, TraceParams};
 use serde_json::Value;
 
 use crate::config::{CacheConfig, Completion, Config, Flavour, PartitionBy, Replacement};
 use crate::error::SimError;
-
-/// Columns that say which trace a row was run on.
-const TRACE_COLUMNS: [&str; 13] = [
-    "workload",
-    "tenants",
-    "order",
-    "burst",
-    "total_pkts",
-    "seed",
-    "third",
-    "sids",
-    "uses",
-    "init_frac",
-    "stagger",
-    "run",
-    "live",
-];
 
 /// Which program made a trace, as a column and as a key of its parameters. A
 /// program that does not say so in either belongs to a table that does not.
@@ -35,7 +18,7 @@ const GENERATOR: &str = "generator";
 const PARAMS_SUFFIX: &str = "params.json";
 const TRACE_SUFFIX: &str = "iotlb_trace.bin";
 
-/// What a trace was made with, in the order of [`TRACE_COLUMNS`], and by whom.
+/// What a trace was made with, in the order of [`TraceParams::COLUMNS`], and by whom.
 #[derive(Clone, PartialEq, Debug)]
 pub(super) struct TraceKey {
     columns: Vec<Datum>,
@@ -176,13 +159,13 @@ fn read_params(path: &Path) -> Result<Option<TraceKey>, SimError> {
     })?;
     let params: Value =
         serde_json::from_str(&text).map_err(|error| broken(format!("is no JSON: {error}")))?;
-    if TRACE_COLUMNS
+    if TraceParams::COLUMNS
         .iter()
         .all(|column| params.get(column).is_none())
     {
         return Ok(None);
     }
-    let columns = TRACE_COLUMNS
+    let columns = TraceParams::COLUMNS
         .iter()
         .map(|column| match params.get(column) {
             Some(Value::String(text)) => Ok(Datum::parse(text)),
@@ -229,7 +212,7 @@ impl Fields<'_> {
     }
 
     fn reference(&self, row: usize) -> Result<Reference, String> {
-        let columns = TRACE_COLUMNS
+        let columns = TraceParams::COLUMNS
             .iter()
             .map(|column| self.text(column).map(Datum::parse))
             .collect::<Result<_, _>>()?;

@@ -400,6 +400,17 @@ fn params_of_something_else_are_passed_over() {
 }
 
 #[test]
+fn row_that_the_model_cannot_run_is_named() {
+    let place = Place::new();
+    place.table(&[row(&[("generator", "pagetide"), ("iotlb_groups", "64")])]);
+    let complaint = place.complaint();
+    assert!(
+        complaint.contains("record 1") && complaint.contains("devtlb"),
+        "{complaint}"
+    );
+}
+
+#[test]
 fn row_that_took_no_time_is_refused() {
     let place = Place::new();
     place.table(&[row(&[("time_ns", "0")])]);

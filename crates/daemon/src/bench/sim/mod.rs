@@ -101,9 +101,9 @@ fn report(runs: &[(&str, u32, RunFigures)]) -> BenchReport {
     );
     report.peers.insert(
         "hypersio".into(),
-        "the authors' program is not in the packages that this project installs; its own speed, \
-         measured once on a 2-core AMD EPYC: 0.38 million requests a second at 64 tenants, 0.09 \
-         million at 1,024 (0.3 without its statistics loop)"
+        "the authors' program is not in the packages that this project installs, so it is not \
+         run here; on the machine of docs/results.md it made 0.48 million requests a second of \
+         CPU time at 64 tenants and 0.11 million at 1,024"
             .into(),
     );
     report
