@@ -21,9 +21,7 @@ use crate::{
     tier::{PAGE, Packer},
 };
 use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo};
-use pagetide_gmem::{
-    AddressSpace, Content, ContentStore, EvictionError, EvictionRound, PlaceError,
-};
+use pagetide_gmem::{Content, ContentStore, EvictionError, EvictionRound, PagedMemory, PlaceError};
 use std::sync::Arc;
 
 /// Pages read, packed and committed together.
@@ -59,7 +57,7 @@ pub enum EvictorError {
 
 /// See the module. One a worker: it keeps buffers.
 pub struct Evictor {
-    space: Arc<AddressSpace>,
+    space: Arc<PagedMemory>,
     store: Arc<PoolStore>,
     packer: Packer,
     pages: Box<[u8]>,
@@ -68,7 +66,7 @@ pub struct Evictor {
 impl Evictor {
     /// An evictor of `space` into `store`.
     #[must_use]
-    pub fn new(space: Arc<AddressSpace>, store: Arc<PoolStore>) -> Self {
+    pub fn new(space: Arc<PagedMemory>, store: Arc<PoolStore>) -> Self {
         let pages = vec![0; PageNo(BATCH_PAGES).index() * PAGE].into();
         Self {
             space,
@@ -80,7 +78,7 @@ impl Evictor {
 
     /// The space.
     #[must_use]
-    pub fn space(&self) -> &Arc<AddressSpace> {
+    pub fn space(&self) -> &Arc<PagedMemory> {
         &self.space
     }
 

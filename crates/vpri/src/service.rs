@@ -21,7 +21,7 @@ use crate::{
     queue::{Doorbell, FaultAssist, HostEnd},
 };
 use pagetide_addr::{DeviceId, DomainId, PageRequest, PageResponse, ResponseCode};
-use pagetide_gmem::{AddressSpace, Fault, FaultOutcome};
+use pagetide_gmem::{Fault, FaultOutcome, PagedMemory};
 use rustix::event::{PollFd, PollFlags, poll};
 use std::{
     collections::HashMap,
@@ -45,7 +45,7 @@ enum Gate {
 
 /// A VM whose devices may fault.
 pub struct Tenant {
-    space: Arc<AddressSpace>,
+    space: Arc<PagedMemory>,
     mmu: Arc<DmaMmu>,
     cpus: Mutex<Vec<usize>>,
     requests: AtomicU64,
@@ -131,11 +131,7 @@ impl FaultService {
     ///
     /// # Errors
     /// When no thread can be had for its worker.
-    pub fn add_tenant(
-        &self,
-        space: Arc<AddressSpace>,
-        mmu: Arc<DmaMmu>,
-    ) -> io::Result<Arc<Tenant>> {
+    pub fn add_tenant(&self, space: Arc<PagedMemory>, mmu: Arc<DmaMmu>) -> io::Result<Arc<Tenant>> {
         let (slow, waiting) = mpsc::channel();
         let tenant = Arc::new(Tenant {
             space,

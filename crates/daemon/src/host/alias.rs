@@ -10,7 +10,7 @@
 //! guest gave up to a balloon and took again without touching it.
 
 use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo, PageRange};
-use pagetide_gmem::{AddressSpace, Fault};
+use pagetide_gmem::{Fault, PagedMemory};
 use pagetide_sys::uffd::{Features, UffdError, Userfaultfd, Watch, page_of};
 use pagetide_vpri::{DPU, DmaDomain, DmaMmu, Doorbell};
 use rustix::{
@@ -83,7 +83,7 @@ impl AliasGuard {
     /// Serves the faults of our mappings through `space`.
     pub(super) fn serve(
         &mut self,
-        space: Arc<AddressSpace>,
+        space: Arc<PagedMemory>,
         mmu: Arc<DmaMmu>,
     ) -> Result<(), AliasError> {
         let server = AliasServer {
@@ -129,7 +129,7 @@ struct AliasServer {
     userfaultfd: Arc<Userfaultfd>,
     stop: Arc<Stop>,
     faults: Arc<AtomicU64>,
-    space: Arc<AddressSpace>,
+    space: Arc<PagedMemory>,
     mmu: Arc<DmaMmu>,
 }
 

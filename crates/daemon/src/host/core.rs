@@ -3,7 +3,7 @@
 
 use super::{alias::AliasGuard, identity::Identity, latency::Latencies, sink::VmIncidents};
 use pagetide_addr::PAGE_BYTES;
-use pagetide_gmem::AddressSpace;
+use pagetide_gmem::PagedMemory;
 use pagetide_swap::{Counter, Limit, Pool, PoolStore, reclaim::Reclaimed, sets::Level};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{hazards, layout::RamLayout, process::VmmProcess};
@@ -23,7 +23,7 @@ pub(super) struct VmCore {
     pub(super) layout: Arc<RamLayout>,
     pub(super) pool: Arc<Pool>,
     pub(super) store: Arc<PoolStore>,
-    pub(super) space: Arc<AddressSpace>,
+    pub(super) space: Arc<PagedMemory>,
     pub(super) limit: Arc<Limit>,
     pub(super) mmu: Arc<DmaMmu>,
     pub(super) tenant: Arc<Tenant>,

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   FaultReader ─ VmSink ─┐                          ┌─ VmPlace (memfd, userfaultfd)
-//!   FaultService ─ Tenant ┼─► AddressSpace ──────────┼─ PoolStore (pool file)
+//!   FaultService ─ Tenant ┼─► PagedMemory ──────────┼─ PoolStore (pool file)
 //!   AliasGuard ───────────┘        │ admission       └─ VcpuMmu, DmaMmu (who may touch what)
 //!                                Limit ◄── Rounds (tracker, reclaimer, hazards)
 //! ```
@@ -22,7 +22,7 @@ use super::{
 use crate::control::{ControlError, VmState};
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, SectionNo};
 use pagetide_gmem::{
-    AddressSpace, Fault, FaultOutcome, Incidents, Mmu, PageTable, SpaceParts, State,
+    Fault, FaultOutcome, Incidents, MemoryParts, Mmu, PageTable, PagedMemory, State,
 };
 use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer};
 use pagetide_sys::uffd::Userfaultfd;
@@ -107,7 +107,7 @@ impl Vm {
         let table = std::mem::replace(&mut prepared.table, table_of(&prepared.pool));
         let neighbours_max = shared.neighbours_max;
         let parts = space_parts(&prepared, &limit, &incidents, table, neighbours_max);
-        let space = Arc::new(AddressSpace::new(parts));
+        let space = Arc::new(PagedMemory::new(parts));
         let vcpus = VcpuMmu::new(
             Arc::clone(&prepared.userfaultfd),
             Arc::clone(&prepared.layout),
@@ -440,12 +440,12 @@ fn space_parts(
     incidents: &Arc<VmIncidents>,
     table: PageTable,
     neighbours_max: u32,
-) -> SpaceParts {
+) -> MemoryParts {
     let place = VmPlace::new(
         Arc::clone(&prepared.userfaultfd),
         Arc::clone(&prepared.layout),
     );
-    SpaceParts {
+    MemoryParts {
         table,
         place: Arc::new(place),
         store: Arc::clone(&prepared.store) as _,

@@ -11,7 +11,7 @@ use crate::{
 use pagetide_addr::{PAGE_BYTES, PageNo};
 use pagetide_gmem::{
     Content, ContentStore, PageWord, State as WordState, StoreError, WordArray,
-    word::{Presence, Recovered},
+    paging::word::{Presence, Recovered},
 };
 use pagetide_swap::{
     PoolStore, PoolWords,

@@ -9,8 +9,8 @@ use crate::{
 };
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo};
 use pagetide_gmem::{
-    AddressSpace, Admission, Content, ContentStore, EvictionError, Fault, FaultOutcome, Incidents,
-    PageTable, SpaceParts, StoreError, recovery::recover_words, recovery::set_initial_words,
+    Admission, Content, ContentStore, EvictionError, Fault, FaultOutcome, Incidents, MemoryParts,
+    PageTable, PagedMemory, StoreError, recovery::recover_words, recovery::set_initial_words,
 };
 use pagetide_swap::{
     Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer,
@@ -91,7 +91,7 @@ impl Task {
 /// One incarnation of the daemon.
 pub struct Daemon {
     life: Life,
-    pub space: Arc<AddressSpace>,
+    pub space: Arc<PagedMemory>,
     pub store: Arc<PoolStore>,
     pub limit: Arc<Limit>,
     reclaimer: Mutex<Reclaimer>,
@@ -147,7 +147,7 @@ impl Daemon {
         limit.stop();
         let resident = life.world.lock().resident_pages();
         limit.set(knobs.limit_pages, resident);
-        let space = Arc::new(AddressSpace::new(SpaceParts {
+        let space = Arc::new(PagedMemory::new(MemoryParts {
             table: hooked_table(&life, store.pool()),
             place: Arc::new(life.clone()),
             store: Arc::new(Checked {

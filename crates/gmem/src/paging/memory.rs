@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`AddressSpace`]: the memory that CPU and devices share, and the one door into it.
+//! [`PagedMemory`]: the memory that CPU and devices share, and the one door into it.
 //!
 //! A vCPU fault and a device fault are the same event with a different waiter
-//! (GMEM 3; VPRI 5.2). [`AddressSpace::fault`] is the only code that makes an
+//! (GMEM 3; VPRI 5.2). [`PagedMemory::fault`] is the only code that makes an
 //! absent page present. The first asker of a page fills it, later ones join.
 //! Where the waiter sleeps decides how it is released: a vCPU in the kernel is
 //! woken by the install itself, a device is called back.
@@ -11,16 +11,18 @@
 //! an install grants to all of them, so a device faults only on pages that are
 //! really absent.
 
-use crate::{
-    fault::{Fault, FaultOutcome, SpaceCounters},
-    mmu::{Mmu, OnAbsent},
+use super::{
     neighbours,
     place::{Installed, Place, PlaceError},
     store::{Admission, ContentStore, Incidents, StoreError},
-    sync::{Arc, RwLock, share},
     table::{PageTable, Section},
     waiters::{Pending, Reply, Waiters},
     word::{Content, Event, PageWord, State},
+};
+use crate::{
+    mmu::{Mmu, OnAbsent},
+    paging::fault::{Fault, FaultOutcome, MemoryCounters},
+    sync::{Arc, RwLock, share},
 };
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
@@ -37,7 +39,7 @@ const AT_ONCE_PAGES_MAX: u64 = 64;
 const STILL_MAX: u32 = 64;
 
 /// What an address space is made of.
-pub struct SpaceParts {
+pub struct MemoryParts {
     /// Words and sections.
     pub table: PageTable,
     /// Where pages are present.
@@ -53,7 +55,7 @@ pub struct SpaceParts {
 }
 
 /// See the module.
-pub struct AddressSpace {
+pub struct PagedMemory {
     pub(crate) table: PageTable,
     pub(crate) place: Arc<dyn Place>,
     pub(crate) store: Arc<dyn ContentStore>,
@@ -61,7 +63,7 @@ pub struct AddressSpace {
     pub(crate) admission: Arc<dyn Admission>,
     waiters: Waiters,
     pub(crate) devices: RwLock<Vec<(DeviceId, Arc<dyn Mmu>)>>,
-    pub(crate) counters: SpaceCounters,
+    pub(crate) counters: MemoryCounters,
     pub(crate) neighbours_max: u32,
 }
 
@@ -91,10 +93,10 @@ fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
     work(&mut vec![0; PageNo(FILL_PAGES_MAX * PAGE_BYTES).index()])
 }
 
-impl AddressSpace {
-    /// A space whose words are as [`crate::recovery`] left them.
+impl PagedMemory {
+    /// A space whose words are as [`super::recovery`] left them.
     #[must_use]
-    pub fn new(parts: SpaceParts) -> Self {
+    pub fn new(parts: MemoryParts) -> Self {
         Self {
             table: parts.table,
             place: parts.place,
@@ -103,7 +105,7 @@ impl AddressSpace {
             admission: parts.admission,
             waiters: Waiters::new(),
             devices: RwLock::new(Vec::new()),
-            counters: SpaceCounters::default(),
+            counters: MemoryCounters::default(),
             neighbours_max: parts.neighbours_max,
         }
     }
@@ -142,7 +144,7 @@ impl AddressSpace {
 
     /// What has happened so far.
     #[must_use]
-    pub fn counters(&self) -> &SpaceCounters {
+    pub fn counters(&self) -> &MemoryCounters {
         &self.counters
     }
 
@@ -159,7 +161,7 @@ impl AddressSpace {
     }
 
     /// After a vCPU's fault on `page` was served: brings neighbours along if that pays (see
-    /// [`crate::neighbours`]). The vCPU runs again by then.
+    /// [`super::neighbours`]). The vCPU runs again by then.
     pub fn bring_neighbours(&self, page: PageNo) {
         neighbours::bring_along(self, page);
     }
@@ -592,8 +594,8 @@ fn section_end(page: PageNo) -> PageNo {
     PageNo((page.section().0 + 1) * pagetide_addr::SECTION_PAGES)
 }
 
-impl std::fmt::Debug for AddressSpace {
+impl std::fmt::Debug for PagedMemory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "AddressSpace({} pages)", self.table.page_count())
+        write!(f, "PagedMemory({} pages)", self.table.page_count())
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`ContentStore`] and [`Admission`]: what an address space needs of whoever keeps its absent pages.
 
-use crate::word::Content;
+use super::word::Content;
 use pagetide_addr::PageNo;
 
 /// Why stored content cannot be had.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Words at the beginning: of a VM just taken over, and of one whose daemon died.
 
-use crate::{
+use super::{
     place::{Place, PlaceError},
     table::PageTable,
     word::{Content, DamagedWord, PageWord, Presence, Recovered, State},
@@ -81,7 +81,7 @@ pub fn fill_initial_hole(
     let installed = place.install_zero(page)?;
     debug_assert_eq!(
         installed,
-        crate::place::Installed::Installed,
+        super::place::Installed::Installed,
         "nobody else fills {page} yet"
     );
     table.set_initial(page, PageWord::new(State::Present));

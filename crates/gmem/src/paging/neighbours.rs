@@ -16,12 +16,12 @@
 //! others. Only pages of the same section that were stored are brought, never
 //! at the limit, and `pagetide bench fault` measures with and without.
 
-use crate::space::{AddressSpace, FILL_PAGES_MAX};
+use super::memory::{FILL_PAGES_MAX, PagedMemory};
 use pagetide_addr::{PageNo, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
 
 /// See the module; called after the fault on `page` is served.
-pub(crate) fn bring_along(space: &AddressSpace, page: PageNo) {
+pub(crate) fn bring_along(space: &PagedMemory, page: PageNo) {
     if space.neighbours_max == 0 {
         return;
     }

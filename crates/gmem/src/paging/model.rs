@@ -7,9 +7,9 @@
 //! the page is; every fault is answered once; stored content is freed once.
 
 use crate::{
-    AddressSpace, Committed, Content, ContentStore, Fault, FaultOutcome, Incidents, Installed, Mmu,
-    MmuError, MmuLimits, OnAbsent, PageTable, PageWord, Place, PlaceError, Restrict, Restricted,
-    SpaceParts, State, StoreError, Unlimited, VolatileWords,
+    Committed, Content, ContentStore, Fault, FaultOutcome, Incidents, Installed, MemoryParts, Mmu,
+    MmuError, MmuLimits, OnAbsent, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict,
+    Restricted, State, StoreError, Unlimited, VolatileWords,
 };
 use loom::sync::Mutex;
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo};
@@ -181,10 +181,10 @@ impl Mmu for Device {
     }
 }
 
-fn space(kernel: Kernel, state: State) -> (Model, Arc<AddressSpace>) {
+fn space(kernel: Kernel, state: State) -> (Model, Arc<PagedMemory>) {
     let model = Model(Arc::new(Mutex::new(kernel)));
     let words = VolatileWords::new(1, PageWord::new(state));
-    let space = AddressSpace::new(SpaceParts {
+    let space = PagedMemory::new(MemoryParts {
         table: PageTable::new(Box::new(words)),
         place: Arc::new(model.clone()),
         store: Arc::new(model.clone()),
@@ -206,7 +206,7 @@ fn fault(device: DeviceId) -> Fault {
 }
 
 /// A vCPU's store: it faults until the page is there and writable.
-fn store_as_vcpu(model: &Model, space: &AddressSpace) {
+fn store_as_vcpu(model: &Model, space: &PagedMemory) {
     loop {
         let stored = model.with(|k| {
             let can = k.present.is_some() && !k.write_protected;
@@ -224,7 +224,7 @@ fn store_as_vcpu(model: &Model, space: &AddressSpace) {
 }
 
 /// A device's DMA: it takes a lease if its bitmap allows, else it faults and tries again.
-fn store_as_device(model: &Model, space: &AddressSpace) {
+fn store_as_device(model: &Model, space: &PagedMemory) {
     loop {
         let leased = model.with(|k| {
             k.device_busy = k.device_may;
@@ -249,7 +249,7 @@ fn store_as_device(model: &Model, space: &AddressSpace) {
     }
 }
 
-fn evict(model: &Model, space: &AddressSpace) {
+fn evict(model: &Model, space: &PagedMemory) {
     let section = SectionNo(0);
     let wanted = PageSet::of_range(section, PAGE.single());
     let Ok(mut round) = space.begin_eviction(section, &wanted) else {
@@ -266,7 +266,7 @@ fn evict(model: &Model, space: &AddressSpace) {
 }
 
 /// The content of the page, wherever it is in the end.
-fn final_content(model: &Model, space: &AddressSpace) -> u8 {
+fn final_content(model: &Model, space: &PagedMemory) -> u8 {
     let state = space.table().word(PAGE).state();
     model.with(|k| match state {
         State::Present => {

@@ -18,10 +18,8 @@
 //! the shared lock), and the commit (under the exclusive one) evicts what is
 //! left. The set is process memory: a successor starts without a round.
 
-use crate::{
-    sync::{AtomicU64, Ordering, RwLock},
-    word::{Event, PageWord},
-};
+use super::word::{Event, PageWord};
+use crate::sync::{AtomicU64, Ordering, RwLock};
 use pagetide_addr::{PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo};
 
 /// Words of an address space, one a page.

@@ -30,7 +30,7 @@ pub struct Fault {
 
 /// Counts of what befell an address space since it was made in this process.
 #[derive(Debug, Default)]
-pub struct SpaceCounters {
+pub struct MemoryCounters {
     /// Pages that a fault made present from stored content, zeros included.
     pub filled_pages: Count,
     /// Pages brought along with a faulting neighbour.

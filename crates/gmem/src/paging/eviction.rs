@@ -20,12 +20,14 @@
 //! The bitmap of a device is cleared before the vCPU side is protected and
 //! before anything is reclaimed: VPRI 5.1's order.
 
+use super::{
+    memory::PagedMemory,
+    place::PlaceError,
+    word::{Content, Event, PageWord, State},
+};
 use crate::{
     mmu::{MmuError, Restrict, Restricted},
-    place::PlaceError,
-    space::AddressSpace,
     sync::{own, share},
-    word::{Content, Event, PageWord, State},
 };
 use pagetide_addr::{DeviceId, PageNo, PageRange, PageSet, SectionNo};
 use std::sync::atomic::Ordering::Relaxed;
@@ -65,11 +67,11 @@ pub struct Committed {
 /// An eviction under way. Ends when dropped: what was not committed stays.
 #[derive(Debug)]
 pub struct EvictionRound<'space> {
-    space: &'space AddressSpace,
+    space: &'space PagedMemory,
     section: SectionNo,
 }
 
-impl AddressSpace {
+impl PagedMemory {
     /// Begins to evict the `wanted` pages of `section`.
     ///
     /// # Errors

@@ -35,7 +35,7 @@ pub enum PlaceError {
 
 /// One backing of an address space: a VM's memfds, a GPU's memory.
 ///
-/// Only [`AddressSpace`](crate) calls `install` and `discard`, and always under
+/// Only [`PagedMemory`](crate) calls `install` and `discard`, and always under
 /// the section's lock.
 pub trait Place: Send + Sync {
     /// Makes `page` present with `content`, whole and at once, for everyone who maps it, and

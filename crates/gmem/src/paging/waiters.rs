@@ -16,10 +16,10 @@
 //! filler that saw W finds the entry; a joiner that came after the swap sees
 //! that the page is not being installed any more and looks again.
 
+use super::table::PageTable;
 use crate::{
-    fault::FaultOutcome,
+    paging::fault::FaultOutcome,
     sync::{Arc, Mutex},
-    table::PageTable,
 };
 use pagetide_addr::PageNo;
 use std::collections::HashMap;

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Memory whose pages may be elsewhere: the RAM of a VM.
+//!
+//! A page of it has one slot, in the VM's file, and is there or is stored
+//! ([`word`]). [`PagedMemory`] is the only code that makes an absent page
+//! present, and [`EvictionRound`] the only code that makes a present one absent.
+//! Both work for all devices of the address space that the memory belongs to.
+//!
+//! Read in this order: [`word`] (states of a page, and what a crash means),
+//! [`table`] (locks), [`memory`] (faults), [`eviction`], [`recovery`].
+
+pub mod eviction;
+pub mod fault;
+pub mod memory;
+#[cfg(all(test, loom))]
+mod model;
+pub mod neighbours;
+pub mod place;
+pub mod recovery;
+pub mod store;
+pub mod table;
+pub mod waiters;
+pub mod word;
+
+pub use eviction::{Committed, EvictionError, EvictionRound};
+pub use fault::{Fault, FaultOutcome, MemoryCounters};
+pub use memory::{MemoryParts, PagedMemory};
+pub use place::{Installed, Place, PlaceError};
+pub use store::{Admission, ContentStore, Incidents, StoreError, Unlimited};
+pub use table::{PageTable, VolatileWords, WordArray};
+pub use waiters::Reply;
+pub use word::{Content, PageWord, State};
