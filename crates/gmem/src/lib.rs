@@ -8,6 +8,7 @@
 //! ([`Place`]), each device's translations ([`Mmu`]), the store of absent pages
 //! ([`ContentStore`]) and the limit ([`Admission`]) are given to it.
 
+pub mod arena;
 pub mod mmu;
 pub mod paging;
 mod sync;

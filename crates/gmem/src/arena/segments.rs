@@ -1,0 +1,434 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Segments of an arena: every integer of it belongs to one, free or allocated.
+//!
+//! A segment is 32 bytes in a slab and names others by index. It is in up to
+//! two orders:
+//!
+//! - **By address**, `before` and `after`, for coalescing. The segments of one
+//!   span (integers that were added and hang together) form a ring that is
+//!   closed by a *border*, a segment that is neither free nor allocated; so
+//!   nothing has to be asked at the ends of a span, and no free segment has a
+//!   free neighbour.
+//! - **By what it is**: a free one is in the index of free segments
+//!   ([`FreeIndex`]), an allocated one in a chain of a hash table by its start.
+//!   Both use `prev` and `next`; `prev` also says which of them it is.
+//!
+//! What is allocated with guards keeps its guards inside its own segment, so
+//! that nothing else can lie there; the width is in a map aside, since hardly
+//! any allocation has one.
+//!
+//! The slab, the hash table and the map keep their size when segments go: their
+//! limit is the most that was ever in use, 32 bytes a segment and 4 to 8 a
+//! bucket.
+
+use std::collections::BTreeMap;
+
+use super::ArenaError;
+use super::free_index::FreeIndex;
+use super::request::Request;
+
+/// Index of a segment in the slab, or one of the marks below.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) struct Seg(pub(super) u32);
+
+impl Seg {
+    pub(super) const NONE: Self = Self(u32::MAX);
+    const ALLOCATED: Self = Self(u32::MAX - 1);
+    const CACHED: Self = Self(u32::MAX - 2);
+    const GUARDED: Self = Self(u32::MAX - 3);
+    const BORDER: Self = Self(u32::MAX - 4);
+    const VACANT: Self = Self(u32::MAX - 5);
+
+    #[inline]
+    pub(super) fn at(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Most segments of an arena: what indexes can name. An allocation that would exceed it fails.
+pub(super) const SEGMENTS_MAX: usize = (u32::MAX - 6) as usize;
+
+/// A run of integers. 32 bytes and aligned so: a segment never lies in two cache lines.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(32))]
+pub(super) struct Segment {
+    pub first: u64,
+    /// The last one, itself included: a span may end at the top of `u64`.
+    pub last: u64,
+    pub before: Seg,
+    pub after: Seg,
+    /// Of a free segment the previous of its list; else a mark that says what this is.
+    pub prev: Seg,
+    /// Of a free segment the next of its list, of an allocated one of its hash chain.
+    pub next: Seg,
+}
+
+const _: () = assert!(size_of::<Segment>() == 32);
+
+/// What a segment is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Kind {
+    Free,
+    /// Given to a caller.
+    Allocated,
+    /// Given to a caller, with guards inside.
+    Guarded,
+    /// Given to the caches, whoever has it now.
+    Cached,
+    Border,
+    Vacant,
+}
+
+/// Who a piece is taken for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Owner {
+    Caller,
+    Caches,
+}
+
+impl Segment {
+    #[inline]
+    pub(super) fn kind(&self) -> Kind {
+        match self.prev {
+            Seg::ALLOCATED => Kind::Allocated,
+            Seg::CACHED => Kind::Cached,
+            Seg::GUARDED => Kind::Guarded,
+            Seg::BORDER => Kind::Border,
+            Seg::VACANT => Kind::Vacant,
+            _ => Kind::Free,
+        }
+    }
+
+    #[inline]
+    pub(super) fn length_less(&self) -> u64 {
+        self.last - self.first
+    }
+}
+
+/// The segments of one arena. Not shared: the arena has a lock around it.
+pub(super) struct Segments {
+    pub(super) quantum: u64,
+    pub(super) slab: Vec<Segment>,
+    vacant: Seg,
+    pub(super) free: FreeIndex,
+    /// Heads of chains; a power of two of them.
+    buckets: Vec<Seg>,
+    pub(super) chained: usize,
+    pub(super) guards: BTreeMap<Seg, u64>,
+    /// Borders by the first integer of their span.
+    pub(super) spans: BTreeMap<u64, Seg>,
+    pub(super) total_bytes: u128,
+    /// Guards included.
+    pub(super) allocated_bytes: u128,
+}
+
+const BUCKETS_MIN: usize = 64;
+
+impl Segments {
+    pub(super) fn new(quantum: u64, free: FreeIndex) -> Self {
+        Self {
+            quantum,
+            slab: Vec::new(),
+            vacant: Seg::NONE,
+            free,
+            buckets: vec![Seg::NONE; BUCKETS_MIN],
+            chained: 0,
+            guards: BTreeMap::new(),
+            spans: BTreeMap::new(),
+            total_bytes: 0,
+            allocated_bytes: 0,
+        }
+    }
+
+    /// Takes what `request` asks for; on an error nothing has changed.
+    pub(super) fn alloc(&mut self, request: &Request, owner: Owner) -> Result<u64, ArenaError> {
+        if self.slab.len() >= SEGMENTS_MAX - 2 {
+            return Err(ArenaError::Segments { max: SEGMENTS_MAX });
+        }
+        let found = self.free.find(&self.slab, request, self.quantum);
+        let size = request.size_less + 1;
+        let (seg, start) = found.ok_or(ArenaError::Full { size })?;
+        let taken = self.carve(
+            seg,
+            start - request.guard,
+            start + (request.total_less - request.guard),
+        );
+        self.slab[taken.at()].prev = match owner {
+            Owner::Caches => Seg::CACHED,
+            Owner::Caller if request.guard > 0 => Seg::GUARDED,
+            Owner::Caller => Seg::ALLOCATED,
+        };
+        if request.guard > 0 {
+            self.guards.insert(taken, request.guard);
+        }
+        self.chain(taken, start);
+        self.allocated_bytes += u128::from(request.total_less) + 1;
+        Ok(start)
+    }
+
+    /// Gives back what begins at `start`; `by` must be who took it.
+    pub(super) fn free(&mut self, start: u64, size_less: u64, by: Owner) -> Result<(), ArenaError> {
+        let seg = self.find(start).ok_or(ArenaError::NotAllocated { start })?;
+        let segment = self.slab[seg.at()];
+        let guard = self.guard(seg);
+        let length_less = segment.length_less() - 2 * guard;
+        if length_less != size_less {
+            return Err(ArenaError::WrongSize {
+                start,
+                size: size_less + 1,
+                allocated: length_less + 1,
+            });
+        }
+        if by == Owner::Caller && segment.kind() == Kind::Cached {
+            return Err(ArenaError::OfTheCaches { start });
+        }
+        self.unchain(seg, start);
+        self.guards.remove(&seg);
+        self.allocated_bytes -= u128::from(segment.length_less()) + 1;
+        self.release(seg);
+        Ok(())
+    }
+
+    /// Adds the integers `first..=last`, joined to spans that they touch.
+    pub(super) fn add(&mut self, first: u64, last: u64) -> Result<(), ArenaError> {
+        let quantum = self.quantum;
+        if first > last || !first.is_multiple_of(quantum) || last & (quantum - 1) != quantum - 1 {
+            return Err(ArenaError::Span {
+                first,
+                last,
+                quantum,
+            });
+        }
+        let below = self.spans.range(..=last).next_back().map(|(_, &seg)| seg);
+        if below.is_some_and(|seg| self.slab[seg.at()].last >= first) {
+            return Err(ArenaError::Overlap { first, last });
+        }
+        if self.slab.len() >= SEGMENTS_MAX - 2 {
+            return Err(ArenaError::Segments { max: SEGMENTS_MAX });
+        }
+        self.total_bytes += u128::from(last - first) + 1;
+        let border = match below {
+            Some(seg) if self.slab[seg.at()].last.checked_add(1) == Some(first) => {
+                self.slab[seg.at()].last = last;
+                seg
+            }
+            _ => self.open_span(first, last),
+        };
+        let tail = self.slab[border.at()].before;
+        let seg = self.insert_after(tail, first, last);
+        let above = last
+            .checked_add(1)
+            .and_then(|next| self.spans.remove(&next));
+        if let Some(above) = above {
+            self.join(border, above);
+        }
+        self.release(seg);
+        Ok(())
+    }
+
+    /// Width of each guard within `seg`.
+    #[inline]
+    pub(super) fn guard(&self, seg: Seg) -> u64 {
+        if self.slab[seg.at()].kind() == Kind::Guarded {
+            self.guards.get(&seg).copied().unwrap_or(0)
+        } else {
+            0
+        }
+    }
+
+    /// The allocated segment that begins (behind its guard) at `start`.
+    #[inline]
+    pub(super) fn find(&self, start: u64) -> Option<Seg> {
+        let mut seg = self.buckets[self.bucket(start)];
+        while seg != Seg::NONE {
+            let segment = &self.slab[seg.at()];
+            if segment.first + self.guard(seg) == start {
+                return Some(seg);
+            }
+            seg = segment.next;
+        }
+        None
+    }
+
+    /// A new span without any segment yet.
+    fn open_span(&mut self, first: u64, last: u64) -> Seg {
+        let border = self.segment(first, last);
+        let segment = &mut self.slab[border.at()];
+        (segment.before, segment.after, segment.prev) = (border, border, Seg::BORDER);
+        self.spans.insert(first, border);
+        border
+    }
+
+    /// Puts the ring of `above` behind that of `below`.
+    fn join(&mut self, below: Seg, above: Seg) {
+        let upper = self.slab[above.at()];
+        let tail = self.slab[below.at()].before;
+        self.slab[tail.at()].after = upper.after;
+        self.slab[upper.after.at()].before = tail;
+        self.slab[upper.before.at()].after = below;
+        self.slab[below.at()].before = upper.before;
+        self.slab[below.at()].last = upper.last;
+        self.vacate(above);
+    }
+
+    /// Cuts `first..=last` out of the free segment `seg`; the result is in no order but the address's.
+    fn carve(&mut self, seg: Seg, first: u64, last: u64) -> Seg {
+        let whole = self.slab[seg.at()];
+        match (whole.first < first, last < whole.last) {
+            (false, false) => {
+                self.free.unlink(&mut self.slab, seg);
+                seg
+            }
+            (true, false) => {
+                self.free
+                    .resize(&mut self.slab, seg, whole.first, first - 1);
+                self.insert_after(seg, first, last)
+            }
+            (false, true) => {
+                // The rest keeps the segment: of a large one the list stays as it is.
+                self.free.resize(&mut self.slab, seg, last + 1, whole.last);
+                self.insert_after(whole.before, first, last)
+            }
+            (true, true) => {
+                self.free
+                    .resize(&mut self.slab, seg, whole.first, first - 1);
+                let taken = self.insert_after(seg, first, last);
+                let rest = self.insert_after(taken, last + 1, whole.last);
+                self.free.link(&mut self.slab, rest);
+                taken
+            }
+        }
+    }
+
+    /// Makes `seg` free, together with free neighbours.
+    fn release(&mut self, seg: Seg) {
+        let Segment {
+            first,
+            last,
+            before,
+            after,
+            ..
+        } = self.slab[seg.at()];
+        let lower = self.slab[before.at()];
+        let upper = self.slab[after.at()];
+        match (lower.kind() == Kind::Free, upper.kind() == Kind::Free) {
+            (false, false) => self.free.link(&mut self.slab, seg),
+            (true, false) => {
+                self.free.resize(&mut self.slab, before, lower.first, last);
+                self.remove(seg);
+            }
+            (false, true) => {
+                self.free.resize(&mut self.slab, after, first, upper.last);
+                self.remove(seg);
+            }
+            (true, true) => {
+                self.free.unlink(&mut self.slab, after);
+                self.free
+                    .resize(&mut self.slab, before, lower.first, upper.last);
+                self.remove(seg);
+                self.remove(after);
+            }
+        }
+    }
+
+    /// A new segment behind `before`, in no order but the address's.
+    fn insert_after(&mut self, before: Seg, first: u64, last: u64) -> Seg {
+        let seg = self.segment(first, last);
+        let after = self.slab[before.at()].after;
+        self.slab[seg.at()].before = before;
+        self.slab[seg.at()].after = after;
+        self.slab[before.at()].after = seg;
+        self.slab[after.at()].before = seg;
+        seg
+    }
+
+    /// Takes `seg` out of the order of addresses.
+    fn remove(&mut self, seg: Seg) {
+        let Segment { before, after, .. } = self.slab[seg.at()];
+        self.slab[before.at()].after = after;
+        self.slab[after.at()].before = before;
+        self.vacate(seg);
+    }
+
+    fn segment(&mut self, first: u64, last: u64) -> Seg {
+        let segment = Segment {
+            first,
+            last,
+            before: Seg::NONE,
+            after: Seg::NONE,
+            prev: Seg::VACANT,
+            next: Seg::NONE,
+        };
+        let seg = self.vacant;
+        if seg != Seg::NONE {
+            self.vacant = self.slab[seg.at()].next;
+            self.slab[seg.at()] = segment;
+            return seg;
+        }
+        // Callers have made sure that the slab is below SEGMENTS_MAX.
+        let seg = Seg(u32::try_from(self.slab.len()).unwrap_or(u32::MAX));
+        self.slab.push(segment);
+        seg
+    }
+
+    fn vacate(&mut self, seg: Seg) {
+        let segment = &mut self.slab[seg.at()];
+        (segment.prev, segment.next) = (Seg::VACANT, self.vacant);
+        self.vacant = seg;
+    }
+
+    /// Fibonacci hashing: starts are multiples of the quantum and often of more.
+    #[inline]
+    fn bucket(&self, start: u64) -> usize {
+        let hash = (start / self.quantum).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let shift = u64::BITS - self.buckets.len().trailing_zeros();
+        usize::try_from(hash >> shift).unwrap_or(0)
+    }
+
+    fn chain(&mut self, seg: Seg, start: u64) {
+        if self.chained >= self.buckets.len() {
+            self.widen();
+        }
+        self.chained += 1;
+        let bucket = self.bucket(start);
+        self.slab[seg.at()].next = self.buckets[bucket];
+        self.buckets[bucket] = seg;
+    }
+
+    fn unchain(&mut self, seg: Seg, start: u64) {
+        let next = self.slab[seg.at()].next;
+        let bucket = self.bucket(start);
+        self.chained -= 1;
+        if self.buckets[bucket] == seg {
+            self.buckets[bucket] = next;
+            return;
+        }
+        let mut at = self.buckets[bucket];
+        while at != Seg::NONE {
+            let segment = &mut self.slab[at.at()];
+            if segment.next == seg {
+                segment.next = next;
+                return;
+            }
+            at = segment.next;
+        }
+    }
+
+    /// Twice the buckets. The pause is paid once for each doubling of what is allocated.
+    fn widen(&mut self) {
+        let mut buckets = std::mem::take(&mut self.buckets);
+        let old = buckets.clone();
+        buckets.clear();
+        buckets.resize(old.len() * 2, Seg::NONE);
+        self.buckets = buckets;
+        for mut seg in old {
+            while seg != Seg::NONE {
+                let Segment { first, next, .. } = self.slab[seg.at()];
+                let bucket = self.bucket(first + self.guard(seg));
+                self.slab[seg.at()].next = self.buckets[bucket];
+                self.buckets[bucket] = seg;
+                seg = next;
+            }
+        }
+    }
+}
