@@ -16,6 +16,6 @@ mod sync;
 pub use mmu::{Mmu, MmuError, MmuLimits, OnAbsent, Restrict, Restricted};
 pub use paging::{
     Admission, Committed, Content, ContentStore, EvictionError, EvictionRound, Fault, FaultOutcome,
-    Incidents, Installed, MemoryCounters, MemoryParts, PageTable, PageWord, PagedMemory, Place,
-    PlaceError, Reply, State, StoreError, Unlimited, VolatileWords, WordArray, recovery,
+    GrowthError, Incidents, Installed, MemoryCounters, MemoryParts, NoRoom, PageTable, PageWord,
+    PagedMemory, Place, PlaceError, Reply, State, StoreError, Unlimited, VolatileWords, WordArray, recovery,
 };

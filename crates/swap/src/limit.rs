@@ -260,8 +260,22 @@ impl Admission for Limit {
     }
 
     fn give_back(&self, pages: u64) {
-        self.headroom
-            .fetch_add(i64::try_from(pages).unwrap_or(0), Relaxed);
+        let short = self.is_below_low_mark();
+        let pages = i64::try_from(pages).unwrap_or(0);
+        let headroom = self.headroom.fetch_add(pages, Relaxed) + pages;
+        // Removed memory may be what a fill waits for; a fill's own surplus comes by here too often to
+        // take the lock each time.
+        if short && pages > 0 {
+            self.notify_freed(headroom);
+        }
+    }
+
+    fn count_in(&self, pages: u64) {
+        let pages = i64::try_from(pages).unwrap_or(0);
+        self.headroom.fetch_sub(pages, Relaxed);
+        if self.is_below_low_mark() {
+            self.want_reclaim();
+        }
     }
 }
 
@@ -302,6 +316,18 @@ mod tests {
         reclaimer.join().unwrap();
         assert_eq!(limit.over_limit_fills(), 0);
         assert!(!limit.try_admit(64) && limit.try_admit(63) && !limit.try_admit(1));
+    }
+
+    #[test]
+    fn memory_that_comes_with_pages_uses_the_limit_up_and_its_removal_gives_them_back() {
+        let limit = Limit::new();
+        limit.put_right(Some(10_000), 9_000);
+        limit.count_in(3_000);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
+        assert_eq!(limit.pages_to_high_mark(), 2_300);
+        assert!(!limit.try_admit(1));
+        limit.give_back(3_000);
+        assert!(limit.try_admit(1_000) && !limit.try_admit(1));
     }
 
     #[test]

@@ -69,6 +69,7 @@ pub struct Committed {
 pub struct EvictionRound<'space> {
     space: &'space PagedMemory,
     section: SectionNo,
+    number: u64,
 }
 
 impl PagedMemory {
@@ -81,8 +82,11 @@ impl PagedMemory {
         section: SectionNo,
         wanted: &PageSet,
     ) -> Result<EvictionRound<'_>, EvictionError> {
-        let state = self.table.section(section);
+        let state = (self.table.section(section)).ok_or(EvictionError::Nothing)?;
         let _owned = own(&state.lock);
+        if state.is_leaving() {
+            return Err(EvictionError::Nothing);
+        }
         if state.has_candidates() {
             return Err(EvictionError::RoundUnderWay);
         }
@@ -90,6 +94,7 @@ impl PagedMemory {
         if candidates.is_empty() {
             return Err(EvictionError::Nothing);
         }
+        let number = state.next_round();
         for page in candidates.pages(section) {
             state.set_candidate(page);
         }
@@ -98,6 +103,7 @@ impl PagedMemory {
             Ok(()) => Ok(EvictionRound {
                 space: self,
                 section,
+                number,
             }),
             Err(error) => {
                 self.give_back(section);
@@ -109,14 +115,12 @@ impl PagedMemory {
     /// The wanted pages that are present and not wired; holes among them are written off.
     fn choose(&self, section: SectionNo, wanted: &PageSet) -> Result<PageSet, EvictionError> {
         let mut present = PageSet::EMPTY;
-        for run in self.place.present_runs(self.table.pages_of(section))? {
+        let pages = self.table.pages_of(section);
+        for run in self.place.present_runs(pages)? {
             present.unite(&PageSet::of_range(section, run));
         }
         let mut chosen = PageSet::EMPTY;
-        for page in wanted
-            .pages(section)
-            .filter(|page| page.0 < self.table.page_count())
-        {
+        for page in wanted.pages(section).filter(|page| pages.contains(*page)) {
             match (self.table.word(page).state(), present.contains(page)) {
                 (State::Present, true) => chosen.insert(page),
                 (State::Present, false) => self.write_off(page),
@@ -178,7 +182,7 @@ impl PagedMemory {
 
     /// Gives all access back to what is still a candidate. The lock is held exclusively.
     fn give_back(&self, section: SectionNo) {
-        let state = self.table.section(section);
+        let state = self.table.made_section(section);
         let mut left = PageSet::EMPTY;
         for page in self
             .table
@@ -209,11 +213,19 @@ impl EvictionRound<'_> {
         self.section
     }
 
+    /// False once the section's pages were taken out of the space, or another round began there.
+    fn is_under_way(&self) -> bool {
+        self.space.table.made_section(self.section).round() == self.number
+    }
+
     /// The pages that may still go.
     #[must_use]
     pub fn candidates(&self) -> PageSet {
-        let state = self.space.table.section(self.section);
+        let state = self.space.table.made_section(self.section);
         let mut set = PageSet::EMPTY;
+        if !self.is_under_way() {
+            return set;
+        }
         for page in self
             .space
             .table
@@ -228,8 +240,11 @@ impl EvictionRound<'_> {
 
     /// Takes `pages` out of the round: they stay.
     pub fn spare(&mut self, pages: &PageSet) {
-        let state = self.space.table.section(self.section);
+        let state = self.space.table.made_section(self.section);
         let _owned = own(&state.lock);
+        if !self.is_under_way() {
+            return;
+        }
         let mut spared = PageSet::EMPTY;
         for page in pages.pages(self.section).filter(|page| state.cancel(*page)) {
             spared.insert(page);
@@ -252,13 +267,15 @@ impl EvictionRound<'_> {
     ///
     pub fn commit(&mut self, batch: &[(PageNo, Content)]) -> Committed {
         let space = self.space;
-        let state = space.table.section(self.section);
+        let state = space.table.made_section(self.section);
         let _owned = own(&state.lock);
         let mut committed = Committed::default();
         let mut going = PageSet::EMPTY;
+        let under_way = self.is_under_way();
         for (page, content) in batch {
             let present = PageWord::new(State::Present);
-            let still = state.cancel(*page)
+            let still = under_way
+                && state.cancel(*page)
                 && space
                     .table
                     .change(*page, present, Event::Commit(*content))
@@ -321,7 +338,10 @@ impl EvictionRound<'_> {
 
 impl Drop for EvictionRound<'_> {
     fn drop(&mut self) {
-        let _owned = own(&self.space.table.section(self.section).lock);
+        let _owned = own(&self.space.table.made_section(self.section).lock);
+        if !self.is_under_way() {
+            return;
+        }
         self.space.give_back(self.section);
     }
 }

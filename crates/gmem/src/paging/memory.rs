@@ -190,7 +190,9 @@ impl PagedMemory {
         let mut page = fault.pages.start;
         let mut still = 0;
         while page < fault.pages.end {
-            let section = self.table.section(page.section());
+            let Some(section) = self.table.section(page.section()) else {
+                return Some(FaultOutcome::OutOfRange);
+            };
             let shared = match section.lock.try_read() {
                 Ok(shared) => shared,
                 Err(_busy) => return None,
@@ -217,10 +219,12 @@ impl PagedMemory {
     /// # Errors
     /// [`PlaceError`].
     pub fn grant_present(&self, mmu: &dyn Mmu) -> Result<(), PlaceError> {
-        for number in 0..self.table.section_count() {
-            let number = pagetide_addr::SectionNo(number);
-            let section = self.table.section(number);
+        for number in self.table.sections() {
+            let section = self.table.made_section(number);
             let _shared = share(&section.lock);
+            if section.is_leaving() {
+                continue;
+            }
             for run in self.place.present_runs(self.table.pages_of(number))? {
                 for page in run.iter() {
                     if self.table.word(page).state() == State::Present
@@ -248,7 +252,9 @@ impl PagedMemory {
         let mut page = fault.pages.start;
         let mut still = 0;
         while page < fault.pages.end {
-            let section = self.table.section(page.section());
+            let Some(section) = self.table.section(page.section()) else {
+                return FaultOutcome::OutOfRange;
+            };
             let resolved = {
                 let _shared = share(&section.lock);
                 self.resolve(section, page, fault)
@@ -289,6 +295,9 @@ impl PagedMemory {
     /// Looks at `page`, and fills it and what follows in the fault's range if it is absent. The
     /// section's lock is held shared.
     fn resolve(&self, section: &Section, page: PageNo, fault: &Fault) -> Resolved {
+        if section.is_leaving() {
+            return Resolved::Failed(FaultOutcome::OutOfRange);
+        }
         let word = self.table.word(page);
         match word.state() {
             State::Present => self.resolve_present(section, page, fault),
@@ -306,6 +315,7 @@ impl PagedMemory {
                 self.poison_for_kernel(page);
                 Resolved::Failed(FaultOutcome::Lost)
             }
+            State::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
         }
     }
 
@@ -390,7 +400,13 @@ impl PagedMemory {
 
     /// Fills up to `FILL_PAGES_MAX` neighbours that are stored; returns how many.
     pub(crate) fn fill_neighbours(&self, run: PageRange) -> u64 {
-        let _shared = share(&self.table.section(run.start.section()).lock);
+        let Some(section) = self.table.section(run.start.section()) else {
+            return 0;
+        };
+        let _shared = share(&section.lock);
+        if section.is_leaving() {
+            return 0;
+        }
         match self.fill(run) {
             Resolved::UpTo(end) => end.0 - run.start.0,
             Resolved::BeingFilled | Resolved::Failed(_) => 0,

@@ -7,10 +7,13 @@
 //! Both work for all devices of the address space that the memory belongs to.
 //!
 //! Read in this order: [`word`] (states of a page, and what a crash means),
-//! [`table`] (locks), [`memory`] (faults), [`eviction`], [`recovery`].
+//! [`table`] (locks), [`memory`] (faults), [`eviction`], [`growth`], [`recovery`].
 
 pub mod eviction;
 pub mod fault;
+pub mod growth;
+#[cfg(all(test, not(loom)))]
+mod growth_tests;
 pub mod memory;
 #[cfg(all(test, loom))]
 mod model;
@@ -21,12 +24,15 @@ pub mod store;
 pub mod table;
 pub mod waiters;
 pub mod word;
+pub mod words;
 
 pub use eviction::{Committed, EvictionError, EvictionRound};
 pub use fault::{Fault, FaultOutcome, MemoryCounters};
+pub use growth::GrowthError;
 pub use memory::{MemoryParts, PagedMemory};
 pub use place::{Installed, Place, PlaceError};
 pub use store::{Admission, ContentStore, Incidents, StoreError, Unlimited};
-pub use table::{PageTable, VolatileWords, WordArray};
+pub use table::PageTable;
 pub use waiters::Reply;
 pub use word::{Content, PageWord, State};
+pub use words::{NoRoom, VolatileWords, WordArray};

@@ -4,12 +4,13 @@
 //! The kernel is a mutex with one page in it; a guest that meets an absent or
 //! protected page faults and tries again, as a vCPU does. What is checked is
 //! what a user cares for: the last write is what is read in the end, wherever
-//! the page is; every fault is answered once; stored content is freed once.
+//! the page is; every fault is answered once; stored content is freed once; and
+//! of memory that was removed nothing is ever reached.
 
 use crate::{
-    Committed, Content, ContentStore, Fault, FaultOutcome, Incidents, Installed, MemoryParts, Mmu,
-    MmuError, MmuLimits, OnAbsent, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict,
-    Restricted, State, StoreError, Unlimited, VolatileWords,
+    Committed, Content, ContentStore, Fault, FaultOutcome, GrowthError, Incidents, Installed,
+    MemoryParts, Mmu, MmuError, MmuLimits, OnAbsent, PageTable, PageWord, PagedMemory, Place,
+    PlaceError, Restrict, Restricted, State, StoreError, Unlimited, VolatileWords,
 };
 use loom::sync::Mutex;
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo};
@@ -28,6 +29,7 @@ struct Kernel {
     frees: u32,
     device_may: bool,
     device_busy: bool,
+    removed: bool,
 }
 
 #[derive(Clone)]
@@ -42,6 +44,7 @@ impl Model {
 impl Place for Model {
     fn install(&self, _page: PageNo, content: &[u8; 4096]) -> Result<Installed, PlaceError> {
         Ok(self.with(|k| {
+            assert!(!k.removed, "installed in removed memory");
             if k.present.is_some() {
                 return Installed::AlreadyThere;
             }
@@ -63,6 +66,7 @@ impl Place for Model {
     fn discard(&self, _pages: PageRange) -> Result<(), PlaceError> {
         self.with(|k| {
             assert!(!k.device_may, "punched under a device");
+            assert!(!k.removed, "removed memory is punched");
             k.present = None;
         });
         Ok(())
@@ -223,30 +227,73 @@ fn store_as_vcpu(model: &Model, space: &PagedMemory) {
     }
 }
 
-/// A device's DMA: it takes a lease if its bitmap allows, else it faults and tries again.
-fn store_as_device(model: &Model, space: &PagedMemory) {
+/// A device's DMA: it takes a lease if its bitmap allows, else it faults and tries again, until it is
+/// refused.
+fn store_as_device_or_be_refused(model: &Model, space: &PagedMemory) -> FaultOutcome {
     loop {
         let leased = model.with(|k| {
             k.device_busy = k.device_may;
             k.device_may
         });
         if leased {
-            model.with(|k| k.present = Some(NEW));
+            model.with(|k| {
+                assert!(!k.removed, "DMA reaches removed memory");
+                k.present = Some(NEW);
+            });
             model.with(|k| k.device_busy = false);
-            return;
+            return FaultOutcome::Present;
         }
-        let answers = Arc::new(std::sync::atomic::AtomicU32::new(0));
-        let count = answers.clone();
-        let reply = Box::new(move |outcome| {
-            assert_eq!(outcome, FaultOutcome::Present);
-            count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        });
-        space.fault(&fault(DeviceId(1)), Some(reply));
-        while answers.load(std::sync::atomic::Ordering::Relaxed) == 0 {
-            loom::thread::yield_now();
+        let outcome = fault_as_device(space);
+        if outcome != FaultOutcome::Present {
+            return outcome;
         }
-        assert_eq!(answers.load(std::sync::atomic::Ordering::Relaxed), 1);
     }
+}
+
+fn store_as_device(model: &Model, space: &PagedMemory) {
+    let outcome = store_as_device_or_be_refused(model, space);
+    assert_eq!(outcome, FaultOutcome::Present);
+}
+
+/// A device's fault, answered once.
+fn fault_as_device(space: &PagedMemory) -> FaultOutcome {
+    use std::sync::{Mutex, PoisonError};
+    let answers = Arc::new(Mutex::new(Vec::new()));
+    let told = answers.clone();
+    let reply = Box::new(move |outcome| {
+        (told.lock().unwrap_or_else(PoisonError::into_inner)).push(outcome);
+    });
+    space.fault(&fault(DeviceId(1)), Some(reply));
+    loop {
+        let answered = answers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        match answered[..] {
+            [] => loom::thread::yield_now(),
+            [outcome] => return outcome,
+            _ => panic!("answered more than once: {answered:?}"),
+        }
+    }
+}
+
+/// The page's memory is taken out of the VM: it may be gone as soon as that is done.
+fn remove(model: &Model, space: &PagedMemory) {
+    loop {
+        match space.deallocate(PAGE.single()) {
+            Ok(()) => break,
+            Err(GrowthError::Busy { .. }) => loom::thread::yield_now(),
+            Err(error) => panic!("{error}"),
+        }
+    }
+    model.with(|k| {
+        assert!(!k.device_may, "a device may use removed memory");
+        assert!(!k.device_busy, "a device is using removed memory");
+        k.removed = true;
+        k.present = None;
+    });
+    assert_eq!(space.table().word(PAGE).state(), State::Unallocated);
+    assert_eq!(space.table().page_count(), 0);
 }
 
 fn evict(model: &Model, space: &PagedMemory) {
@@ -339,5 +386,82 @@ fn loom_two_askers_fill_once_and_both_are_answered() {
         device.join().unwrap();
         assert_eq!(final_content(&model, &space), NEW);
         assert_eq!(model.with(|k| k.frees), 1);
+    });
+}
+
+#[test]
+fn loom_fault_against_a_removal_is_served_before_or_refused() {
+    check(|| {
+        let kernel = Kernel {
+            stored: Some(OLD),
+            ..Kernel::default()
+        };
+        let (model, space) = space(kernel, State::Stored(Content::at(1).unwrap()));
+        let remover = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || remove(&model, &space))
+        };
+        let outcome = fault_as_device(&space);
+        assert!(matches!(
+            outcome,
+            FaultOutcome::Present | FaultOutcome::OutOfRange
+        ));
+        remover.join().unwrap();
+        assert_eq!(model.with(|k| (k.frees, k.stored)), (1, None));
+        assert_eq!(fault_as_device(&space), FaultOutcome::OutOfRange);
+    });
+}
+
+#[test]
+fn loom_dma_never_reaches_removed_memory() {
+    check(|| {
+        let kernel = Kernel {
+            stored: Some(OLD),
+            ..Kernel::default()
+        };
+        let (model, space) = space(kernel, State::Stored(Content::at(1).unwrap()));
+        let remover = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || remove(&model, &space))
+        };
+        let outcome = store_as_device_or_be_refused(&model, &space);
+        assert!(matches!(
+            outcome,
+            FaultOutcome::Present | FaultOutcome::OutOfRange
+        ));
+        remover.join().unwrap();
+        assert!(model.with(|k| !k.device_may));
+    });
+}
+
+#[test]
+fn loom_device_that_is_attached_during_a_removal_gets_nothing_of_it() {
+    check(|| {
+        let kernel = Kernel {
+            device_may: false,
+            ..present()
+        };
+        let (model, space) = space(kernel, State::Present);
+        let remover = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || remove(&model, &space))
+        };
+        space.grant_present(&Device(model.clone())).unwrap();
+        remover.join().unwrap();
+        assert!(model.with(|k| !k.device_may));
+    });
+}
+
+#[test]
+fn loom_removal_under_an_eviction_frees_stored_content_once() {
+    check(|| {
+        let (model, space) = space(present(), State::Present);
+        let evictor = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || evict(&model, &space))
+        };
+        remove(&model, &space);
+        evictor.join().unwrap();
+        assert_eq!(model.with(|k| k.stored), None, "content is left behind");
     });
 }

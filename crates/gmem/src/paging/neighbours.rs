@@ -25,7 +25,9 @@ pub(crate) fn bring_along(space: &PagedMemory, page: PageNo) {
     if space.neighbours_max == 0 {
         return;
     }
-    let section = space.table.section(page.section());
+    let Some(section) = space.table.section(page.section()) else {
+        return;
+    };
     let expected = section.next_expected.load(Relaxed) == page.0;
     let window = next_window(section.window.load(Relaxed), expected, space.neighbours_max);
     section.window.store(window, Relaxed);

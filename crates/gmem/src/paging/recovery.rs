@@ -6,7 +6,7 @@ use super::{
     table::PageTable,
     word::{Content, DamagedWord, PageWord, Presence, Recovered, State},
 };
-use pagetide_addr::{PageNo, SectionNo};
+use pagetide_addr::{PageNo, PageRange};
 
 /// Why words cannot be brought in order.
 #[derive(Debug, thiserror::Error)]
@@ -47,14 +47,15 @@ pub struct RecoveryReport {
     pub poisoned_pages: u64,
 }
 
-/// Sets the words of a VM just taken over: a page is present, or a hole that reads as zeros. The
+/// Sets the words of a VM just taken over, all of whose pages are in a region: a page is present, or a
+/// hole that reads as zeros. (Memory that comes later is allocated: see [`super::growth`].) The
 /// userfaultfd must be registered already, so that no hole fills behind our back.
 ///
 /// # Errors
 /// [`PlaceError`].
 pub fn set_initial_words(table: &PageTable, place: &dyn Place) -> Result<u64, PlaceError> {
     let mut present_pages = 0;
-    for section in (0..table.section_count()).map(SectionNo) {
+    for section in table.sections() {
         let pages = table.pages_of(section);
         for page in pages.iter() {
             table.set_initial(page, PageWord::new(State::Stored(Content::ZERO)));
@@ -88,6 +89,21 @@ pub fn fill_initial_hole(
     Ok(())
 }
 
+/// Before [`recover_words`]: leaves `pages`, whole regions whose memory went while no daemon ran, out of
+/// the table. What is stored for them is told to nobody, and so is kept by nobody.
+pub fn forget_pages(table: &PageTable, pages: PageRange) {
+    for (section, part) in pages.by_section() {
+        let known = table.pages_of(section);
+        let part = part.intersect(known);
+        for page in part.iter() {
+            table.set_initial(page, PageWord::new(State::Unallocated));
+        }
+        if part == known && !known.is_empty() {
+            table.set_pages(section, 0);
+        }
+    }
+}
+
 /// Brings the words of a dead predecessor in order; `stored` is told of all content that is still
 /// needed. Nothing is changed if this fails.
 ///
@@ -101,7 +117,7 @@ pub fn recover_words(
     let mut report = RecoveryReport::default();
     let mut mended = Vec::new();
     let mut intruders = Vec::new();
-    for section in (0..table.section_count()).map(SectionNo) {
+    for section in table.sections() {
         let pages = table.pages_of(section);
         let mut present = pagetide_addr::PageSet::EMPTY;
         for run in place.present_runs(pages)? {
@@ -154,6 +170,7 @@ fn count(
             }
         }
         State::Poisoned => report.poisoned_pages += 1,
+        State::Unallocated => {}
         _ => report.present_pages += 1,
     }
 }

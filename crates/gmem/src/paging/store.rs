@@ -48,8 +48,13 @@ pub trait Admission: Send + Sync {
     /// Takes room for `pages` more if it is there without evicting; else takes none.
     fn try_admit(&self, pages: u64) -> bool;
 
-    /// Gives back room that was taken for pages which were not filled.
+    /// Gives back room that was taken for pages which were not filled, or are part of the space no
+    /// more.
     fn give_back(&self, pages: u64);
+
+    /// Takes room for `pages` that were present when they became part of the space, whether there
+    /// is any or not.
+    fn count_in(&self, pages: u64);
 }
 
 /// No limit.
@@ -64,6 +69,8 @@ impl Admission for Unlimited {
     }
 
     fn give_back(&self, _pages: u64) {}
+
+    fn count_in(&self, _pages: u64) {}
 }
 
 /// Who is told when something is wrong that only stopping the VM or a person can mend.

@@ -16,56 +16,46 @@
 //! While an eviction of a section is under way its *candidates* are the pages
 //! that may still go. Whoever needs one of them takes it out of the set (under
 //! the shared lock), and the commit (under the exclusive one) evicts what is
-//! left. The set is process memory: a successor starts without a round.
+//! left. The set is process memory: a successor starts without a round. Rounds
+//! are numbered, so that one whose candidates were all taken cannot commit what
+//! it once read for those of the next.
 
-use super::word::{Event, PageWord};
+//! # Growth
+//! The table has room for more pages than there are. A *region* of pages begins
+//! at a section's border, so each section belongs to one region at most, and its
+//! pages are the first so many of it. Sections are made, in chunks, when their
+//! pages are first allocated; a page that is in no region has no word that
+//! anybody looks at, and reads as [`State::Unallocated`].
+//!
+//! ```text
+//!   page     0 ············ 1044      2048 ······ 3071        capacity
+//!            ├── region ─────┤          ├─ region ─┤              │
+//!   section  │ 0: 512 │ 1: 512 │ 2: 21 │ 3: 0 │ 4: 512 │ 5: 512 │ … never made
+//! ```
+//! How many pages a section has changes under its lock, held exclusively; who
+//! looks without the lock has a hint.
+
+use super::{
+    word::{Event, PageWord, State},
+    words::{NoRoom, WordArray},
+};
 use crate::sync::{AtomicU64, Ordering, RwLock};
 use pagetide_addr::{PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo};
-
-/// Words of an address space, one a page.
-pub trait WordArray: Send + Sync {
-    /// Number of pages.
-    fn page_count(&self) -> u64;
-
-    /// The cell of a page's word.
-    ///
-    /// # Panics
-    /// If `page` is past the end.
-    fn cell(&self, page: PageNo) -> &AtomicU64;
-}
-
-/// Words in the process' own memory: for tests, and for spaces that need not outlive it.
-#[derive(Debug)]
-pub struct VolatileWords(Box<[AtomicU64]>);
-
-impl VolatileWords {
-    /// `page_count` words, all `word`.
-    #[must_use]
-    pub fn new(page_count: u64, word: PageWord) -> Self {
-        Self(
-            (0..page_count)
-                .map(|_| AtomicU64::new(word.bits()))
-                .collect(),
-        )
-    }
-}
-
-impl WordArray for VolatileWords {
-    fn page_count(&self) -> u64 {
-        self.0.len() as u64
-    }
-
-    fn cell(&self, page: PageNo) -> &AtomicU64 {
-        &self.0[page.index()]
-    }
-}
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// What is known of one section.
 pub(crate) struct Section {
     /// See the module.
     pub(crate) lock: RwLock<()>,
+    /// How many of its pages, from the first, are in a region. As `leaving`, not one of the model
+    /// checker's: it changes only under the lock, and who reads it without has a hint.
+    pages: std::sync::atomic::AtomicU64,
+    /// Its removal has begun: devices lose it, and no fault in it is served any more.
+    leaving: std::sync::atomic::AtomicBool,
     /// Pages that the round under way may still evict.
     candidates: [AtomicU64; SET_WORDS],
+    /// Number of the round that candidates belong to.
+    round: std::sync::atomic::AtomicU64,
     /// Page after the last one filled here by a fault, for telling a sequential reader.
     pub(crate) next_expected: std::sync::atomic::AtomicU64,
     /// How many neighbours the last fault here brought along.
@@ -79,15 +69,39 @@ impl Section {
     fn new() -> Self {
         Self {
             lock: RwLock::new(()),
+            pages: std::sync::atomic::AtomicU64::new(0),
+            leaving: std::sync::atomic::AtomicBool::new(false),
             candidates: std::array::from_fn(|_| AtomicU64::new(0)),
+            round: std::sync::atomic::AtomicU64::new(0),
             next_expected: std::sync::atomic::AtomicU64::new(u64::MAX),
             window: std::sync::atomic::AtomicU32::new(0),
         }
     }
 
+    /// True from the beginning of its removal until that is over.
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.leaving.load(Ordering::Relaxed)
+    }
+
+    /// Its removal begins. The section's lock is held exclusively.
+    pub(crate) fn set_leaving(&self) {
+        self.leaving.store(true, Ordering::Relaxed);
+    }
+
     fn place(page: PageNo) -> (usize, u64) {
         let position = page.0 % SECTION_PAGES;
         (PageNo(position / 64).index(), 1 << (position % 64))
+    }
+
+    /// Number of the round under way, or of the last one.
+    pub(crate) fn round(&self) -> u64 {
+        self.round.load(Ordering::Relaxed)
+    }
+
+    /// What round there may be is over; candidates set from now on are of this number. The section's
+    /// lock is held exclusively.
+    pub(crate) fn next_round(&self) -> u64 {
+        self.round.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     pub(crate) fn is_candidate(&self, page: PageNo) -> bool {
@@ -117,46 +131,178 @@ impl Section {
     }
 }
 
+/// Sections that are made together: 128 MiB of pages.
+const CHUNK_SECTIONS: usize = 64;
+
 /// Words and sections of one address space.
 pub struct PageTable {
     words: Box<dyn WordArray>,
-    sections: Box<[Section]>,
+    chunks: Box<[OnceLock<Box<[Section]>>]>,
+    /// End of the highest region.
+    end: std::sync::atomic::AtomicU64,
+    /// Held while `end` is brought in line with the sections. Nothing waits under it.
+    settling_end: Mutex<()>,
 }
 
 impl PageTable {
-    /// A table over `words`.
+    /// A table over `words` whose every page is in a region.
     #[must_use]
     pub fn new(words: Box<dyn WordArray>) -> Self {
-        let sections = SectionNo::count_for(words.page_count());
-        let sections = (0..sections).map(|_| Section::new()).collect();
-        Self { words, sections }
+        let everything = PageRange::new(PageNo(0), PageNo(words.page_count()));
+        let table = Self::growing(words);
+        for (section, pages) in everything.by_section() {
+            table.set_pages(section, pages.len());
+        }
+        table
     }
 
-    /// Number of pages.
+    /// A table over `words` without a region: see [`PagedMemory::allocate`](crate::PagedMemory).
+    #[must_use]
+    pub fn growing(words: Box<dyn WordArray>) -> Self {
+        let sections = SectionNo(SectionNo::count_for(words.capacity_pages())).index();
+        let chunks = sections.div_ceil(CHUNK_SECTIONS);
+        Self {
+            words,
+            chunks: (0..chunks).map(|_| OnceLock::new()).collect(),
+            end: std::sync::atomic::AtomicU64::new(0),
+            settling_end: Mutex::new(()),
+        }
+    }
+
+    /// A table over words that a dead process left, with the regions that they tell of; to be brought
+    /// in order by [`super::recovery`].
+    ///
+    /// # Errors
+    /// [`NoRoom`]: it cannot be told which words there are.
+    pub fn reopen(words: Box<dyn WordArray>) -> Result<Self, NoRoom> {
+        let with_room = words.sections_with_room()?;
+        let table = Self::growing(words);
+        let unallocated = PageWord::new(State::Unallocated).bits();
+        for section in with_room {
+            let all = section.pages(table.capacity_pages());
+            let last = all
+                .iter()
+                .rfind(|page| table.raw_bits(*page) != unallocated);
+            if let Some(last) = last {
+                table.set_pages(section, last.0 + 1 - all.start.0);
+            }
+        }
+        Ok(table)
+    }
+
+    /// Number of pages up to the end of the highest region; those between regions count.
     #[must_use]
     pub fn page_count(&self) -> u64 {
-        self.words.page_count()
+        // Acquire pairs with the Release in `settle_end`: who sees a region's end sees its sections.
+        self.end.load(Ordering::Acquire)
     }
 
-    /// Number of sections.
+    /// Number of pages there can be.
+    #[must_use]
+    pub fn capacity_pages(&self) -> u64 {
+        self.words.capacity_pages()
+    }
+
+    /// Number of sections up to the end of the highest region.
     #[must_use]
     pub fn section_count(&self) -> u64 {
-        self.sections.len() as u64
+        SectionNo::count_for(self.page_count())
     }
 
-    /// True if all of `pages` exist.
+    /// True if `pages` end within the highest region: a hint, for they may lie between regions or be
+    /// removed at any time. What holds is seen under the section's lock.
     #[must_use]
     pub fn contains(&self, pages: PageRange) -> bool {
         pages.end.0 <= self.page_count()
     }
 
-    /// The word of `page` now.
+    /// The sections that have pages, in ascending order.
+    pub fn sections(&self) -> impl Iterator<Item = SectionNo> + '_ {
+        (0_u64..)
+            .zip(&self.chunks)
+            .filter_map(|(number, chunk)| Some((number, chunk.get()?)))
+            .flat_map(|(number, chunk)| (number * CHUNK_SECTIONS as u64..).zip(chunk))
+            .filter(|(_, section)| section.pages.load(Ordering::Relaxed) > 0)
+            .map(|(number, _)| SectionNo(number))
+    }
+
+    /// The section, if pages of it (or of one close by) were ever allocated.
+    pub(crate) fn section(&self, section: SectionNo) -> Option<&Section> {
+        let (chunk, place) = Self::place(section);
+        self.chunks.get(chunk)?.get()?.get(place)
+    }
+
+    /// The section, made if need be; it lies within the capacity.
+    pub(crate) fn made_section(&self, section: SectionNo) -> &Section {
+        let (chunk, place) = Self::place(section);
+        let all = SectionNo(SectionNo::count_for(self.capacity_pages())).index();
+        let first = chunk * CHUNK_SECTIONS;
+        let make = || {
+            (first..all.min(first + CHUNK_SECTIONS))
+                .map(|_| Section::new())
+                .collect()
+        };
+        &self.chunks[chunk].get_or_init(make)[place]
+    }
+
+    fn place(section: SectionNo) -> (usize, usize) {
+        let index = section.index();
+        (index / CHUNK_SECTIONS, index % CHUNK_SECTIONS)
+    }
+
+    /// From now on the first `pages` of `section` are in a region, and their words are true; a section
+    /// without any is not leaving any more. The section's lock is held exclusively, or nobody uses
+    /// the table yet.
+    pub(crate) fn set_pages(&self, section: SectionNo, pages: u64) {
+        let state = self.made_section(section);
+        // Release pairs with the Acquire in `word`: who sees the page sees its word.
+        let before = state.pages.swap(pages, Ordering::AcqRel);
+        if pages == 0 {
+            state.leaving.store(false, Ordering::Relaxed);
+        }
+        let first = section.0 * SECTION_PAGES;
+        let _settling = (self.settling_end.lock()).unwrap_or_else(PoisonError::into_inner);
+        if pages >= before {
+            self.end.fetch_max(first + pages, Ordering::Release);
+        } else {
+            self.settle_end();
+        }
+    }
+
+    fn settle_end(&self) {
+        let end = |(number, chunk): (usize, &OnceLock<Box<[Section]>>)| {
+            let last = |section: &Section| section.pages.load(Ordering::Relaxed) > 0;
+            let chunk = chunk.get()?;
+            let place = chunk.iter().rposition(last)?;
+            let first = ((number * CHUNK_SECTIONS + place) as u64) * SECTION_PAGES;
+            Some(first + chunk[place].pages.load(Ordering::Relaxed))
+        };
+        let end = self.chunks.iter().enumerate().rev().find_map(end);
+        self.end.store(end.unwrap_or(0), Ordering::Release);
+    }
+
+    /// Gives the words of `pages` memory, all of them [`State::Unallocated`] where they had none.
+    pub(crate) fn make_room(&self, pages: PageRange) -> Result<(), NoRoom> {
+        self.words.make_room(pages)
+    }
+
+    /// The word of `page` now; [`State::Unallocated`] if it is in no region.
     ///
     /// # Panics
     /// If the word is damaged: words were checked when the table was opened, and only this process
     /// writes them.
     #[must_use]
     pub fn word(&self, page: PageNo) -> PageWord {
+        let position = page.0 % SECTION_PAGES;
+        let pages = |section: &Section| section.pages.load(Ordering::Acquire);
+        if self.section(page.section()).map_or(0, pages) <= position {
+            return PageWord::new(State::Unallocated);
+        }
+        self.word_with_room(page)
+    }
+
+    /// The word of a page whose section has room for words, though the page may be in no region yet.
+    pub(crate) fn word_with_room(&self, page: PageNo) -> PageWord {
         // Acquire pairs with the Release in `change`: who sees `Stored` sees the stored bytes.
         let bits = self.words.cell(page).load(Ordering::Acquire);
         match PageWord::from_bits(bits) {
@@ -219,14 +365,13 @@ impl PageTable {
         self.words.cell(page).load(Ordering::Acquire)
     }
 
-    pub(crate) fn section(&self, section: SectionNo) -> &Section {
-        &self.sections[section.index()]
-    }
-
-    /// The pages of `section`.
+    /// The pages of `section` that are in a region; none if it is in none.
     #[must_use]
     pub fn pages_of(&self, section: SectionNo) -> PageRange {
-        section.pages(self.page_count())
+        let pages = |section: &Section| section.pages.load(Ordering::Acquire);
+        let len = self.section(section).map_or(0, pages);
+        let start = PageNo(section.0 * SECTION_PAGES);
+        PageRange::new(start, PageNo(start.0 + len))
     }
 
     /// The pages of `section` whose state satisfies `wanted`.

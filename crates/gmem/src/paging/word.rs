@@ -14,7 +14,13 @@
 //!          │ installed                                       ▼ │
 //!          └───────────────────────────────────────────── Filling ──► Poisoned
 //!                                                                content lost
+//!
+//!   Unallocated ── allocate ──► Present or Stored(zero), by what is there
+//!   Present, Evicting, Stored, Poisoned ── deallocate ──► Unallocated
 //! ```
+//! A page that is in no region is *unallocated*: nobody's business, whether
+//! present or not. Only a page that nobody is filling can become so.
+//!
 //! The word outlives the process. Each state is written *before* the act that
 //! makes it true is begun or *after* it is done, so that whatever instant a
 //! daemon dies at, word and presence together tell where the content is:
@@ -27,6 +33,7 @@
 //! | `Filling` | the page wins, stored copy dropped | `Stored` |
 //! | `Discarding` | the page wins | zeros |
 //! | `Poisoned` | — | stays so |
+//! | `Unallocated` | not looked at | not looked at |
 //!
 //! ```text
 //!   63                        8 7    5  4   3      0
@@ -38,6 +45,7 @@
 const STATE_MASK: u64 = 0xf;
 const WAITED: u64 = 1 << 4;
 const CONTENT_SHIFT: u32 = 8;
+const UNALLOCATED: u64 = 7;
 
 /// Where a stored page's content is: 56 bits that only the store can read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -85,6 +93,8 @@ pub enum State {
     Discarding,
     /// Its content is lost.
     Poisoned,
+    /// It is in no region of the address space.
+    Unallocated,
 }
 
 /// A page word.
@@ -126,6 +136,10 @@ pub enum Event {
     FoundHole,
     /// A given-up page is left out instead of being filled with zeros.
     LeftOut,
+    /// It becomes part of a region, as the place has it; a hole is a page of zeros.
+    Allocate(Presence),
+    /// It is part of a region no more; what was stored for it is to be freed.
+    Deallocate,
 }
 
 /// What a successor finds after a crash.
@@ -155,6 +169,7 @@ impl PageWord {
             State::Filling(content) => (4, content.0),
             State::Discarding => (5, 0),
             State::Poisoned => (6, 0),
+            State::Unallocated => (UNALLOCATED, 0),
         };
         Self(number | content << CONTENT_SHIFT)
     }
@@ -167,7 +182,11 @@ impl PageWord {
         let state = bits & STATE_MASK;
         let has_content = matches!(state, 2..=4);
         let reserved = bits & 0xe0 != 0;
-        if state == 0 || state > 6 || reserved || (!has_content && bits >> CONTENT_SHIFT != 0) {
+        if state == 0
+            || state > UNALLOCATED
+            || reserved
+            || (!has_content && bits >> CONTENT_SHIFT != 0)
+        {
             return Err(DamagedWord(bits));
         }
         Ok(Self(bits))
@@ -189,6 +208,7 @@ impl PageWord {
             3 => State::Stored(content),
             4 => State::Filling(content),
             5 => State::Discarding,
+            UNALLOCATED => State::Unallocated,
             _ => State::Poisoned,
         }
     }
@@ -218,10 +238,18 @@ impl PageWord {
             (State::Filling(content), Event::InstallFailed) => State::Stored(content),
             (State::Filling(_), Event::ContentLost) => State::Poisoned,
             (State::Present, Event::FoundHole) => State::Discarding,
-            (State::Discarding, Event::LeftOut) => State::Stored(Content::ZERO),
+            (State::Discarding, Event::LeftOut)
+            | (State::Unallocated, Event::Allocate(Presence::Absent)) => {
+                State::Stored(Content::ZERO)
+            }
+            (
+                State::Present | State::Evicting(_) | State::Stored(_) | State::Poisoned,
+                Event::Deallocate,
+            ) => State::Unallocated,
             // Zeros that could not be installed leave a hole to be found again. `Stored` would be
             // wrong: another fault may have found the same hole and filled it in the meantime.
-            (State::Evicting(_), Event::StillPresent)
+            (State::Unallocated, Event::Allocate(Presence::Present))
+            | (State::Evicting(_), Event::StillPresent)
             | (State::Filling(_) | State::Discarding, Event::Installed)
             | (State::Discarding, Event::InstallFailed) => State::Present,
             _ => return None,
@@ -245,6 +273,7 @@ impl PageWord {
             ) => (State::Stored(content), None),
             (State::Stored(_), Presence::Present) => return Recovered::Intruder,
             (State::Poisoned, _) => (State::Poisoned, None),
+            (State::Unallocated, _) => (State::Unallocated, None),
         };
         Recovered::Word {
             word: Self::new(state),
@@ -273,15 +302,16 @@ mod tests {
     use super::*;
 
     const C: Content = Content(77);
-    const STATES: [State; 6] = [
+    const STATES: [State; 7] = [
         State::Present,
         State::Evicting(C),
         State::Stored(C),
         State::Filling(C),
         State::Discarding,
         State::Poisoned,
+        State::Unallocated,
     ];
-    const EVENTS: [Event; 9] = [
+    const EVENTS: [Event; 12] = [
         Event::Commit(C),
         Event::Punched,
         Event::StillPresent,
@@ -291,6 +321,9 @@ mod tests {
         Event::ContentLost,
         Event::FoundHole,
         Event::LeftOut,
+        Event::Allocate(Presence::Present),
+        Event::Allocate(Presence::Absent),
+        Event::Deallocate,
     ];
 
     /// The picture at the head of this file, as a table: every other pair is impossible.
@@ -307,6 +340,12 @@ mod tests {
             (State::Discarding, Event::Installed) => State::Present,
             (State::Discarding, Event::InstallFailed) => State::Present,
             (State::Discarding, Event::LeftOut) => State::Stored(Content::ZERO),
+            (State::Unallocated, Event::Allocate(Presence::Present)) => State::Present,
+            (State::Unallocated, Event::Allocate(Presence::Absent)) => State::Stored(Content::ZERO),
+            (State::Present, Event::Deallocate) => State::Unallocated,
+            (State::Evicting(_), Event::Deallocate) => State::Unallocated,
+            (State::Stored(_), Event::Deallocate) => State::Unallocated,
+            (State::Poisoned, Event::Deallocate) => State::Unallocated,
             _ => return None,
         })
     }
@@ -332,7 +371,7 @@ mod tests {
 
     #[test]
     fn damaged_bits_are_refused() {
-        for bits in [0, 7, 15, 1 | 1 << 5, 1 | 9 << 8, 6 | 1 << 60] {
+        for bits in [0, 8, 15, 1 | 1 << 5, 1 | 9 << 8, 6 | 1 << 60, 7 | 1 << 8] {
             assert_eq!(PageWord::from_bits(bits), Err(DamagedWord(bits)));
         }
     }

@@ -118,7 +118,7 @@ pub fn audit_at_rest(state: &State, daemon: &Daemon) {
                 assert!(!is_present(state, page), "{page:?} is present and stored");
                 content
             }
-            WordState::Present | WordState::Poisoned => continue,
+            WordState::Present | WordState::Poisoned | WordState::Unallocated => continue,
         };
         contents += u64::from(!content.is_zero());
         bytes += u64::from(Located::of(content).bytes);

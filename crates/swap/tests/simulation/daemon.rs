@@ -460,6 +460,10 @@ impl Admission for AtTheLimit {
     fn give_back(&self, pages: u64) {
         self.limit.give_back(pages);
     }
+
+    fn count_in(&self, pages: u64) {
+        self.limit.count_in(pages);
+    }
 }
 
 /// True if the limit believes in room for `pages` more.
