@@ -75,22 +75,23 @@ fn loom_full_magazines_pass_through_the_depot_whole() {
 }
 
 #[test]
-fn loom_one_of_two_who_want_the_last_place_gets_it_wherever_it_is_kept() {
+fn loom_search_for_the_last_place_finds_it_while_it_moves_between_magazines() {
     check(|| {
-        // One of two pieces is always free for the taking: allocated, freed to a magazine, and again.
+        // At every moment one of two pieces is free: y in stripe 1, and once y is taken, x in stripe 0.
         let arena = arena(2);
-        let held = arena.alloc_cached(0, 0).unwrap();
+        let x = arena.alloc_cached(0, 0).unwrap();
+        let y = arena.alloc_cached(1, 0).unwrap();
+        arena.free_cached(1, 0, y).unwrap();
         let other = {
             let arena = arena.clone();
             loom::thread::spawn(move || {
-                let piece = arena.alloc_cached(1, 0).unwrap();
-                arena.free_cached(1, 0, piece).unwrap();
+                arena.free_cached(0, 0, x).unwrap();
+                arena.alloc_cached(1, 0)
             })
         };
-        arena.free_cached(0, 0, held).unwrap();
         arena.alloc_cached(0, 0).unwrap();
-        other.join().unwrap();
+        other.join().unwrap().unwrap();
         arena.check().unwrap();
-        assert_eq!(arena.usage().allocated_bytes, 1);
+        assert_eq!(arena.usage().allocated_bytes, 2);
     });
 }
