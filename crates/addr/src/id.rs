@@ -20,6 +20,16 @@ impl DeviceId {
     pub const VCPUS: Self = Self(0);
 }
 
+impl std::fmt::Display for DeviceId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if *self == Self::VCPUS {
+            write!(f, "the CPU")
+        } else {
+            write!(f, "device {}", self.0)
+        }
+    }
+}
+
 /// A queue of a device, as the device numbers it.
 #[derive(
     Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, serde::Serialize, serde::Deserialize,

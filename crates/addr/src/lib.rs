@@ -12,7 +12,8 @@
 //!   VMM process    Hva                    where the VMM has mapped guest RAM
 //!   front end      FrontendVa             where a vhost-user front end has mapped it
 //!   backing files  FileKey + offset       the memfd, the one thing all processes share
-//!   Pagetide       PageNo, SectionNo      the VM's files laid end to end, in pages
+//!   Pagetide       PageNo, SectionNo      pages of an address space: the VM's files, one after the other
+//!   GMEM           Va, Pa                 the same in bytes, and the physical memory behind it
 //! ```
 //!
 //! All ranges are half-open.
@@ -88,6 +89,16 @@ address! {
 address! {
     /// Address as a device issues it, in bytes; equal to [`Gpa`] without a virtual IOMMU.
     Iova
+}
+address! {
+    /// Address in a GMEM address space, in bytes: what the CPU and all attached devices mean by it.
+    #[doc(alias = "gm_va_t")]
+    Va
+}
+address! {
+    /// Address of physical memory, in bytes: of the host's, or of a device's own.
+    #[doc(alias = "gm_pa_t")]
+    Pa
 }
 address! {
     /// Address in the VMM's own address space, in bytes.

@@ -1,14 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Mmu`]: what a device can do about its own translations.
 //!
+//! A driver writes these operations and no memory management (GMEM 3.1). A
+//! *page table* is made by one device and may be used by several of the same
+//! format, so operations on translations name the table and invalidations go to
+//! each device that uses it:
+//!
+//! ```text
+//!   coherent   device A ── table 1        shared   device A ──┬─ table 1
+//!              device B ── table 2                 device B ──┘
+//!              (each its own translations)         (one set of translations, two IOTLBs)
+//! ```
 //! A vCPU cannot be given a physical address nor be forbidden to read a present
 //! page: for it, installing and mapping are one act. So its MMU only ever
 //! restricts to read-only, and *no access* is reached through
 //! [`Place::discard`](crate::Place::discard).
+//!
+//! All of it is derived state: it starts empty, may be dropped at any time and
+//! is granted again page by page.
 
-use pagetide_addr::{Access, PageRange, PageSet, SectionNo};
+use pagetide_addr::{Access, Pa, PageRange, PageSet, SectionNo, Va};
 
-/// What a device can do, fixed when it is attached.
+/// Format of a page table; MMUs that name the same one can use each other's tables.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct TableFormat(pub u32);
+
+/// A page table, as the MMU that made it names it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct TableId(pub u64);
+
+/// What a device can do, fixed when it is created.
+#[doc(alias = "gm_dev_cap_t")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MmuLimits {
     /// Smallest unit of restriction, in pages.
@@ -17,6 +39,42 @@ pub struct MmuLimits {
     pub strongest: Restrict,
     /// Whether an access to an absent page waits for it, or fails.
     pub on_absent: OnAbsent,
+    /// Format of its page tables; `None` if nobody else can use them.
+    pub format: Option<TableFormat>,
+    /// Page sizes it can map.
+    pub page_sizes: PageSizes,
+}
+
+impl MmuLimits {
+    /// Pages of 4 KiB, every restriction, faults that are repeated, tables of its own kind.
+    pub const PAGED: Self = Self {
+        granularity_pages: 1,
+        strongest: Restrict::NoAccess,
+        on_absent: OnAbsent::Recovers,
+        format: None,
+        page_sizes: PageSizes::SMALLEST,
+    };
+}
+
+/// A set of page sizes: bit *n* stands for pages of 2^*n* bytes. 4 KiB is always among them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PageSizes(u64);
+
+impl PageSizes {
+    /// 4 KiB only.
+    pub const SMALLEST: Self = Self(pagetide_addr::PAGE_BYTES);
+
+    /// The sizes whose bits are set, 4 KiB added; bits below 4 KiB are nothing and ignored.
+    #[must_use]
+    pub const fn of_bits(bits: u64) -> Self {
+        Self((bits & !(pagetide_addr::PAGE_BYTES - 1)) | pagetide_addr::PAGE_BYTES)
+    }
+
+    /// True if pages of `bytes` can be mapped.
+    #[must_use]
+    pub const fn contains(self, bytes: u64) -> bool {
+        bytes.is_power_of_two() && self.0 & bytes != 0
+    }
 }
 
 /// What becomes of a device's access to an absent page.
@@ -41,11 +99,38 @@ pub enum Restrict {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Restricted {
-    /// From now on no stronger access of this device can finish.
+    /// From now on, once its TLB is invalidated, no stronger access of this device can finish.
     Done,
     /// An access is under way that cannot be waited for now; some or all translations are
     /// restricted already, but the caller must not rely on it.
     Busy,
+}
+
+/// The memory behind pages that are granted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Backing {
+    /// Each page's own slot in the memory of the space: the device knows where that is.
+    Home,
+    /// Frames that follow one another.
+    Frames {
+        /// Where the first is.
+        first: Pa,
+        /// Size of the pages to map them by, in bytes; addresses and frames are aligned to it.
+        page_bytes: u64,
+    },
+}
+
+/// A mapping that the CPU has already when it is attached (GMEM 4.1, `mmu_data`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Inherited {
+    /// Where, in whole pages.
+    pub start: Va,
+    /// How long, in bytes.
+    pub len_bytes: u64,
+    /// What it allows.
+    pub access: Access,
+    /// First of its frames, which follow one another.
+    pub frames: Pa,
 }
 
 /// Why a device's MMU could not do what it was asked.
@@ -62,33 +147,97 @@ pub enum MmuError {
         /// The kernel's answer.
         source: std::io::Error,
     },
+    /// The driver refused, with a code of its own.
+    #[error("the driver's {operation} failed with code {code}")]
+    Driver {
+        /// What was tried.
+        operation: &'static str,
+        /// The driver's code.
+        code: i32,
+    },
 }
 
-/// The translations of one device of an address space.
+/// The translations of one device.
 ///
-/// All of it is derived state: it starts empty, may be dropped at any time and
-/// is given again page by page by `grant`. Called under the section's lock.
+/// Called with locks of the address space held: an implementation must not call back into it.
+#[doc(alias = "gm_mmu_t")]
 pub trait Mmu: Send + Sync {
-    /// What the device can do.
+    /// What the device can do. Asked once, when the device is created.
     fn limits(&self) -> MmuLimits;
 
-    /// Pages of `section` that the device must keep (its rings): never restricted, never evicted.
-    fn wired(&self, section: SectionNo) -> PageSet;
+    /// Makes an empty page table.
+    ///
+    /// # Errors
+    /// [`MmuError`]: no attachment then.
+    fn create_table(&self) -> Result<TableId, MmuError> {
+        Ok(TableId(0))
+    }
 
-    /// Takes access to `pages` of `section` back; does not wait longer than some microseconds.
+    /// The table is used by nobody any more.
+    fn destroy_table(&self, _table: TableId) {}
+
+    /// From now on the device translates by `table`, with an empty TLB.
+    ///
+    /// # Errors
+    /// [`MmuError`]; it then translates by nothing, as after [`Self::deactivate`].
+    fn activate(&self, _table: TableId) -> Result<(), MmuError> {
+        Ok(())
+    }
+
+    /// From now on the device translates by nothing: no access under way by `table` is left.
+    ///
+    /// # Errors
+    /// [`MmuError`]; it then still translates by `table`.
+    fn deactivate(&self, _table: TableId) -> Result<(), MmuError> {
+        Ok(())
+    }
+
+    /// Pages of `section` that the device must keep (its rings): never restricted by an eviction.
+    fn wired(&self, _section: SectionNo) -> PageSet {
+        PageSet::EMPTY
+    }
+
+    /// Takes access to `pages` of `section` back in `table`; does not wait longer than some
+    /// microseconds. What is cached in TLBs goes with the next [`Self::invalidate`].
     ///
     /// # Errors
     /// [`MmuError`]; the caller must then treat the pages as not restricted.
     fn restrict(
         &self,
+        table: TableId,
         section: SectionNo,
         pages: &PageSet,
         to: Restrict,
     ) -> Result<Restricted, MmuError>;
 
-    /// Gives access to present pages (and releases whoever waits for that in the kernel).
+    /// Gives access to present pages (and releases whoever waits for that in the kernel). A page
+    /// that has a translation gets this one in its place.
     ///
     /// # Errors
-    /// [`MmuError`].
-    fn grant(&self, pages: PageRange, access: Access) -> Result<(), MmuError>;
+    /// [`MmuError`]; some of the pages may be granted then.
+    fn grant(
+        &self,
+        table: TableId,
+        pages: PageRange,
+        access: Access,
+        backing: Backing,
+    ) -> Result<(), MmuError>;
+
+    /// Forgets what the device has cached of `table` for `ranges`, ascending and apart. When it
+    /// returns, no access by a restricted translation is under way or can begin.
+    ///
+    /// # Errors
+    /// [`MmuError`]; the caller must then treat the pages as not restricted.
+    fn invalidate(&self, _table: TableId, _ranges: &[PageRange]) -> Result<(), MmuError> {
+        Ok(())
+    }
+
+    /// The mappings that exist already when the device (the CPU) is attached, and that the space
+    /// takes over as wired regions.
+    ///
+    /// # Errors
+    /// [`MmuError`]: no attachment then.
+    fn inherited(&self) -> Result<Vec<Inherited>, MmuError> {
+        Ok(Vec::new())
+    }
 }

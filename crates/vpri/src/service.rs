@@ -14,20 +14,22 @@
 //! (VPRI 6.1). An engine that has nothing else to do serves its own requests by
 //! [`FaultAssist`], which spares both wake-ups.
 //!
-//! Every request is answered exactly once, also when its tenant is gone.
+//! Every request is answered exactly once, also when its tenant is gone, or the
+//! RAM it asks for: a request for a domain that is retired is refused.
 
 use crate::{
+    domain::DmaDomain,
     mmu::DmaMmu,
     queue::{Doorbell, FaultAssist, HostEnd},
 };
 use pagetide_addr::{DeviceId, DomainId, PageRequest, PageResponse, ResponseCode};
-use pagetide_gmem::{Fault, FaultOutcome, PagedMemory};
+use pagetide_gmem::{AddressSpace, Fault, FaultOutcome};
 use rustix::event::{PollFd, PollFlags, poll};
 use std::{
     collections::HashMap,
     io,
     sync::{
-        Arc, Mutex, PoisonError, RwLock,
+        Arc, Mutex, PoisonError, RwLock, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc,
     },
@@ -45,7 +47,7 @@ enum Gate {
 
 /// A VM whose devices may fault.
 pub struct Tenant {
-    space: Arc<PagedMemory>,
+    space: Arc<AddressSpace>,
     mmu: Arc<DmaMmu>,
     cpus: Mutex<Vec<usize>>,
     requests: AtomicU64,
@@ -90,6 +92,8 @@ pub struct FaultService {
     tenants: RwLock<HashMap<DomainId, Arc<Tenant>>>,
     /// Requests for domains whose VM is just being attached.
     held: Mutex<HashMap<DomainId, Vec<(PageRequest, HostEnd)>>>,
+    /// Domains whose RAM is unplugged, as long as a device knows them.
+    retired: Mutex<HashMap<DomainId, Weak<DmaDomain>>>,
     stopped: AtomicBool,
 }
 
@@ -108,6 +112,7 @@ impl FaultService {
             bell,
             tenants: RwLock::default(),
             held: Mutex::default(),
+            retired: Mutex::default(),
             stopped: AtomicBool::new(false),
         })
     }
@@ -131,7 +136,7 @@ impl FaultService {
     ///
     /// # Errors
     /// When no thread can be had for its worker.
-    pub fn add_tenant(&self, space: Arc<PagedMemory>, mmu: Arc<DmaMmu>) -> io::Result<Arc<Tenant>> {
+    pub fn add_tenant(&self, space: Arc<AddressSpace>, mmu: Arc<DmaMmu>) -> io::Result<Arc<Tenant>> {
         let (slow, waiting) = mpsc::channel();
         let tenant = Arc::new(Tenant {
             space,
@@ -153,38 +158,61 @@ impl FaultService {
                     }
                 }
             })?;
-        {
-            let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
-            for domain in tenant.mmu.domains() {
-                tenants.insert(domain.id(), Arc::clone(&tenant));
-            }
-        }
-        for (request, host) in self.take_held(&tenant.mmu) {
-            tenant.requests.fetch_add(1, Ordering::Relaxed);
-            self.hand_over(&tenant, &host, &request);
-        }
+        self.serve_domains(&tenant, &tenant.mmu.domains());
         Ok(tenant)
     }
 
-    /// Page requests for these domains wait from now on, until [`Self::add_tenant`] or
-    /// [`Self::release`]: their VM is being attached.
-    pub fn hold(&self, mmu: &DmaMmu) {
+    /// Page requests for these domains are requests of `tenant` from now on, those held too.
+    pub fn serve_domains(&self, tenant: &Arc<Tenant>, domains: &[Arc<DmaDomain>]) {
+        {
+            let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
+            for domain in domains {
+                tenants.insert(domain.id(), Arc::clone(tenant));
+            }
+        }
+        for (request, host) in self.take_held(domains) {
+            tenant.requests.fetch_add(1, Ordering::Relaxed);
+            self.hand_over(tenant, &host, &request);
+        }
+    }
+
+    /// Page requests for these domains wait from now on, until they are [served](Self::serve_domains),
+    /// [released](Self::release) or [refused](Self::refuse): their VM is being attached, or has got
+    /// more RAM.
+    pub fn hold(&self, domains: &[Arc<DmaDomain>]) {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        for domain in mmu.domains() {
+        for domain in domains {
             held.entry(domain.id()).or_default();
         }
     }
 
     /// Undoes [`Self::hold`]: the attach failed, and the domains are read-write again.
-    pub fn release(&self, mmu: &DmaMmu) {
-        for (request, host) in self.take_held(mmu) {
+    pub fn release(&self, domains: &[Arc<DmaDomain>]) {
+        for (request, host) in self.take_held(domains) {
             respond(&host, &request, FaultOutcome::Present);
         }
     }
 
-    fn take_held(&self, mmu: &DmaMmu) -> Vec<(PageRequest, HostEnd)> {
+    /// Page requests for `domain` are refused from now on: its RAM is unplugged. Its pages must be
+    /// out of its tenant's [`DmaMmu`] already.
+    pub fn refuse(&self, domain: &Arc<DmaDomain>) {
+        {
+            let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
+            retired.retain(|_, known| known.strong_count() > 0);
+            retired.insert(domain.id(), Arc::downgrade(domain));
+        }
+        let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
+        tenants.remove(&domain.id());
+        drop(tenants);
+        for (request, host) in self.take_held(std::slice::from_ref(domain)) {
+            respond(&host, &request, FaultOutcome::OutOfRange);
+        }
+    }
+
+    fn take_held(&self, domains: &[Arc<DmaDomain>]) -> Vec<(PageRequest, HostEnd)> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        mmu.domains()
+        domains
+            .iter()
             .filter_map(|domain| held.remove(&domain.id()))
             .flatten()
             .collect()
@@ -193,7 +221,7 @@ impl FaultService {
     /// Takes a VM out. No request of it is being served when this returns; further ones are
     /// [held](Self::hold) until [`Self::release`].
     pub fn remove_tenant(&self, tenant: &Arc<Tenant>) {
-        self.hold(&tenant.mmu);
+        self.hold(&tenant.mmu.domains());
         *tenant.gate.write().unwrap_or_else(PoisonError::into_inner) = Gate::Closed;
         let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
         tenants.retain(|_, known| !Arc::ptr_eq(known, tenant));
@@ -273,8 +301,15 @@ impl FaultService {
         }
     }
 
-    /// The domain belongs to no VM: one is being attached, or everything is read-write there.
+    /// The domain belongs to no VM: one is being attached, or everything is read-write there, or its
+    /// RAM is gone.
     fn respond_for_nobody(&self, host: &HostEnd, request: &PageRequest) {
+        let retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
+        if retired.contains_key(&request.domain) {
+            respond(host, request, FaultOutcome::OutOfRange);
+            return;
+        }
+        drop(retired);
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(waiting) = held.get_mut(&request.domain) {
             waiting.push((*request, host.clone()));

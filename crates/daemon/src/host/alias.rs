@@ -10,7 +10,7 @@
 //! guest gave up to a balloon and took again without touching it.
 
 use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo, PageRange};
-use pagetide_gmem::{Fault, PagedMemory};
+use pagetide_gmem::{Fault, AddressSpace};
 use pagetide_sys::uffd::{Features, UffdError, Userfaultfd, Watch, page_of};
 use pagetide_vpri::{DPU, DmaDomain, DmaMmu, Doorbell};
 use rustix::{
@@ -71,19 +71,37 @@ impl AliasGuard {
             thread: None,
         };
         for domain in mmu.domains() {
-            let (start, len_bytes) = range_of(domain);
-            guard
-                .userfaultfd
-                .register(start, len_bytes, Watch::MissingAndWriteProtected)?;
-            guard.ranges.push((start, len_bytes));
+            guard.add(&domain)?;
         }
         Ok(guard)
+    }
+
+    /// Watches the mapping of one more domain.
+    pub(super) fn add(&mut self, domain: &DmaDomain) -> Result<(), AliasError> {
+        let (start, len_bytes) = range_of(domain);
+        self.userfaultfd
+            .register(start, len_bytes, Watch::MissingAndWriteProtected)?;
+        self.ranges.push((start, len_bytes));
+        Ok(())
+    }
+
+    /// Watches the mapping of a domain no more; threads of ours that wait there go on.
+    pub(super) fn remove(&mut self, domain: &DmaDomain) {
+        let range = range_of(domain);
+        self.ranges.retain(|known| *known != range);
+        self.unwatch(range);
+    }
+
+    fn unwatch(&self, (start, len_bytes): (Hva, u64)) {
+        if let Err(error) = self.userfaultfd.unregister(start, len_bytes) {
+            tracing::error!(%error, "our mapping of a VM's RAM stays watched");
+        }
     }
 
     /// Serves the faults of our mappings through `space`.
     pub(super) fn serve(
         &mut self,
-        space: Arc<PagedMemory>,
+        space: Arc<AddressSpace>,
         mmu: Arc<DmaMmu>,
     ) -> Result<(), AliasError> {
         let server = AliasServer {
@@ -110,10 +128,8 @@ impl AliasGuard {
 
 impl Drop for AliasGuard {
     fn drop(&mut self) {
-        for (start, len_bytes) in &self.ranges {
-            if let Err(error) = self.userfaultfd.unregister(*start, *len_bytes) {
-                tracing::error!(%error, "our mapping of a VM's RAM stays watched");
-            }
+        for range in &self.ranges {
+            self.unwatch(*range);
         }
         self.stop.asked.store(true, Ordering::Release);
         self.stop.bell.ring_anyway();
@@ -129,7 +145,7 @@ struct AliasServer {
     userfaultfd: Arc<Userfaultfd>,
     stop: Arc<Stop>,
     faults: Arc<AtomicU64>,
-    space: Arc<PagedMemory>,
+    space: Arc<AddressSpace>,
     mmu: Arc<DmaMmu>,
 }
 
@@ -183,7 +199,7 @@ impl AliasServer {
     }
 
     fn page_at(&self, address: Hva) -> Option<PageRange> {
-        self.mmu.domains().find_map(|domain| {
+        self.mmu.domains().iter().find_map(|domain| {
             let (start, len_bytes) = range_of(domain);
             let offset = address
                 .offset_from(start)

@@ -27,7 +27,7 @@ use pagetide_swap::{Pool, PoolError, PoolStore, limit::LIMIT_PAGES_MIN, pool::Ph
 use pagetide_sys::memory_file::FileError;
 use pagetide_vmm::{
     Refusal, hazards,
-    layout::RamLayout,
+    layout::{LiveLayout, RamLayout},
     place::{VcpuMmu, VmPlace},
     process::VmmProcess,
     takeover,
@@ -81,7 +81,7 @@ pub(super) fn attach(
     shared: &Shared,
 ) -> Result<Vm, ControlError> {
     let vmm = VmmProcess::open(request.pid).map_err(|r| refused(&r))?;
-    let layout = Arc::new(RamLayout::of_process(&vmm).map_err(|r| refused(&r))?);
+    let layout = RamLayout::of_process(&vmm).map_err(|r| refused(&r))?;
     hazards::refuse_if_shared(&vmm, &layout).map_err(|r| refused(&r))?;
     check_limit(request.limit_bytes, layout.len_bytes())?;
     for warning in layout.warnings() {
@@ -114,7 +114,8 @@ pub(super) fn attach(
     let userfaultfd = Arc::new(taken.userfaultfd);
     let started = (|| {
         let alias = AliasGuard::watch(&claim.mmu).map_err(failed)?;
-        let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&layout));
+        let live = Arc::new(LiveLayout::new(layout.clone()));
+        let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
         let table = table_of(&pool);
         recovery::set_initial_words(&table, &place).map_err(failed)?;
         fill_wired(&table, &place, &claim.mmu)?;
@@ -122,7 +123,7 @@ pub(super) fn attach(
         let prepared = Prepared {
             identity,
             vmm: vmm.try_clone().map_err(failed)?,
-            layout: Arc::clone(&layout),
+            layout: live,
             store: Arc::new(PoolStore::new(Arc::clone(&pool))),
             pool: Arc::clone(&pool),
             table,
@@ -220,7 +221,7 @@ impl<'a> Claim<'a> {
             let domain = table
                 .open(file.file().as_fd(), file.key(), file.pages().bytes())
                 .map_err(failed)?;
-            domains.push((domain, file.pages().len()));
+            domains.push((domain, file.pages()));
         }
         let mut attached = Vec::new();
         for (domain, _) in &domains {
@@ -233,7 +234,7 @@ impl<'a> Claim<'a> {
             attached.push(Arc::clone(domain));
         }
         let mmu = Arc::new(DmaMmu::new(domains));
-        shared.service.hold(&mmu);
+        shared.service.hold(&mmu.domains());
         for domain in mmu.domains() {
             domain.attributes().unmap_all();
         }
@@ -250,6 +251,7 @@ impl<'a> Claim<'a> {
         while self
             .mmu
             .domains()
+            .iter()
             .any(|domain| domain.attributes().is_any_leased())
         {
             if begun.elapsed() > DRAIN_WAIT {
@@ -271,8 +273,9 @@ impl<'a> Claim<'a> {
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
         if !self.kept {
-            self.mmu.domains().for_each(|domain| domain.detach());
-            self.shared.service.release(&self.mmu);
+            let domains = self.mmu.domains();
+            domains.iter().for_each(|domain| domain.detach());
+            self.shared.service.release(&domains);
         }
     }
 }
@@ -346,13 +349,7 @@ pub(super) fn recover(
         Err(refusal) => return Err(refused(&refusal)),
     };
     let recorded = identity.recorded();
-    let layout = Arc::new(RamLayout::of_recorded(&vmm, &recorded).map_err(|r| refused(&r))?);
-    if !identity.fits(&layout) || pool.page_count() != layout.page_count() {
-        return Err(failed(format!(
-            "the RAM of {} is laid out otherwise than when it was attached",
-            identity.name
-        )));
-    }
+    let layout = RamLayout::of_recorded(&vmm, &recorded).map_err(|r| refused(&r))?;
     if pool.phase() != Phase::Attached {
         abandon(&pool, &vmm, &layout)?;
         return Ok(Found::Removed);
@@ -365,20 +362,22 @@ pub(super) fn recover(
     };
     let userfaultfd = Arc::new(takeover::resume(&vmm, &layout, number).map_err(failed)?);
     let claim = Claim::take(&layout, domains, shared)?;
-    let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&layout));
+    let live = Arc::new(LiveLayout::new(layout.clone()));
+    let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     let table = table_of(&pool);
+    forget_what_went(&table, &pool, &layout, &identity)?;
     let store = Arc::new(PoolStore::new(Arc::clone(&pool)));
     adopt_words(&table, &place, &store, (&vmm, &identity))?;
     let alias = AliasGuard::watch(&claim.mmu).map_err(failed)?;
     // Protection of rounds that died, and faults whose messages died, all at once.
-    let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&layout));
+    let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     let everything = PageRange::new(PageNo(0), PageNo(layout.page_count()));
     vcpus.grant(everything, Access::Write).map_err(failed)?;
     place.wake(everything).map_err(failed)?;
     let prepared = Prepared {
         identity,
         vmm,
-        layout,
+        layout: live,
         pool: Arc::clone(&pool),
         store,
         table,

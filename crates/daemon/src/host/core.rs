@@ -3,10 +3,10 @@
 
 use super::{alias::AliasGuard, identity::Identity, latency::Latencies, sink::VmIncidents};
 use pagetide_addr::PAGE_BYTES;
-use pagetide_gmem::PagedMemory;
+use pagetide_gmem::{AddressSpace, PagedMemory};
 use pagetide_swap::{Counter, Limit, Pool, PoolStore, reclaim::Reclaimed, sets::Level};
 use pagetide_sys::uffd::Userfaultfd;
-use pagetide_vmm::{hazards, layout::RamLayout, process::VmmProcess};
+use pagetide_vmm::{hazards, layout::LiveLayout, process::VmmProcess};
 use pagetide_vpri::{DmaMmu, Tenant};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
@@ -20,10 +20,12 @@ pub(super) struct VmCore {
     pub(super) name: String,
     pub(super) identity: Identity,
     pub(super) vmm: VmmProcess,
-    pub(super) layout: Arc<RamLayout>,
+    pub(super) layout: Arc<LiveLayout>,
     pub(super) pool: Arc<Pool>,
     pub(super) store: Arc<PoolStore>,
-    pub(super) space: Arc<PagedMemory>,
+    pub(super) space: Arc<AddressSpace>,
+    /// What is behind the regions of the space: the VM's RAM.
+    pub(super) memory: Arc<PagedMemory>,
     pub(super) limit: Arc<Limit>,
     pub(super) mmu: Arc<DmaMmu>,
     pub(super) tenant: Arc<Tenant>,
@@ -133,7 +135,7 @@ impl VmCore {
 
     /// Puts the limit right by what the kernel says is present.
     pub(super) fn enforce_limit(&self) {
-        match self.layout.allocated_bytes() {
+        match self.layout.look().allocated_bytes() {
             Ok(bytes) => {
                 let limit = if self.may_evict() {
                     self.pool.limit_bytes()
@@ -150,7 +152,7 @@ impl VmCore {
     /// Puts the counts of this process into the pool, where they outlive it.
     pub(super) fn sync_counters(&self) {
         use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-        let counters = self.space.counters();
+        let counters = self.memory.counters();
         let pairs: [(Counter, &AtomicU64, usize); 8] = [
             (Counter::EvictedPages, &counters.evicted_pages, 0),
             (Counter::DiscardedPages, &counters.discarded_pages, 1),

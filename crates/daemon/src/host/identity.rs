@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Identity`]: what a pool remembers of the VM it belongs to, as JSON in its header.
 
-use pagetide_addr::{FileKey, Hva};
+use pagetide_addr::{FileKey, Hva, PageNo};
 use pagetide_vmm::{
-    layout::{RamLayout, RecordedMapping},
+    layout::{RamLayout, RecordedLayout, RecordedMapping},
     process::VmmIdentity,
 };
 use serde::{Deserialize, Serialize};
@@ -26,6 +26,10 @@ pub(super) struct MappingIdentity {
     len_bytes: u64,
     file: FileKey,
     file_offset: u64,
+    /// First page of the file. Without it files lie end to end, as they did before RAM could come
+    /// and go.
+    #[serde(default)]
+    first_page: Option<PageNo>,
 }
 
 impl Identity {
@@ -36,25 +40,32 @@ impl Identity {
         }
     }
 
-    /// The mappings the words were made for.
-    pub(super) fn recorded(&self) -> Vec<RecordedMapping> {
+    /// The layout the words were made for.
+    pub(super) fn recorded(&self) -> RecordedLayout {
         let of = |mapping: &MappingIdentity| RecordedMapping {
             hva: mapping.hva,
             len_bytes: mapping.len_bytes,
             key: mapping.file,
             file_offset: mapping.file_offset,
         };
-        self.mappings.iter().map(of).collect()
+        let first = |mapping: &MappingIdentity| Some((mapping.file, mapping.first_page?));
+        RecordedLayout {
+            mappings: self.mappings.iter().map(of).collect(),
+            first_pages: self.mappings.iter().filter_map(first).collect(),
+        }
+    }
+
+    /// The same VM with the RAM that `layout` tells of.
+    pub(super) fn with_ram(&self, layout: &RamLayout) -> Self {
+        Self {
+            mappings: mappings_of(layout),
+            ..self.clone()
+        }
     }
 
     /// The RAM files.
     pub(super) fn files(&self) -> impl Iterator<Item = FileKey> + '_ {
         self.mappings.iter().map(|mapping| mapping.file)
-    }
-
-    /// True if `layout` is the one the words were made for.
-    pub(super) fn fits(&self, layout: &RamLayout) -> bool {
-        self.mappings == mappings_of(layout)
     }
 }
 
@@ -64,6 +75,7 @@ pub(super) fn mappings_of(layout: &RamLayout) -> Vec<MappingIdentity> {
         len_bytes: mapping.len_bytes,
         file: mapping.key,
         file_offset: mapping.file_offset,
+        first_page: layout.file(mapping.key).map(|file| file.pages().start),
     };
-    layout.recorded().into_iter().map(of).collect()
+    layout.recorded().mappings.into_iter().map(of).collect()
 }

@@ -17,6 +17,7 @@ mod report;
 mod roster;
 mod rounds;
 mod sink;
+mod space;
 mod tracker;
 mod vm;
 
@@ -215,7 +216,7 @@ impl Control for Host {
 
     fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmReport, ControlError> {
         let vm = self.vms.get(name)?;
-        attach::check_limit(limit_bytes, vm.core.layout.len_bytes())?;
+        attach::check_limit(limit_bytes, vm.core.layout.look().len_bytes())?;
         vm.set_limit(limit_bytes);
         Ok(vm.report(&self.devices))
     }
@@ -228,7 +229,7 @@ impl Control for Host {
             name: name.to_owned(),
             asked_bytes: bytes,
             reclaimed_bytes: evicted * PAGE_BYTES,
-            resident_bytes: vm.core.layout.allocated_bytes().map_err(failed)?,
+            resident_bytes: vm.core.layout.look().allocated_bytes().map_err(failed)?,
             shortfall: shortfall.filter(|_| bytes.is_some() || evicted == 0),
         })
     }
@@ -294,6 +295,7 @@ impl Host {
             let name = vm.core.name.clone();
             vm.core
                 .layout
+                .look()
                 .files()
                 .iter()
                 .map(|file| (file.key(), name.clone()))

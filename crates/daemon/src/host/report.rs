@@ -24,8 +24,8 @@ impl Vm {
         bars.extend(core.incidents.stopped());
         bars.extend(lock(&core.suspended).clone());
         let sets = lock(&core.sets).clone();
-        let files = core
-            .layout
+        let layout = core.layout.now();
+        let files = layout
             .files()
             .iter()
             .map(|file| file.key())
@@ -35,8 +35,8 @@ impl Vm {
             pid: core.vmm.pid(),
             vmm: core.identity.vmm.clone(),
             state: self.state(),
-            ram_bytes: core.layout.len_bytes(),
-            resident_bytes: core.layout.allocated_bytes().unwrap_or(0),
+            ram_bytes: layout.len_bytes(),
+            resident_bytes: layout.allocated_bytes().unwrap_or(0),
             limit_bytes: core.pool.limit_bytes(),
             pool_bytes: core.pool.allocated_bytes().unwrap_or(0),
             stored_pages,
@@ -59,6 +59,7 @@ impl Vm {
             wired_bytes: core
                 .mmu
                 .domains()
+                .iter()
                 .map(|d| d.attributes().wired_pages() * PAGE_BYTES)
                 .sum(),
             #[expect(
@@ -80,7 +81,7 @@ impl Vm {
     }
 
     fn stored_pages(&self) -> u64 {
-        let table = self.core.space.table();
+        let table = self.core.memory.table();
         let stored = |section| {
             table
                 .pages_in_state(section, |state| matches!(state, State::Stored(_)))

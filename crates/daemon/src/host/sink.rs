@@ -3,7 +3,7 @@
 
 use super::latency::Latencies;
 use pagetide_addr::{DeviceId, PageNo};
-use pagetide_gmem::{Fault, Incidents, PagedMemory, PlaceError, StoreError};
+use pagetide_gmem::{Fault, Incidents, AddressSpace, PlaceError, StoreError};
 use pagetide_swap::{Counter, Pool};
 use pagetide_vmm::{
     process::{VmmIdentity, VmmProcess},
@@ -32,7 +32,7 @@ pub(super) enum VmEvent {
 /// Serves the faults of one VM's vCPUs, on the reader's thread.
 pub(super) struct VmSink {
     pub(super) vmm: VmmIdentity,
-    pub(super) space: Arc<PagedMemory>,
+    pub(super) space: Arc<AddressSpace>,
     pub(super) pool: Arc<Pool>,
     pub(super) latencies: Arc<Latencies>,
     pub(super) events: mpsc::Sender<VmEvent>,
@@ -52,7 +52,9 @@ impl FaultSink for VmSink {
         self.pool
             .counter(Counter::VcpuFaults)
             .fetch_add(1, Ordering::Relaxed);
-        self.space.bring_neighbours(page);
+        if let Some(memory) = self.space.memory() {
+            memory.bring_neighbours(page);
+        }
     }
 
     fn vmm_gone(&self) {

@@ -1,8 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The VMM's access tracker as the reclaimer wants it.
 
-use pagetide_addr::{PageSet, SectionNo};
+use pagetide_addr::{FileKey, PageSet, SectionNo};
 use pagetide_swap::{AccessTracker, Touched, reclaim::TrackerError};
+use pagetide_sys::mapping::SharedMapping;
+use pagetide_vmm::tracker::OwnMappings;
+use pagetide_vpri::DmaMmu;
+use std::sync::Arc;
+
+/// The mappings that our devices do DMA by.
+pub(super) struct OurMappings(pub(super) Arc<DmaMmu>);
+
+impl OwnMappings for OurMappings {
+    fn of(&self, file: FileKey) -> Option<Arc<SharedMapping>> {
+        let domains = self.0.domains();
+        let domain = domains.iter().find(|domain| domain.key() == file)?;
+        Some(Arc::clone(domain.mapping()))
+    }
+}
 
 /// Hands looks on to a tracker of `pagetide-vmm`.
 pub(super) struct Looks<T>(pub(super) T);

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   FaultReader ─ VmSink ─┐                          ┌─ VmPlace (memfd, userfaultfd)
-//!   FaultService ─ Tenant ┼─► PagedMemory ──────────┼─ PoolStore (pool file)
+//!   FaultService ─ Tenant ┼─► AddressSpace ─────────┼─ PoolStore (pool file)
 //!   AliasGuard ───────────┘        │ admission       └─ VcpuMmu, DmaMmu (who may touch what)
 //!                                Limit ◄── Rounds (tracker, reclaimer, hazards)
 //! ```
@@ -17,17 +17,18 @@ use super::{
     latency::Latencies,
     rounds::Rounds,
     sink::{VmEvent, VmIncidents, VmSink},
-    tracker::Looks,
+    space::VmSpace,
+    tracker::{Looks, OurMappings},
 };
 use crate::control::{ControlError, VmState};
-use pagetide_addr::{Access, DeviceId, PageNo, PageRange, SectionNo};
+use pagetide_addr::{Access, PageNo, PageRange, SectionNo};
 use pagetide_gmem::{
-    Fault, FaultOutcome, Incidents, MemoryParts, Mmu, PageTable, PagedMemory, State,
+    Fault, FaultOutcome, Incidents, MemoryParts, PageTable, PagedMemory, State,
 };
 use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
-    layout::RamLayout,
+    layout::LiveLayout,
     place::{VcpuMmu, VmPlace},
     process::VmmProcess,
     reader::{FaultReader, Placement, ReaderConfig},
@@ -74,7 +75,7 @@ struct Threads {
 pub(super) struct Prepared {
     pub(super) identity: Identity,
     pub(super) vmm: VmmProcess,
-    pub(super) layout: Arc<RamLayout>,
+    pub(super) layout: Arc<LiveLayout>,
     pub(super) pool: Arc<Pool>,
     pub(super) store: Arc<PoolStore>,
     pub(super) table: PageTable,
@@ -107,18 +108,19 @@ impl Vm {
         let table = std::mem::replace(&mut prepared.table, table_of(&prepared.pool));
         let neighbours_max = shared.neighbours_max;
         let parts = space_parts(&prepared, &limit, &incidents, table, neighbours_max);
-        let space = Arc::new(PagedMemory::new(parts));
         let vcpus = VcpuMmu::new(
             Arc::clone(&prepared.userfaultfd),
             Arc::clone(&prepared.layout),
         );
-        space.attach_device(DeviceId::VCPUS, Arc::new(vcpus));
-        space.attach_device(DPU, Arc::clone(&prepared.mmu) as Arc<dyn Mmu>);
+        let whole = VmSpace::new(PagedMemory::new(parts), vcpus, &prepared.mmu)?;
+        for file in prepared.layout.look().files() {
+            whole.add_ram(file.pages())?;
+        }
+        let VmSpace { space, memory, .. } = whole;
         prepared
             .alias
             .serve(Arc::clone(&space), Arc::clone(&prepared.mmu))
             .map_err(failed)?;
-        space.grant_present(prepared.mmu.as_ref()).map_err(failed)?;
         let tracker = tracker_of(&prepared).map_err(failed)?;
         let tenant = shared
             .service
@@ -132,6 +134,7 @@ impl Vm {
             pool: prepared.pool,
             store: prepared.store,
             space,
+            memory,
             limit,
             mmu: prepared.mmu,
             tenant,
@@ -179,7 +182,7 @@ impl Vm {
         let (userfaultfd, layout) = (Arc::clone(&core.userfaultfd), Arc::clone(&core.layout));
         let reader = FaultReader::start(&core.vmm, userfaultfd, layout, Arc::new(sink), config)
             .map_err(failed)?;
-        let evictor = Evictor::new(Arc::clone(&core.space), Arc::clone(&core.store));
+        let evictor = Evictor::new(Arc::clone(&core.memory), Arc::clone(&core.store));
         let reclaimer = Reclaimer::new(evictor, Arc::clone(&core.limit), Box::new(Looks(tracker)));
         let rounds = Rounds::new(Arc::clone(core), reclaimer);
         let name = format!("pt-rounds-{}", core.vmm.pid());
@@ -276,12 +279,12 @@ impl Vm {
         };
         // From here on page requests wait; once the RAM is watched no more, all are fine.
         shared.service.remove_tenant(&core.tenant);
-        let gone = takeover::let_go(&core.vmm, &core.layout, &core.userfaultfd, number);
+        let gone = takeover::let_go(&core.vmm, &core.layout.look(), &core.userfaultfd, number);
         drop(lock(&core.alias).take());
         for domain in core.mmu.domains() {
             domain.detach();
         }
-        shared.service.release(&core.mmu);
+        shared.service.release(&core.mmu.domains());
         if let Err(error) = gone {
             // Somebody must go on serving zeros to what is watched still.
             *lock(&self.state) = VmState::ServingOnly;
@@ -316,7 +319,7 @@ impl Vm {
     }
 
     fn fill_pass(&self) -> Result<u64, ControlError> {
-        let table = self.core.space.table();
+        let table = self.core.memory.table();
         self.refuse_if_poisoned()?;
         let mut filled = 0;
         let mut page = PageNo(0);
@@ -345,7 +348,7 @@ impl Vm {
 
     /// A lost page must not come to read as zeros: it stays forbidden as long as the VM lives.
     fn refuse_if_poisoned(&self) -> Result<(), ControlError> {
-        let table = self.core.space.table();
+        let table = self.core.memory.table();
         let poisoned = |section| {
             table
                 .pages_in_state(section, |state| state == State::Poisoned)
@@ -365,7 +368,7 @@ impl Vm {
     }
 
     fn stored_run(&self, start: PageNo) -> PageRange {
-        let table = self.core.space.table();
+        let table = self.core.memory.table();
         let is_stored = |page: &PageNo| {
             matches!(table.word(*page).state(), State::Stored(content) | State::Filling(content) | State::Evicting(content)
                     if !content.is_zero())
@@ -410,7 +413,7 @@ impl Vm {
         for domain in self.core.mmu.domains() {
             domain.detach();
         }
-        shared.service.release(&self.core.mmu);
+        shared.service.release(&self.core.mmu.domains());
         if let Err(error) = self.core.pool.remove() {
             tracing::warn!(vm = self.core.name, %error, "the pool of a VM that ended stays behind");
         }
@@ -426,12 +429,8 @@ impl Vm {
 }
 
 fn tracker_of(prepared: &Prepared) -> Result<UnmapAndLook, pagetide_vmm::tracker::TrackerError> {
-    let aliases = prepared
-        .mmu
-        .domains()
-        .map(|domain| Arc::clone(domain.mapping()))
-        .collect();
-    UnmapAndLook::new(&prepared.vmm, Arc::clone(&prepared.layout), aliases)
+    let own = Arc::new(OurMappings(Arc::clone(&prepared.mmu)));
+    UnmapAndLook::new(&prepared.vmm, Arc::clone(&prepared.layout), own)
 }
 
 fn space_parts(

@@ -26,8 +26,9 @@ use super::{
     word::{Content, Event, PageWord, State},
 };
 use crate::{
-    mmu::{MmuError, Restrict, Restricted},
-    sync::{own, share},
+    error::GmError,
+    mmu::{Restrict, Restricted},
+    sync::own,
 };
 use pagetide_addr::{DeviceId, PageNo, PageRange, PageSet, SectionNo};
 use std::sync::atomic::Ordering::Relaxed;
@@ -49,7 +50,7 @@ pub enum EvictionError {
     Place(#[from] PlaceError),
     /// A device failed.
     #[error(transparent)]
-    Mmu(#[from] MmuError),
+    Device(#[from] GmError),
 }
 
 /// What became of a batch of pages.
@@ -127,8 +128,8 @@ impl PagedMemory {
                 _ => {}
             }
         }
-        for (_, mmu) in share(&self.devices).iter() {
-            chosen.subtract(&mmu.wired(section));
+        for known in self.devices().share().iter() {
+            chosen.subtract(&known.device.mmu().wired(section));
         }
         Ok(chosen)
     }
@@ -146,37 +147,36 @@ impl PagedMemory {
             self.counters.discarded_pages.fetch_add(1, Relaxed);
             let mut one = PageSet::EMPTY;
             one.insert(page);
-            for (id, mmu) in share(&self.devices)
-                .iter()
-                .filter(|(id, _)| *id != DeviceId::VCPUS)
+            let list = self.devices().share();
+            for known in list
+                .firsts()
+                .filter(|known| known.device.id() != DeviceId::VCPUS)
             {
-                match mmu.restrict(page.section(), &one, Restrict::NoAccess) {
+                match known.try_restrict(page.section(), &one, Restrict::NoAccess) {
                     Ok(Restricted::Done | Restricted::Busy) => {}
-                    Err(error) => self.incidents.fill_failed(
-                        page,
-                        &RestrictFailed {
-                            device: *id,
-                            source: error,
-                        },
-                    ),
+                    Err(error) => self.incidents.fill_failed(page, &error),
                 }
+            }
+            if let Err(error) = list.invalidate(&[page.single()]) {
+                self.incidents.fill_failed(page, &error);
             }
         }
     }
 
     fn restrict_all(&self, section: SectionNo, pages: &PageSet) -> Result<(), EvictionError> {
-        let devices = share(&self.devices);
+        let list = self.devices().share();
         let by_strength = [Restrict::NoAccess, Restrict::ReadOnly];
         for strength in by_strength {
-            for (_, mmu) in devices
-                .iter()
-                .filter(|(_, mmu)| mmu.limits().strongest == strength)
+            for known in list
+                .firsts()
+                .filter(|known| known.device.limits().strongest == strength)
             {
-                if mmu.restrict(section, pages, strength)? == Restricted::Busy {
+                if known.try_restrict(section, pages, strength)? == Restricted::Busy {
                     return Err(EvictionError::Busy);
                 }
             }
         }
+        list.invalidate(&pages.runs(section))?;
         Ok(())
     }
 
@@ -196,14 +196,6 @@ impl PagedMemory {
             self.grant_to(run, |_| true);
         }
     }
-}
-
-/// A device whose access to a hole could not be taken away.
-#[derive(Debug, thiserror::Error)]
-#[error("device {device:?} keeps access to a page that the guest gave up: {source}")]
-struct RestrictFailed {
-    device: DeviceId,
-    source: MmuError,
 }
 
 impl EvictionRound<'_> {

@@ -20,11 +20,13 @@ use super::{
     word::{Content, Event, PageWord, State},
 };
 use crate::{
-    mmu::{Mmu, OnAbsent},
+    error::GmError,
+    mmu::Backing,
     paging::fault::{Fault, FaultOutcome, MemoryCounters},
-    sync::{Arc, RwLock, share},
+    space::attachments::Attachments,
+    sync::{Arc, share},
 };
-use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange};
+use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange, SectionNo, Va};
 use std::sync::atomic::Ordering::Relaxed;
 
 const ZERO_PAGE: [u8; 4096] = [0; 4096];
@@ -62,7 +64,7 @@ pub struct PagedMemory {
     pub(crate) incidents: Arc<dyn Incidents>,
     pub(crate) admission: Arc<dyn Admission>,
     waiters: Waiters,
-    pub(crate) devices: RwLock<Vec<(DeviceId, Arc<dyn Mmu>)>>,
+    devices: Arc<Attachments>,
     pub(crate) counters: MemoryCounters,
     pub(crate) neighbours_max: u32,
 }
@@ -104,36 +106,15 @@ impl PagedMemory {
             incidents: parts.incidents,
             admission: parts.admission,
             waiters: Waiters::new(),
-            devices: RwLock::new(Vec::new()),
+            devices: Arc::default(),
             counters: MemoryCounters::default(),
             neighbours_max: parts.neighbours_max,
         }
     }
 
-    /// Attaches a device. It starts without any translation: see [`Self::grant_present`].
-    ///
-    /// # Panics
-    /// If a device of that id is attached already, or cannot recover from faults (such a device
-    /// needs wired mappings).
-    #[doc(alias = "gm_as_attach")]
-    pub fn attach_device(&self, id: DeviceId, mmu: Arc<dyn Mmu>) {
-        assert_eq!(
-            mmu.limits().on_absent,
-            OnAbsent::Recovers,
-            "{id:?} needs wired mappings"
-        );
-        let mut devices = crate::sync::own(&self.devices);
-        assert!(
-            devices.iter().all(|(other, _)| *other != id),
-            "{id:?} is attached already"
-        );
-        devices.push((id, mmu));
-    }
-
-    /// Detaches a device; what it may still touch is for the caller to see to.
-    #[doc(alias = "gm_dev_detach")]
-    pub fn detach_device(&self, id: DeviceId) {
-        crate::sync::own(&self.devices).retain(|(other, _)| *other != id);
+    /// The devices of the space that the memory belongs to.
+    pub(crate) fn devices(&self) -> &Arc<Attachments> {
+        &self.devices
     }
 
     /// The table of words.
@@ -214,31 +195,36 @@ impl PagedMemory {
         Some(FaultOutcome::Present)
     }
 
-    /// Grants all present pages of the space to `mmu`: for a device that has just been attached.
+    /// Grants all present pages to a device that has just been attached.
     ///
     /// # Errors
-    /// [`PlaceError`].
-    pub fn grant_present(&self, mmu: &dyn Mmu) -> Result<(), PlaceError> {
+    /// What the place says; some pages are granted then.
+    pub(crate) fn grant_present(&self, device: DeviceId) -> Result<(), GmError> {
         for number in self.table.sections() {
             let section = self.table.made_section(number);
             let _shared = share(&section.lock);
             if section.is_leaving() {
                 continue;
             }
-            for run in self.place.present_runs(self.table.pages_of(number))? {
+            let runs = self.place.present_runs(self.table.pages_of(number));
+            for run in runs.map_err(|error| self.unknown_presence(number, &error))? {
                 for page in run.iter() {
                     if self.table.word(page).state() == State::Present
                         && !section.is_candidate(page)
                     {
-                        // A grant that fails leaves a device that faults: nothing is lost.
-                        if let Err(error) = mmu.grant(page.single(), Access::Write) {
-                            self.incidents.fill_failed(page, &error);
-                        }
+                        self.grant_to(page.single(), |id| id == device);
                     }
                 }
             }
         }
         Ok(())
+    }
+
+    fn unknown_presence(&self, section: SectionNo, error: &PlaceError) -> GmError {
+        let first = self.table.pages_of(section).start;
+        self.incidents.fill_failed(first, error);
+        let va = Va(first.byte_offset());
+        GmError::Lost { va }
     }
 
     fn serve(&self, fault: &Fault, pending: Option<&Arc<Pending>>) -> FaultOutcome {
@@ -590,14 +576,15 @@ impl PagedMemory {
         }
     }
 
-    /// Grants present pages to the devices that `chosen` picks.
+    /// Grants present pages in the tables of the devices that `chosen` picks.
     pub(crate) fn grant_to(&self, pages: PageRange, chosen: impl Fn(DeviceId) -> bool) {
         if pages.is_empty() {
             return;
         }
-        for (_, mmu) in share(&self.devices).iter().filter(|(id, _)| chosen(*id)) {
+        let list = self.devices.share();
+        for known in list.firsts().filter(|known| chosen(known.device.id())) {
             // A grant that fails leaves a device that faults again: nothing is lost.
-            if let Err(error) = mmu.grant(pages, Access::Write) {
+            if let Err(error) = known.table.grant(pages, Access::Write, Backing::Home) {
                 self.incidents.fill_failed(pages.start, &error);
                 // Nor does a vCPU sleep on over the protection: it looks again, and faults again.
                 self.wake(pages);

@@ -8,12 +8,13 @@
 //! of memory that was removed nothing is ever reached.
 
 use crate::{
+    Activation, AddressSpace, AllocPolicy, Backing, Device, Mode, TableId,
     Committed, Content, ContentStore, Fault, FaultOutcome, GrowthError, Incidents, Installed,
-    MemoryParts, Mmu, MmuError, MmuLimits, OnAbsent, PageTable, PageWord, PagedMemory, Place,
-    PlaceError, Restrict, Restricted, State, StoreError, Unlimited, VolatileWords,
+    MemoryParts, Mmu, MmuError, MmuLimits, PageTable, PageWord, PagedMemory, Place, PlaceError,
+    Restrict, Restricted, State, StoreError, Unlimited, VolatileWords,
 };
 use loom::sync::Mutex;
-use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo, Va};
 use std::sync::Arc;
 
 const PAGE: PageNo = PageNo(0);
@@ -127,16 +128,13 @@ struct Vcpus(Model);
 impl Mmu for Vcpus {
     fn limits(&self) -> MmuLimits {
         MmuLimits {
-            granularity_pages: 1,
             strongest: Restrict::ReadOnly,
-            on_absent: OnAbsent::Recovers,
+            ..MmuLimits::PAGED
         }
-    }
-    fn wired(&self, _section: SectionNo) -> PageSet {
-        PageSet::EMPTY
     }
     fn restrict(
         &self,
+        _table: TableId,
         _section: SectionNo,
         _pages: &PageSet,
         _to: Restrict,
@@ -144,28 +142,28 @@ impl Mmu for Vcpus {
         self.0.with(|k| k.write_protected = true);
         Ok(Restricted::Done)
     }
-    fn grant(&self, _pages: PageRange, _access: Access) -> Result<(), MmuError> {
+    fn grant(
+        &self,
+        _table: TableId,
+        _pages: PageRange,
+        _access: Access,
+        _backing: Backing,
+    ) -> Result<(), MmuError> {
         self.0.with(|k| k.write_protected = false);
         Ok(())
     }
 }
 
 /// A device; its bitmap and lease are one mutex here (the lease protocol has a model of its own).
-struct Device(Model);
+struct Dpu(Model);
 
-impl Mmu for Device {
+impl Mmu for Dpu {
     fn limits(&self) -> MmuLimits {
-        MmuLimits {
-            granularity_pages: 1,
-            strongest: Restrict::NoAccess,
-            on_absent: OnAbsent::Recovers,
-        }
-    }
-    fn wired(&self, _section: SectionNo) -> PageSet {
-        PageSet::EMPTY
+        MmuLimits::PAGED
     }
     fn restrict(
         &self,
+        _table: TableId,
         _section: SectionNo,
         _pages: &PageSet,
         _to: Restrict,
@@ -179,7 +177,13 @@ impl Mmu for Device {
             }
         }))
     }
-    fn grant(&self, _pages: PageRange, _access: Access) -> Result<(), MmuError> {
+    fn grant(
+        &self,
+        _table: TableId,
+        _pages: PageRange,
+        _access: Access,
+        _backing: Backing,
+    ) -> Result<(), MmuError> {
         self.0.with(|k| k.device_may = true);
         Ok(())
     }
@@ -188,7 +192,7 @@ impl Mmu for Device {
 fn space(kernel: Kernel, state: State) -> (Model, Arc<PagedMemory>) {
     let model = Model(Arc::new(Mutex::new(kernel)));
     let words = VolatileWords::new(1, PageWord::new(state));
-    let space = PagedMemory::new(MemoryParts {
+    let memory = PagedMemory::new(MemoryParts {
         table: PageTable::new(Box::new(words)),
         place: Arc::new(model.clone()),
         store: Arc::new(model.clone()),
@@ -196,9 +200,18 @@ fn space(kernel: Kernel, state: State) -> (Model, Arc<PagedMemory>) {
         incidents: Arc::new(model.clone()),
         neighbours_max: 0,
     });
-    space.attach_device(DeviceId::VCPUS, Arc::new(Vcpus(model.clone())));
-    space.attach_device(DeviceId(1), Arc::new(Device(model.clone())));
-    (model, Arc::new(space))
+    let end = Va(PAGE.0 + pagetide_addr::PAGE_BYTES);
+    let space = AddressSpace::over(memory, Va(0), end, AllocPolicy::default()).unwrap();
+    let devices: [(DeviceId, Arc<dyn Mmu>); 2] = [
+        (DeviceId::VCPUS, Arc::new(Vcpus(model.clone()))),
+        (DeviceId(1), Arc::new(Dpu(model.clone()))),
+    ];
+    for (id, mmu) in devices {
+        let device = Device::with_id(id, mmu);
+        space.attach(&device, Mode::Coherent, Activation::Now).unwrap();
+    }
+    let memory = Arc::clone(space.memory().unwrap());
+    (model, memory)
 }
 
 fn fault(device: DeviceId) -> Fault {
@@ -446,7 +459,7 @@ fn loom_device_that_is_attached_during_a_removal_gets_nothing_of_it() {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || remove(&model, &space))
         };
-        space.grant_present(&Device(model.clone())).unwrap();
+        space.grant_present(DeviceId(1)).unwrap();
         remover.join().unwrap();
         assert!(model.with(|k| !k.device_may));
     });

@@ -7,9 +7,9 @@ use crate::{
     knobs::{Eviction, Room},
     state::{Frame, State},
 };
-use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo, Va};
 use pagetide_gmem::{
-    Admission, Content, ContentStore, EvictionError, Fault, FaultOutcome, Incidents, MemoryParts,
+    Activation, AddressSpace, Admission, AllocPolicy, Device, Mode, Content, ContentStore, EvictionError, Fault, FaultOutcome, Incidents, MemoryParts,
     PageTable, PagedMemory, StoreError, recovery::recover_words, recovery::set_initial_words,
 };
 use pagetide_swap::{
@@ -19,10 +19,14 @@ use pagetide_swap::{
     store::PutError,
 };
 use std::{
+    collections::HashMap,
     path::Path,
     sync::{Arc, Mutex, PoisonError, atomic::AtomicU64},
     time::Duration,
 };
+
+/// Addresses of the simulated space: far more than any VM here has pages.
+const SPACE_BYTES: u64 = 1 << 40;
 
 /// What a daemon can be given to do.
 #[derive(Clone, Copy, Debug)]
@@ -91,6 +95,9 @@ impl Task {
 /// One incarnation of the daemon.
 pub struct Daemon {
     life: Life,
+    /// The space around the memory, to which devices are attached.
+    whole: Arc<AddressSpace>,
+    devices: Mutex<HashMap<usize, Arc<Device>>>,
     pub space: Arc<PagedMemory>,
     pub store: Arc<PoolStore>,
     pub limit: Arc<Limit>,
@@ -147,7 +154,7 @@ impl Daemon {
         limit.stop();
         let resident = life.world.lock().resident_pages();
         limit.set(knobs.limit_pages, resident);
-        let space = Arc::new(PagedMemory::new(MemoryParts {
+        let memory = PagedMemory::new(MemoryParts {
             table: hooked_table(&life, store.pool()),
             place: Arc::new(life.clone()),
             store: Arc::new(Checked {
@@ -160,14 +167,25 @@ impl Daemon {
             }),
             incidents: Arc::new(Told(life.clone())),
             neighbours_max: knobs.neighbours_max,
-        }));
-        space.attach_device(DeviceId::VCPUS, Arc::new(VcpuMmu(life.clone())));
+        });
+        let whole = AddressSpace::over(memory, Va(0), Va(SPACE_BYTES), AllocPolicy::default())
+            .expect("a range of pages");
+        let space = whole.memory().expect("it is over one").clone();
+        let vcpus = Device::with_id(DeviceId::VCPUS, Arc::new(VcpuMmu(life.clone())));
+        {
+            let _frame = life.frame(Frame::Setup);
+            if let Err(error) = whole.attach(&vcpus, Mode::Coherent, Activation::Now) {
+                life.expect_trouble(&error);
+            }
+        }
         let evictor = Evictor::new(space.clone(), store.clone());
         let tracker = Box::new(Tracker(life.clone()));
         let daemon = Arc::new(Self {
             reclaimer: Mutex::new(Reclaimer::new(evictor, limit.clone(), tracker)),
             hogs: Mutex::new(Vec::new()),
             life,
+            whole,
+            devices: Mutex::new(HashMap::new()),
             space,
             store,
             limit,
@@ -190,10 +208,14 @@ impl Daemon {
             life: self.life.clone(),
             device,
         });
-        self.space.attach_device(device_id(device), mmu.clone());
+        let attached = Device::with_id(device_id(device), mmu);
         let _frame = self.life.frame(Frame::Setup);
-        if let Err(error) = self.space.grant_present(&*mmu) {
-            self.life.expect_trouble(&error);
+        match self.whole.attach(&attached, Mode::Coherent, Activation::Now) {
+            Ok(()) => {
+                let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+                devices.insert(device, attached);
+            }
+            Err(error) => self.life.expect_trouble(&error),
         }
     }
 
@@ -224,7 +246,13 @@ impl Daemon {
                 pages_max,
             } => self.evict(section, &wanted, pages_max),
             Task::Attach { device } => {
-                self.space.detach_device(device_id(device));
+                let known = {
+                    let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+                    devices.remove(&device)
+                };
+                if let Some(known) = known {
+                    known.detach(&self.whole).expect("a device that lets go");
+                }
                 self.attach(device);
             }
             Task::Scan => self.scan(),

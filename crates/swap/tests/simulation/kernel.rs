@@ -21,7 +21,7 @@ use crate::{
 };
 use pagetide_addr::{Access, PageNo, PageRange, PageSet, SectionNo};
 use pagetide_gmem::{
-    Installed, Mmu, MmuError, MmuLimits, OnAbsent, Place, PlaceError, Restrict, Restricted,
+    Backing, Installed, Mmu, MmuError, MmuLimits, Place, PlaceError, Restrict, Restricted, TableId,
     WordArray,
 };
 use pagetide_swap::{AccessTracker, PoolWords, Touched, reclaim::TrackerError};
@@ -399,18 +399,15 @@ pub struct VcpuMmu(pub Life);
 impl Mmu for VcpuMmu {
     fn limits(&self) -> MmuLimits {
         MmuLimits {
-            granularity_pages: 1,
             strongest: Restrict::ReadOnly,
-            on_absent: OnAbsent::Recovers,
+            ..MmuLimits::PAGED
         }
     }
 
-    fn wired(&self, _section: SectionNo) -> PageSet {
-        PageSet::EMPTY
-    }
 
     fn restrict(
         &self,
+        _table: TableId,
         section: SectionNo,
         pages: &PageSet,
         to: Restrict,
@@ -427,7 +424,13 @@ impl Mmu for VcpuMmu {
         Ok(Restricted::Done)
     }
 
-    fn grant(&self, pages: PageRange, _access: Access) -> Result<(), MmuError> {
+    fn grant(
+        &self,
+        _table: TableId,
+        pages: PageRange,
+        _access: Access,
+        _backing: Backing,
+    ) -> Result<(), MmuError> {
         let mut state = self.0.mmu_call()?;
         if state.fails() {
             return Err(mmu_error("unprotect"));
@@ -449,11 +452,7 @@ pub struct DeviceMmu {
 
 impl Mmu for DeviceMmu {
     fn limits(&self) -> MmuLimits {
-        MmuLimits {
-            granularity_pages: 1,
-            strongest: Restrict::NoAccess,
-            on_absent: OnAbsent::Recovers,
-        }
+        MmuLimits::PAGED
     }
 
     fn wired(&self, section: SectionNo) -> PageSet {
@@ -464,6 +463,7 @@ impl Mmu for DeviceMmu {
 
     fn restrict(
         &self,
+        _table: TableId,
         section: SectionNo,
         pages: &PageSet,
         to: Restrict,
@@ -476,7 +476,13 @@ impl Mmu for DeviceMmu {
         Ok(state.restrict_device(self.device, section, pages))
     }
 
-    fn grant(&self, pages: PageRange, _access: Access) -> Result<(), MmuError> {
+    fn grant(
+        &self,
+        _table: TableId,
+        pages: PageRange,
+        _access: Access,
+        _backing: Backing,
+    ) -> Result<(), MmuError> {
         let mut state = self.life.mmu_call()?;
         if state.fails() {
             return Err(mmu_error("set bits"));

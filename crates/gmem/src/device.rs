@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Device`]: whoever uses an address space: the CPU, a device, a virtual function of one.
+//!
+//! A device may be attached to several spaces and is active in one of them at a
+//! time. A virtual function is a device of its own, so two of them may be active
+//! in two spaces (GMEM 4.1, footnote 1).
+//!
+//! Locks are taken in this order: a device's state, the attachments of a space,
+//! a region's state.
+
+use crate::{
+    error::GmError,
+    frames::{Frame, FramePool, PhysicalMemory},
+    mmu::{Mmu, MmuLimits, OnAbsent},
+    space::{AddressSpace, Mode},
+    sync::{Arc, Mutex, RwLock, lock, own, share},
+};
+use pagetide_addr::{Access, DeviceId, Pa, Va};
+use std::sync::{
+    Weak,
+    atomic::{AtomicU32, Ordering::Relaxed},
+};
+
+/// Numbers below are given by whoever makes a device with [`Device::with_id`].
+const FIRST_NUMBER: u32 = 1 << 16;
+
+/// Where a device stands. Guarded as one: a device moves between spaces as a whole.
+#[derive(Default)]
+pub(crate) struct Standing {
+    /// The spaces it is attached to.
+    pub(crate) attached: Vec<Weak<AddressSpace>>,
+    /// The one it is active in.
+    pub(crate) active: Option<Weak<AddressSpace>>,
+    pub(crate) destroyed: bool,
+}
+
+impl Standing {
+    pub(crate) fn is_attached(&self, space: &AddressSpace) -> bool {
+        self.attached.iter().any(|known| is_same(known, space))
+    }
+}
+
+/// True if `known` is `space`.
+pub(crate) fn is_same(known: &Weak<AddressSpace>, space: &AddressSpace) -> bool {
+    std::ptr::eq(known.as_ptr(), space)
+}
+
+/// See the module.
+#[doc(alias = "gm_dev_t")]
+pub struct Device {
+    id: DeviceId,
+    mmu: Arc<dyn Mmu>,
+    limits: MmuLimits,
+    pools: RwLock<Vec<Arc<FramePool>>>,
+    pub(crate) standing: Mutex<Standing>,
+}
+
+impl Device {
+    /// A device with a number of its own.
+    #[doc(alias = "gm_dev_create")]
+    #[must_use]
+    pub fn create(mmu: Arc<dyn Mmu>) -> Arc<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(FIRST_NUMBER);
+        Self::with_id(DeviceId(NEXT.fetch_add(1, Relaxed)), mmu)
+    }
+
+    /// A device whose number others know it by; [`DeviceId::VCPUS`] is the CPU of its space
+    /// (`gm_dev_CPU`), and memory registered with it is the host's.
+    #[must_use]
+    pub fn with_id(id: DeviceId, mmu: Arc<dyn Mmu>) -> Arc<Self> {
+        Arc::new(Self {
+            id,
+            limits: mmu.limits(),
+            mmu,
+            pools: RwLock::new(Vec::new()),
+            standing: Mutex::new(Standing::default()),
+        })
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn id(&self) -> DeviceId {
+        self.id
+    }
+
+    /// What it can do.
+    #[must_use]
+    pub fn limits(&self) -> &MmuLimits {
+        &self.limits
+    }
+
+    /// Its translations.
+    #[must_use]
+    pub fn mmu(&self) -> &Arc<dyn Mmu> {
+        &self.mmu
+    }
+
+    pub(crate) fn recovers(&self) -> bool {
+        self.limits.on_absent == OnAbsent::Recovers
+    }
+
+    /// Ends a device that is attached nowhere.
+    ///
+    /// # Errors
+    /// [`GmError::InUse`], [`GmError::Destroyed`].
+    #[doc(alias = "gm_dev_destroy")]
+    pub fn destroy(&self) -> Result<(), GmError> {
+        let mut standing = lock(&self.standing);
+        if standing.destroyed {
+            return Err(GmError::Destroyed);
+        }
+        if !standing.attached.is_empty() {
+            return Err(GmError::InUse {
+                by: "an address space that the device is attached to",
+            });
+        }
+        if share(&self.pools).iter().any(|pool| pool.used_bytes() > 0) {
+            return Err(GmError::InUse {
+                by: "pages that lie in the device's memory",
+            });
+        }
+        standing.destroyed = true;
+        own(&self.pools).clear();
+        Ok(())
+    }
+
+    /// Gives the device memory of its own, from `begin` to before `end`: pages that it faults on are
+    /// placed there (see [`crate::Placement`]).
+    ///
+    /// # Errors
+    /// [`GmError::InvalidArgument`] if the range is empty, not of whole frames, or registered with
+    /// this device already.
+    #[doc(alias = "gm_dev_register_physmem")]
+    pub fn register_physmem(
+        &self,
+        begin: Pa,
+        end: Pa,
+        memory: Arc<dyn PhysicalMemory>,
+    ) -> Result<(), GmError> {
+        let pool = FramePool::new(self.id, begin, end, memory)?;
+        if lock(&self.standing).destroyed {
+            return Err(GmError::Destroyed);
+        }
+        let mut pools = own(&self.pools);
+        if pools.iter().any(|known| known.overlaps(begin, end)) {
+            return Err(GmError::InvalidArgument {
+                argument: "range of physical memory",
+                why: "part of it is registered with the device already",
+            });
+        }
+        pools.push(pool);
+        Ok(())
+    }
+
+    /// True if memory is registered with it.
+    pub(crate) fn has_memory(&self) -> bool {
+        !share(&self.pools).is_empty()
+    }
+
+    /// A free frame of its memory.
+    pub(crate) fn allocate_frame(&self) -> Option<Frame> {
+        share(&self.pools).iter().find_map(FramePool::allocate)
+    }
+
+    /// Bytes of its registered memory that hold pages now.
+    #[must_use]
+    pub fn used_memory_bytes(&self) -> u64 {
+        share(&self.pools)
+            .iter()
+            .map(|pool| pool.used_bytes())
+            .sum()
+    }
+
+    /// Activates the device in `space`, to which it is attached; elsewhere it is active no more.
+    ///
+    /// # Errors
+    /// [`GmError::NotAttached`]; [`GmError::Device`], after which it is active nowhere or where it was.
+    #[doc(alias = "gm_dev_switch")]
+    pub fn switch(self: &Arc<Self>, space: &Arc<AddressSpace>) -> Result<(), GmError> {
+        space.activate(self)
+    }
+
+    /// Detaches the device from `space`; its page table goes, unless others share it.
+    ///
+    /// # Errors
+    /// [`GmError::NotAttached`]; [`GmError::Device`] if it would not let go: it is then attached still.
+    #[doc(alias = "gm_dev_detach")]
+    pub fn detach(self: &Arc<Self>, space: &Arc<AddressSpace>) -> Result<(), GmError> {
+        space.detach(self)
+    }
+
+    /// Attaches the device to `space`: see [`AddressSpace::attach`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn attach(self: &Arc<Self>, space: &Arc<AddressSpace>, mode: Mode) -> Result<(), GmError> {
+        space.attach(self, mode, crate::space::Activation::Now)
+    }
+
+    /// Serves a fault of the device at `addr` in the space it is active in. When this returns without
+    /// error the access may be tried again.
+    ///
+    /// # Errors
+    /// [`GmError::NotActive`], [`GmError::NotAllocated`], [`GmError::Denied`],
+    /// [`GmError::CannotRecover`], [`GmError::NoMemory`], [`GmError::Lost`], [`GmError::Device`],
+    /// [`GmError::Busy`].
+    #[doc(alias = "gm_dev_fault")]
+    pub fn fault(self: &Arc<Self>, addr: Va, access: Access) -> Result<(), GmError> {
+        let space = {
+            let standing = lock(&self.standing);
+            if standing.destroyed {
+                return Err(GmError::Destroyed);
+            }
+            standing.active.as_ref().and_then(Weak::upgrade)
+        };
+        match space {
+            Some(space) => space.fault_at(self, addr, access),
+            None => Err(GmError::NotActive { device: self.id }),
+        }
+    }
+}
+
+impl std::fmt::Debug for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Device({})", self.id)
+    }
+}

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Attaching, activating, switching and detaching devices (GMEM 3.2, 4.1).
+//!
+//! ```text
+//!   attach    (elsewhere: deactivate)  table made or shared ─► wired mappings granted
+//!             ─► activate ─► listed ─► present pages of paged memory granted
+//!   detach    deactivate ─► off the list ─► bits of its table cleared ─► table destroyed
+//! ```
+//! A device is given to the list only when its table has every wired mapping,
+//! since it may not be able to wait for one. All this happens with the list
+//! owned, so no mapping changes in between.
+
+use super::{
+    Activation, AddressSpace, Mode, RegionRequest,
+    attachments::{Activity, Attachment, LastUse, List, Table},
+    mapping::{allowed, require_page_size},
+};
+use crate::{
+    device::{Device, Standing, is_same},
+    error::GmError,
+    mmu::Inherited,
+    region::{Content, MapOptions, Region, State},
+    sync::{Arc, lock},
+};
+use pagetide_addr::{PAGE_BYTES, Pa, Va};
+use std::sync::Weak;
+
+impl AddressSpace {
+    /// Attaches `device`. Wired mappings are replicated to it; mappings that it has already (the
+    /// CPU's, see [`crate::Mmu::inherited`]) become wired regions of the space. A device is active in
+    /// one space at a time: with [`Activation::Now`] it is deactivated elsewhere first.
+    ///
+    /// # Errors
+    /// [`GmError::AlreadyAttached`], [`GmError::Unsupported`] (a page size, or too many tables),
+    /// [`GmError::NoAddresses`] (an inherited mapping lies where a region is), [`GmError::Destroyed`],
+    /// [`GmError::Device`]. It is then not attached, and active where it was, unless it would not be
+    /// activated there again.
+    #[doc(alias = "gm_as_attach")]
+    pub fn attach(
+        self: &Arc<Self>,
+        device: &Arc<Device>,
+        mode: Mode,
+        activation: Activation,
+    ) -> Result<(), GmError> {
+        let mut standing = lock(&device.standing);
+        self.may_attach(device, &standing)?;
+        let elsewhere = match activation {
+            Activation::Now => deactivate_elsewhere(device, &mut standing)?,
+            Activation::Later => None,
+        };
+        match self.join(device, mode, activation) {
+            Ok(()) => {}
+            Err(error) => {
+                return_to(device, &mut standing, elsewhere.as_ref());
+                return Err(error);
+            }
+        }
+        standing.attached.push(Arc::downgrade(self));
+        if activation == Activation::Now {
+            standing.active = Some(Arc::downgrade(self));
+        }
+        if let Err(error) = self.inherit(device).and_then(|()| self.grant_paged(device)) {
+            self.leave(device, &mut standing)?;
+            return_to(device, &mut standing, elsewhere.as_ref());
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    fn may_attach(&self, device: &Device, standing: &Standing) -> Result<(), GmError> {
+        if standing.destroyed || self.is_destroyed() {
+            return Err(GmError::Destroyed);
+        }
+        if standing.is_attached(self) {
+            let device = device.id();
+            return Err(GmError::AlreadyAttached { device });
+        }
+        Ok(())
+    }
+
+    /// Puts the device on the list, with a table that has every wired mapping.
+    fn join(
+        &self,
+        device: &Arc<Device>,
+        mode: Mode,
+        activation: Activation,
+    ) -> Result<(), GmError> {
+        let mut list = self.devices.own();
+        if list.find(device.id()).is_some() {
+            let device = device.id();
+            return Err(GmError::AlreadyAttached { device });
+        }
+        let shared = match mode {
+            Mode::Shared => list.sharable(device),
+            Mode::Coherent => None,
+        };
+        let (table, made) = match shared {
+            Some(table) => (table, LastUse::No),
+            None => (list.new_table(device, mode)?, LastUse::Yes),
+        };
+        let attached = Attachment {
+            device: Arc::clone(device),
+            table: Arc::clone(&table),
+            activity: match activation {
+                Activation::Now => Activity::Active,
+                Activation::Later => Activity::Inactive,
+            },
+        };
+        let ready = self.replicate(device, &table, made).and_then(|()| {
+            if activation == Activation::Later {
+                return Ok(());
+            }
+            let activated = device.mmu().activate(table.id());
+            activated.map_err(|source| GmError::device(device.id(), source))
+        });
+        match ready {
+            Ok(()) => {
+                list.push(attached);
+                Ok(())
+            }
+            Err(error) => {
+                // It was never used: whatever is in it reaches nobody.
+                if made == LastUse::Yes {
+                    self.discard(&table);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Grants all wired mappings in a new table; in one that is shared they are already, but the
+    /// device must know their page sizes.
+    fn replicate(&self, device: &Arc<Device>, table: &Table, made: LastUse) -> Result<(), GmError> {
+        for core in self.cores() {
+            let mut inner = core.lock();
+            let protection = inner.protection;
+            let State::Mapped(Content::Wired(wired)) = &mut inner.state else {
+                continue;
+            };
+            if !device.limits().page_sizes.contains(wired.page_bytes) {
+                return Err(GmError::Unsupported {
+                    what: "the page size of a mapping that is wired already",
+                });
+            }
+            let access = allowed(protection, wired.access);
+            if let (LastUse::Yes, Some(access)) = (made, access) {
+                wired.tables.insert(table);
+                for (pages, first) in &wired.runs {
+                    table.grant(*pages, access, wired.backing(*first))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Destroys a table that nobody uses.
+    fn discard(&self, table: &Table) {
+        for core in self.cores() {
+            if let State::Mapped(content) | State::Stuck(content) = &mut core.lock().state {
+                content.forget(table);
+            }
+        }
+        table.destroy();
+    }
+
+    /// Makes wired regions of the mappings that the device has already.
+    fn inherit(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
+        let found = device.mmu().inherited();
+        let found = found.map_err(|source| GmError::device(device.id(), source))?;
+        let mut made: Vec<Region> = Vec::new();
+        for mapping in found {
+            match self.inherit_one(&mapping) {
+                Ok(region) => made.push(region),
+                Err(error) => {
+                    for region in made {
+                        // What cannot be undone stays allocated: its addresses are not given to others.
+                        region.dealloc()?;
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn inherit_one(self: &Arc<Self>, mapping: &Inherited) -> Result<Region, GmError> {
+        let bytes = mapping.len_bytes;
+        let end = mapping.start.checked_add(bytes);
+        let (Some(end), true) = (end, bytes > 0 && mapping.start.is_page_aligned()) else {
+            return Err(GmError::InvalidArgument {
+                argument: "inherited mapping",
+                why: "it must be made of whole pages",
+            });
+        };
+        let region = self.alloc(&RegionRequest {
+            hint: Some(mapping.start),
+            max: Some(Va(end.0 - 1)),
+            ..RegionRequest::of_bytes(bytes)
+        })?;
+        let frame = |number: u64| Pa(mapping.frames.0.saturating_add(number * PAGE_BYTES));
+        let frames: Vec<Pa> = (0..region.pages().len()).map(frame).collect();
+        let mapped = if region.start() == mapping.start {
+            region.map(&frames, &MapOptions::new(mapping.access))
+        } else {
+            Err(GmError::NoAddresses { bytes })
+        };
+        if let Err(error) = mapped {
+            region.dealloc()?;
+            return Err(error);
+        }
+        Ok(region)
+    }
+
+    /// Grants what is present of paged memory to a device that has just been listed.
+    fn grant_paged(&self, device: &Arc<Device>) -> Result<(), GmError> {
+        match &self.memory {
+            Some(memory) => memory.grant_present(device.id()),
+            None => Ok(()),
+        }
+    }
+
+    /// See [`Device::switch`].
+    pub(crate) fn activate(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
+        let mut standing = lock(&device.standing);
+        if !standing.is_attached(self) {
+            let device = device.id();
+            return Err(GmError::NotAttached { device });
+        }
+        if standing
+            .active
+            .as_ref()
+            .is_some_and(|known| is_same(known, self))
+        {
+            return Ok(());
+        }
+        let elsewhere = deactivate_elsewhere(device, &mut standing)?;
+        match self.activate_here(device) {
+            Ok(()) => {
+                standing.active = Some(Arc::downgrade(self));
+                Ok(())
+            }
+            Err(error) => {
+                return_to(device, &mut standing, elsewhere.as_ref());
+                Err(error)
+            }
+        }
+    }
+
+    fn activate_here(&self, device: &Device) -> Result<(), GmError> {
+        let mut list = self.devices.own();
+        let Some(known) = list.find_mut(device.id()) else {
+            let device = device.id();
+            return Err(GmError::NotAttached { device });
+        };
+        let activated = device.mmu().activate(known.table.id());
+        activated.map_err(|source| GmError::device(device.id(), source))?;
+        known.activity = Activity::Active;
+        Ok(())
+    }
+
+    fn deactivate_here(&self, device: &Device) -> Result<(), GmError> {
+        let mut list = self.devices.own();
+        deactivate(&mut list, device)
+    }
+
+    /// See [`Device::detach`].
+    pub(crate) fn detach(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
+        let mut standing = lock(&device.standing);
+        if !standing.is_attached(self) {
+            let device = device.id();
+            return Err(GmError::NotAttached { device });
+        }
+        self.wait_for_changes();
+        self.leave(device, &mut standing)
+    }
+
+    fn leave(&self, device: &Device, standing: &mut Standing) -> Result<(), GmError> {
+        let mut list = self.devices.own();
+        deactivate(&mut list, device)?;
+        if let Some((gone, LastUse::Yes)) = list.remove(device.id()) {
+            self.discard(&gone.table);
+        }
+        standing.attached.retain(|known| !is_same(known, self));
+        if standing
+            .active
+            .as_ref()
+            .is_some_and(|known| is_same(known, self))
+        {
+            standing.active = None;
+        }
+        Ok(())
+    }
+}
+
+/// Takes the device out of use in the space whose list this is.
+fn deactivate(list: &mut List, device: &Device) -> Result<(), GmError> {
+    let Some(known) = list.find_mut(device.id()) else {
+        return Ok(());
+    };
+    if known.activity == Activity::Active {
+        let done = device.mmu().deactivate(known.table.id());
+        done.map_err(|source| GmError::device(device.id(), source))?;
+        known.activity = Activity::Inactive;
+    }
+    Ok(())
+}
+
+/// Takes the device out of use wherever it is active; returns where that was.
+fn deactivate_elsewhere(
+    device: &Device,
+    standing: &mut Standing,
+) -> Result<Option<Arc<AddressSpace>>, GmError> {
+    let active = standing.active.as_ref().and_then(Weak::upgrade);
+    if let Some(space) = &active {
+        space.deactivate_here(device)?;
+    }
+    standing.active = None;
+    Ok(active)
+}
+
+/// After a failure: the device is active where it was, if it can be.
+fn return_to(device: &Device, standing: &mut Standing, before: Option<&Arc<AddressSpace>>) {
+    if let Some(space) = before
+        && space.activate_here(device).is_ok()
+    {
+        standing.active = Some(Arc::downgrade(space));
+    }
+}
+
+impl AddressSpace {
+    /// Checks that every device can map by pages of `page_bytes`.
+    ///
+    /// # Errors
+    /// [`GmError::Unsupported`].
+    pub fn supports_page_size(&self, page_bytes: u64) -> Result<(), GmError> {
+        require_page_size(&self.devices.share(), page_bytes)
+    }
+}

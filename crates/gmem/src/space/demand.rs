@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Faults on regions of frames: where a page is placed, and who else may map it (GMEM 3, 3.2, 4.1).
+//!
+//! ```text
+//!   no frame yet     frame of the named device's memory, else of the faulting
+//!                    device's, else of the host's; zeros; mapped here
+//!   Unique           every other mapping is taken away first; the page is copied
+//!                    to the memory it belongs in by now, if it lies elsewhere
+//!   RemoteAccess     mapped here as well
+//!   Prefetch         as Unique; then the pages behind are queued for this device
+//! ```
+//! A frame is copied only while nobody can reach it, and freed after that. A
+//! fault that fails half way leaves the page where it was, with bits for every
+//! table that may still map it.
+
+use super::{
+    AddressSpace, Operation,
+    attachments::{Activity, Attachment, List, StillReached, TableMask},
+    mapping::allowed,
+};
+use crate::{
+    device::Device,
+    error::GmError,
+    frames::Frame,
+    mmu::{Backing, Restrict},
+    paging::{Fault, FaultOutcome},
+    region::{Content, DemandPage, Inner, Kind, Placement, RegionCore, State},
+    sync::{Arc, lock},
+};
+use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, Va};
+use std::collections::{BTreeMap, btree_map::Entry};
+
+/// Pages that a fault brings along in a region with [`Placement::Prefetch`].
+pub(crate) const PREFETCH_PAGES: u64 = 15;
+
+fn va_of(page: PageNo) -> Va {
+    Va(page.0 << PAGE_SHIFT)
+}
+
+impl AddressSpace {
+    /// See [`Device::fault`].
+    pub(crate) fn fault_at(
+        &self,
+        device: &Arc<Device>,
+        addr: Va,
+        access: Access,
+    ) -> Result<(), GmError> {
+        let page = PageNo(addr.0 >> PAGE_SHIFT);
+        let Some(core) = self.region_over(page.single()) else {
+            return Err(GmError::NotAllocated { va: addr });
+        };
+        if core.kind == Kind::Paged {
+            return self.fault_on_paged(device, page, access);
+        }
+        let placement = {
+            let list = self.devices.share();
+            let attached = may_fault(&list, device.id(), addr)?;
+            serve(&list, attached, &core, page, access)?
+        };
+        if placement == Placement::Prefetch {
+            self.queue_prefetch(&core, device, page);
+        }
+        Ok(())
+    }
+
+    fn fault_on_paged(&self, device: &Device, page: PageNo, access: Access) -> Result<(), GmError> {
+        may_fault(&self.devices.share(), device.id(), va_of(page))?;
+        let (reply, outcome) = std::sync::mpsc::channel();
+        let fault = Fault {
+            device: device.id(),
+            pages: page.single(),
+            access,
+        };
+        let told = Box::new(move |outcome| {
+            // Nobody listens only if the receiver below is gone, which waits for just this.
+            let sent = reply.send(outcome);
+            debug_assert!(sent.is_ok(), "the asker left");
+        });
+        self.fault(&fault, Some(told));
+        match outcome.recv() {
+            Ok(FaultOutcome::Present) => Ok(()),
+            Ok(FaultOutcome::OutOfRange) => Err(GmError::NotAllocated { va: va_of(page) }),
+            Ok(FaultOutcome::Lost | FaultOutcome::Gone) | Err(_) => {
+                Err(GmError::Lost { va: va_of(page) })
+            }
+        }
+    }
+
+    /// A fault of some pages of a region of frames, by whoever knows the device by its number.
+    pub(super) fn fault_on_frames(&self, core: &Arc<RegionCore>, fault: &Fault) -> FaultOutcome {
+        let list = self.devices.share();
+        for page in fault.pages.iter() {
+            let served = may_fault(&list, fault.device, va_of(page))
+                .and_then(|attached| serve(&list, attached, core, page, fault.access));
+            match served {
+                Ok(_) => {}
+                Err(GmError::Destroyed | GmError::NotAllocated { .. }) => {
+                    return FaultOutcome::OutOfRange;
+                }
+                Err(_) => return FaultOutcome::Lost,
+            }
+        }
+        FaultOutcome::Present
+    }
+
+    fn queue_prefetch(&self, core: &Arc<RegionCore>, device: &Arc<Device>, page: PageNo) {
+        let first = PageNo(page.0 + 1);
+        let end = core.pages.end.min(PageNo(first.0 + PREFETCH_PAGES));
+        if first < end {
+            core.operation_queued();
+            let operation = Operation::Prefetch {
+                region: Arc::clone(core),
+                device: Arc::clone(device),
+                pages: PageRange::new(first, end),
+            };
+            self.enqueue(operation, None);
+        }
+    }
+
+    /// Brings pages to a device that has not asked for them. What cannot be had is left: the device
+    /// will ask.
+    pub(super) fn prefetch_now(
+        &self,
+        core: &Arc<RegionCore>,
+        device: &Arc<Device>,
+        pages: PageRange,
+    ) {
+        let list = self.devices.share();
+        for page in pages.iter() {
+            let served = may_fault(&list, device.id(), va_of(page))
+                .and_then(|attached| serve(&list, attached, core, page, Access::Read));
+            if served.is_err() {
+                return;
+            }
+        }
+    }
+
+    pub(super) fn is_destroyed(&self) -> bool {
+        crate::sync::share(&self.regions).destroyed == super::Destroyed::Yes
+    }
+}
+
+/// The attachment of a device that may fault here.
+fn may_fault(list: &List, device: DeviceId, va: Va) -> Result<&Attachment, GmError> {
+    let attached = list.find(device).ok_or(GmError::NotAttached { device })?;
+    if attached.activity == Activity::Inactive {
+        return Err(GmError::NotActive { device });
+    }
+    if !attached.device.recovers() {
+        return Err(GmError::CannotRecover { device, va });
+    }
+    Ok(attached)
+}
+
+/// Makes one page reachable for a device; returns the region's placement policy.
+fn serve(
+    list: &List,
+    attached: &Attachment,
+    core: &RegionCore,
+    page: PageNo,
+    access: Access,
+) -> Result<Placement, GmError> {
+    let va = va_of(page);
+    let mut inner = core.lock();
+    if !inner.protection.allows(access) {
+        return Err(GmError::Denied { va, access });
+    }
+    if matches!(inner.state, State::Empty) {
+        inner.state = State::Mapped(Content::Demand(BTreeMap::new()));
+    }
+    let Inner {
+        state,
+        protection,
+        placement,
+        home,
+    } = &mut *inner;
+    let strongest = protection.strongest().unwrap_or(access);
+    match state {
+        State::Mapped(Content::Wired(wired)) => {
+            let granted = allowed(*protection, wired.access);
+            if access == Access::Write && granted != Some(Access::Write) {
+                return Err(GmError::Denied { va, access });
+            }
+            // It has the mapping, and faults by what its TLB still held.
+            for (run, first) in wired.runs.iter().filter(|(run, _)| run.contains(page)) {
+                wired.tables.insert(&attached.table);
+                let granted = granted.unwrap_or(access);
+                attached.table.grant(*run, granted, wired.backing(*first))?;
+            }
+        }
+        State::Mapped(Content::Demand(pages)) => {
+            let memory = Memory {
+                list,
+                attached,
+                home: home.as_ref(),
+                placement: *placement,
+            };
+            let served = memory.serve_page(pages, page, strongest);
+            if pages.is_empty() {
+                *state = State::Empty;
+            }
+            served?;
+        }
+        State::Freed | State::Empty => return Err(GmError::NotAllocated { va }),
+        State::Leaving | State::Stuck(_) => return Err(GmError::NotMapped { va: core.start() }),
+    }
+    Ok(*placement)
+}
+
+/// One device's fault on pages of a region, and the memory to choose from.
+struct Memory<'a> {
+    list: &'a List,
+    attached: &'a Attachment,
+    home: Option<&'a Arc<Device>>,
+    placement: Placement,
+}
+
+impl Memory<'_> {
+    fn serve_page(
+        &self,
+        pages: &mut BTreeMap<PageNo, DemandPage>,
+        page: PageNo,
+        access: Access,
+    ) -> Result<(), GmError> {
+        let known = match pages.entry(page) {
+            Entry::Occupied(known) => {
+                let known = known.into_mut();
+                if self.placement != Placement::RemoteAccess {
+                    self.make_unique(known, page)?;
+                }
+                known
+            }
+            Entry::Vacant(vacant) => {
+                let frame = self
+                    .new_frame()
+                    .ok_or(GmError::NoMemory { va: va_of(page) })?;
+                frame.prepare()?;
+                vacant.insert(DemandPage {
+                    frame,
+                    tables: TableMask::NONE,
+                })
+            }
+        };
+        known.tables.insert(&self.attached.table);
+        let backing = Backing::Frames {
+            first: known.frame.pa(),
+            page_bytes: PAGE_BYTES,
+        };
+        self.attached.table.grant(page.single(), access, backing)
+    }
+
+    /// Takes the page from everybody else, and brings it to the memory it belongs in.
+    fn make_unique(&self, known: &mut DemandPage, page: PageNo) -> Result<(), GmError> {
+        let table = &self.attached.table;
+        self.take(known, page, known.tables.without(table))?;
+        let wanted = self.wanted();
+        if wanted.is_none_or(|device| device.id() == known.frame.owner()) {
+            return Ok(());
+        }
+        let Some(frame) = wanted.and_then(|device| device.allocate_frame()) else {
+            // Full: the page is used from where it is.
+            return Ok(());
+        };
+        // Nobody may write to it while it is copied.
+        self.take(known, page, known.tables)?;
+        frame.copy_from(&known.frame)?;
+        known.frame = frame;
+        Ok(())
+    }
+
+    fn take(&self, known: &mut DemandPage, page: PageNo, from: TableMask) -> Result<(), GmError> {
+        if from.is_empty() {
+            return Ok(());
+        }
+        let taken = self
+            .list
+            .take_away(&[page.single()], from, Restrict::NoAccess);
+        taken.map_err(StillReached::error)?;
+        known.tables = known.tables.minus(from);
+        Ok(())
+    }
+
+    /// Whose memory the page belongs in: the named device's, else the faulting device's, else the
+    /// host's.
+    fn wanted(&self) -> Option<&Arc<Device>> {
+        let local = [self.home, Some(&self.attached.device), self.list.host()];
+        local
+            .into_iter()
+            .flatten()
+            .find(|device| device.has_memory())
+    }
+
+    /// A frame of the memory it belongs in; if that is full, of the host's.
+    fn new_frame(&self) -> Option<Frame> {
+        let wanted = self.wanted().and_then(|device| device.allocate_frame());
+        wanted.or_else(|| self.list.host().and_then(|host| host.allocate_frame()))
+    }
+}
+
+impl Device {
+    /// True if the device is active in a space now.
+    #[must_use]
+    pub fn is_active(&self) -> bool {
+        lock(&self.standing).active.is_some()
+    }
+}

@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Wired mappings: the caller's frames, in every table of the space (GMEM 4.1, `gm_region_map`).
+//!
+//! A device that cannot recover from a fault has these mappings and no others,
+//! so they are made at once in all tables, and in the table of a device that is
+//! attached later (GMEM 3.1, 4.1: wiring by the host replicates).
+
+use super::{
+    AddressSpace,
+    attachments::{List, TableMask, coalesce},
+};
+use crate::{
+    error::GmError,
+    mmu::Restrict,
+    region::{Content, Inner, Kind, MapOptions, Protection, RegionCore, State, Wired},
+    sync::Arc,
+};
+use pagetide_addr::{Access, PAGE_BYTES, Pa, PageNo, PageRange};
+use std::sync::atomic::Ordering::Relaxed;
+
+fn wrong(argument: &'static str, why: &'static str) -> GmError {
+    GmError::InvalidArgument { argument, why }
+}
+
+impl AddressSpace {
+    /// See [`crate::Region::map`].
+    pub(crate) fn map_now(
+        &self,
+        core: &Arc<RegionCore>,
+        frames: &[Pa],
+        options: &MapOptions,
+    ) -> Result<(), GmError> {
+        if core.kind == Kind::Paged {
+            return Err(GmError::Unsupported {
+                what: "wiring paged memory to other frames",
+            });
+        }
+        if options.set.as_ref().is_some_and(|set| !set.is_of(self)) {
+            return Err(wrong("mapping set", "it must belong to the region's space"));
+        }
+        let mut wired = Wired {
+            serial: self.next_serial.fetch_add(1, Relaxed),
+            access: options.access,
+            page_bytes: options.page_bytes,
+            runs: runs_of(core.pages, frames, options.page_bytes)?,
+            tables: TableMask::NONE,
+        };
+        let serial = wired.serial;
+        let list = self.devices.share();
+        require_page_size(&list, options.page_bytes)?;
+        let mut inner = core.lock();
+        check_mappable(&inner, core, options.access)?;
+        if let Err(error) = grant_everywhere(&list, &mut wired) {
+            return Err(take_back(&list, &mut inner, wired, error));
+        }
+        inner.state = State::Mapped(Content::Wired(wired));
+        drop(inner);
+        drop(list);
+        if let Some(set) = &options.set {
+            set.core().add(core, serial);
+        }
+        Ok(())
+    }
+
+    /// See [`crate::Region::protect`].
+    pub(crate) fn protect(
+        &self,
+        core: &Arc<RegionCore>,
+        protection: Protection,
+    ) -> Result<(), GmError> {
+        if core.kind == Kind::Paged {
+            return Err(GmError::Unsupported {
+                what: "protection of paged memory, which belongs to its guest",
+            });
+        }
+        let list = self.devices.share();
+        let mut inner = core.lock();
+        // First, so that a device that fails cannot fault its way back in.
+        inner.protection = protection;
+        let (ranges, tables) = match &inner.state {
+            State::Empty => return Ok(()),
+            State::Freed => return Err(GmError::Destroyed),
+            State::Leaving => return Err(GmError::NotMapped { va: core.start() }),
+            State::Mapped(content) | State::Stuck(content) => {
+                let mut ranges = Vec::new();
+                content.add_ranges(&mut ranges);
+                (coalesce(ranges), content.tables())
+            }
+        };
+        let to = match protection {
+            Protection::ReadWrite => return regrant_wired(&list, &inner),
+            Protection::ReadOnly => Restrict::ReadOnly,
+            Protection::Nothing => Restrict::NoAccess,
+        };
+        let taken = list.take_away(&ranges, tables, to);
+        taken.map_err(super::attachments::StillReached::error)?;
+        // From nothing to reading.
+        regrant_wired(&list, &inner)
+    }
+}
+
+/// Gives wired pages the access that the region's protection and the mapping both allow; pages that
+/// faults brought are given again by faults.
+fn regrant_wired(list: &List, inner: &Inner) -> Result<(), GmError> {
+    let State::Mapped(Content::Wired(wired)) = &inner.state else {
+        return Ok(());
+    };
+    let Some(access) = allowed(inner.protection, wired.access) else {
+        return Ok(());
+    };
+    for table in list.tables().filter(|table| wired.tables.contains(table)) {
+        for (pages, first) in &wired.runs {
+            table.grant(*pages, access, wired.backing(*first))?;
+        }
+    }
+    Ok(())
+}
+
+/// The access that both allow.
+pub(super) fn allowed(protection: Protection, access: Access) -> Option<Access> {
+    match (protection.strongest(), access) {
+        (None, _) => None,
+        (Some(Access::Write), Access::Write) => Some(Access::Write),
+        _ => Some(Access::Read),
+    }
+}
+
+fn check_mappable(inner: &Inner, core: &RegionCore, access: Access) -> Result<(), GmError> {
+    let va = core.start();
+    match &inner.state {
+        State::Empty => {}
+        State::Freed => return Err(GmError::Destroyed),
+        State::Mapped(_) | State::Leaving | State::Stuck(_) => {
+            return Err(GmError::AlreadyMapped { va });
+        }
+    }
+    if inner.protection.allows(access) {
+        Ok(())
+    } else {
+        Err(GmError::Denied { va, access })
+    }
+}
+
+pub(super) fn require_page_size(list: &List, page_bytes: u64) -> Result<(), GmError> {
+    let can = |known: &super::attachments::Attachment| {
+        known.device.limits().page_sizes.contains(page_bytes)
+    };
+    if list.iter().all(can) {
+        Ok(())
+    } else {
+        Err(GmError::Unsupported {
+            what: "pages of that size, by a device that is attached",
+        })
+    }
+}
+
+fn grant_everywhere(list: &List, wired: &mut Wired) -> Result<(), GmError> {
+    for table in list.tables() {
+        wired.tables.insert(table);
+        wired.grant(table)?;
+    }
+    Ok(())
+}
+
+/// Undoes what was granted before a table failed. If that fails too, the region is stuck.
+fn take_back(list: &List, inner: &mut Inner, wired: Wired, error: GmError) -> GmError {
+    let mut ranges = Vec::new();
+    let content = Content::Wired(wired);
+    content.add_ranges(&mut ranges);
+    let taken = list.take_away(&coalesce(ranges), content.tables(), Restrict::NoAccess);
+    if taken.is_err() {
+        inner.state = State::Stuck(content);
+    }
+    error
+}
+
+/// Frames that follow one another as runs, so that a table is told once for each run.
+fn runs_of(
+    pages: PageRange,
+    frames: &[Pa],
+    page_bytes: u64,
+) -> Result<Vec<(PageRange, Pa)>, GmError> {
+    if !page_bytes.is_power_of_two() || page_bytes < PAGE_BYTES {
+        return Err(wrong(
+            "page size",
+            "it must be a power of two from 4 KiB on",
+        ));
+    }
+    let pages_each = page_bytes / PAGE_BYTES;
+    if !pages.start.0.is_multiple_of(pages_each) || !pages.len().is_multiple_of(pages_each) {
+        return Err(wrong(
+            "page size",
+            "the region is not made of whole pages of it",
+        ));
+    }
+    if frames.len() as u64 != pages.len() / pages_each {
+        return Err(wrong(
+            "frames",
+            "there must be one for each page of the region",
+        ));
+    }
+    let mut runs: Vec<(PageRange, Pa)> = Vec::new();
+    for (number, frame) in (0_u64..).zip(frames) {
+        let start = PageNo(pages.start.0 + number * pages_each);
+        let one = PageRange::new(start, PageNo(start.0 + pages_each));
+        if !frame.0.is_multiple_of(page_bytes) || frame.checked_add(page_bytes).is_none() {
+            return Err(wrong("frames", "each must be aligned to the page size"));
+        }
+        match runs.last_mut() {
+            Some((run, first)) if first.checked_add(run.bytes()) == Some(*frame) => {
+                run.end = one.end;
+            }
+            _ => runs.push((one, *frame)),
+        }
+    }
+    Ok(runs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_that_follow_one_another_are_one_run() {
+        let pages = PageRange::new(PageNo(16), PageNo(20));
+        let frames = [Pa(0x8000), Pa(0x9000), Pa(0x4000), Pa(0x5000)];
+        let runs = runs_of(pages, &frames, PAGE_BYTES).unwrap();
+        let range = |start, end| PageRange::new(PageNo(start), PageNo(end));
+        assert_eq!(
+            runs,
+            [(range(16, 18), Pa(0x8000)), (range(18, 20), Pa(0x4000))]
+        );
+    }
+
+    #[test]
+    fn frames_that_do_not_fit_the_region_are_refused() {
+        let pages = PageRange::new(PageNo(512), PageNo(1024));
+        let huge = 2 << 20;
+        assert!(runs_of(pages, &[Pa(huge)], huge).is_ok());
+        assert!(runs_of(pages, &[Pa(4096)], huge).is_err());
+        assert!(runs_of(pages, &[Pa(huge), Pa(2 * huge)], huge).is_err());
+        assert!(runs_of(pages, &[Pa(huge)], 4096).is_err());
+        assert!(runs_of(pages, &[Pa(huge)], 3000).is_err());
+        let off = PageRange::new(PageNo(513), PageNo(1025));
+        assert!(runs_of(off, &[Pa(huge)], huge).is_err());
+    }
+}

@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`AddressSpace`]: addresses that mean the same to the CPU and to all attached devices (GMEM 3).
+//!
+//! ```text
+//!                       AddressSpace
+//!        ┌─────────────────┼──────────────────┬───────────────┐
+//!      Arena            regions           Attachments      Operations
+//!   free addresses   what is allocated   devices, each     unmaps in
+//!   (vmem)           and what is behind  with a table      batches
+//!                     │          │
+//!              Wired, Demand   Paged ──► PagedMemory (a VM's RAM: word by word)
+//!              (frames)
+//! ```
+//! A page that a device faults on is behind a region, or the fault is refused.
+//! A region's pages are frames (wired by the caller, or brought by faults out of
+//! registered memory), or pages of the space's paged memory, whose content may be
+//! elsewhere. Either way [`AddressSpace::fault`] is the one door.
+//!
+//! *Invariant:* whatever a device can reach is behind an allocated region, and
+//! its table's bit says so. *Invariant:* a frame is freed, and an address reused,
+//! only after the invalidation that took the last translation away.
+
+mod attach;
+pub(crate) mod attachments;
+mod demand;
+mod mapping;
+mod operations;
+mod regions;
+
+pub use attachments::TABLES_MAX;
+pub use operations::{Callback, QUEUED_MAX};
+pub use regions::RegionRequest;
+
+pub(crate) use operations::Operation;
+
+use crate::{
+    arena::{Arena, ArenaSettings, Fit},
+    error::GmError,
+    paging::{Fault, FaultOutcome, PagedMemory, Reply},
+    region::{Kind, RegionCore},
+    sync::{Arc, RwLock, own, share},
+};
+use attachments::Attachments;
+use operations::Operations;
+use pagetide_addr::{PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, Va};
+use std::{collections::BTreeMap, sync::atomic::AtomicU64};
+
+/// Sizes of up to so many pages come from the caches of a space that has some.
+const CACHED_PAGES: u32 = 16;
+
+/// Whose page table a device uses (GMEM 3.2).
+#[doc(alias = "gm_mmu_mode_t")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mode {
+    /// One that devices of the same format share, made if there is none.
+    Shared,
+    /// One of its own, kept coherent with the others.
+    Coherent,
+}
+
+/// Whether a device becomes active when it is attached.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Activation {
+    /// It does, and is active nowhere else any more.
+    Now,
+    /// It does not: see [`crate::Device::switch`].
+    Later,
+}
+
+/// How addresses are allocated; the options compose (GMEM 4.1).
+#[doc(alias = "gm_as_alloc_t")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct AllocPolicy {
+    /// Which of the places that fit.
+    pub fit: AddressFit,
+    /// Whether an unused page is kept on both sides of each region.
+    pub guard: Guard,
+    /// Whether small regions that are freed are kept at hand for the next request of their size.
+    pub cache: Caching,
+}
+
+/// Which of several free ranges is taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum AddressFit {
+    /// One that is found in constant time.
+    #[default]
+    Instant,
+    /// The lowest.
+    First,
+}
+
+/// Unused pages around a region, to trap what runs over its ends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Guard {
+    /// None.
+    #[default]
+    Unguarded,
+    /// One on each side.
+    Guarded,
+}
+
+/// What becomes of the addresses of small regions that are freed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Caching {
+    /// They join the free addresses around them.
+    #[default]
+    Uncached,
+    /// They are kept, by size, for whoever asks next.
+    Cached,
+}
+
+/// See the module.
+#[doc(alias = "gm_as_t")]
+pub struct AddressSpace {
+    pages: PageRange,
+    policy: AllocPolicy,
+    arena: Arena,
+    regions: RwLock<Regions>,
+    pub(crate) devices: Arc<Attachments>,
+    memory: Option<Arc<PagedMemory>>,
+    operations: Operations,
+    next_serial: AtomicU64,
+}
+
+#[derive(Default)]
+struct Regions {
+    by_start: BTreeMap<PageNo, Arc<RegionCore>>,
+    destroyed: Destroyed,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+enum Destroyed {
+    #[default]
+    No,
+    Yes,
+}
+
+impl AddressSpace {
+    /// A space of the addresses from `begin` to before `end`, whose pages are frames.
+    ///
+    /// # Errors
+    /// [`GmError::InvalidArgument`] if these are not whole pages, or none.
+    #[doc(alias = "gm_as_create")]
+    pub fn create(begin: Va, end: Va, policy: AllocPolicy) -> Result<Arc<Self>, GmError> {
+        Self::build(begin, end, policy, Arc::default(), None)
+    }
+
+    /// A space whose regions are parts of `memory`, whose pages may be elsewhere: a VM's RAM. Its
+    /// addresses are the page numbers of the memory, in bytes.
+    ///
+    /// # Errors
+    /// As [`Self::create`].
+    pub fn over(
+        memory: PagedMemory,
+        begin: Va,
+        end: Va,
+        policy: AllocPolicy,
+    ) -> Result<Arc<Self>, GmError> {
+        let devices = Arc::clone(memory.devices());
+        Self::build(begin, end, policy, devices, Some(Arc::new(memory)))
+    }
+
+    fn build(
+        begin: Va,
+        end: Va,
+        policy: AllocPolicy,
+        devices: Arc<Attachments>,
+        memory: Option<Arc<PagedMemory>>,
+    ) -> Result<Arc<Self>, GmError> {
+        let wrong = |why| GmError::InvalidArgument {
+            argument: "range of addresses",
+            why,
+        };
+        if !begin.is_page_aligned() || !end.is_page_aligned() {
+            return Err(wrong("it must be made of whole 4 KiB pages"));
+        }
+        if begin >= end {
+            return Err(wrong("it must end after it begins"));
+        }
+        let arena = Arena::new(ArenaSettings {
+            quantum: PAGE_BYTES,
+            fit: match policy.fit {
+                AddressFit::Instant => Fit::Instant,
+                AddressFit::First => Fit::First,
+            },
+            cached_quanta_max: match policy.cache {
+                Caching::Uncached => 0,
+                Caching::Cached => CACHED_PAGES,
+            },
+        });
+        arena
+            .add(begin.0, end.0 - 1)
+            .map_err(|_| wrong("it cannot be allocated from"))?;
+        Ok(Arc::new(Self {
+            pages: PageRange::new(PageNo(begin.0 >> PAGE_SHIFT), PageNo(end.0 >> PAGE_SHIFT)),
+            policy,
+            arena,
+            regions: RwLock::new(Regions::default()),
+            devices,
+            memory,
+            operations: Operations::new(),
+            next_serial: AtomicU64::new(1),
+        }))
+    }
+
+    /// The addresses it has, in pages.
+    #[must_use]
+    pub fn pages(&self) -> PageRange {
+        self.pages
+    }
+
+    /// The memory whose pages may be elsewhere, if it has such.
+    #[must_use]
+    pub fn memory(&self) -> Option<&Arc<PagedMemory>> {
+        self.memory.as_ref()
+    }
+
+    /// Ends a space that has neither devices nor regions.
+    ///
+    /// # Errors
+    /// [`GmError::InUse`], [`GmError::Destroyed`].
+    #[doc(alias = "gm_as_destroy")]
+    pub fn destroy(&self) -> Result<(), GmError> {
+        self.wait_for_changes();
+        let devices = self.devices.own();
+        let mut regions = own(&self.regions);
+        if regions.destroyed == Destroyed::Yes {
+            return Err(GmError::Destroyed);
+        }
+        if !devices.is_empty() {
+            return Err(GmError::InUse {
+                by: "a device that is attached",
+            });
+        }
+        if !regions.by_start.is_empty() {
+            return Err(GmError::InUse {
+                by: "an allocated region",
+            });
+        }
+        regions.destroyed = Destroyed::Yes;
+        drop(regions);
+        self.stop_operations();
+        Ok(())
+    }
+
+    /// Makes the pages of a fault present and grants them, or says why not; the one door. A vCPU that
+    /// waits in the kernel is woken by that; `reply`, if there is one, is called exactly once, perhaps
+    /// by another thread, perhaps before this returns.
+    pub fn fault(&self, fault: &Fault, reply: Option<Reply>) {
+        let region = self.region_over(fault.pages);
+        let outcome = match (region, &self.memory) {
+            (Some(region), Some(memory)) if region.kind == Kind::Paged => {
+                return memory.fault(fault, reply);
+            }
+            (Some(region), _) => self.fault_on_frames(&region, fault),
+            (None, _) => FaultOutcome::OutOfRange,
+        };
+        if let Some(reply) = reply {
+            reply(outcome);
+        }
+    }
+
+    /// Serves a fault if that needs neither an eviction nor another thread: `None` if it does, and
+    /// then [`Self::fault`] must be called.
+    #[must_use]
+    pub fn fault_without_waiting(&self, fault: &Fault) -> Option<FaultOutcome> {
+        match (self.region_over(fault.pages), &self.memory) {
+            (Some(region), Some(memory)) if region.kind == Kind::Paged => {
+                memory.fault_without_waiting(fault)
+            }
+            (Some(_), _) => None,
+            (None, _) => Some(FaultOutcome::OutOfRange),
+        }
+    }
+}
+
+impl std::fmt::Debug for AddressSpace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let count = share(&self.regions).by_start.len();
+        write!(
+            f,
+            "AddressSpace({} bytes, {count} regions)",
+            self.pages.bytes()
+        )
+    }
+}

@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Operations`]: the queue of asynchronous operations of a space (GMEM 5.3).
+//!
+//! An unmap costs an invalidation of the IOTLB, which costs microseconds and
+//! takes any number of ranges. So unmaps that need not be waited for are queued,
+//! taken off in batches, restricted one after the other and invalidated with one
+//! command a device. Their callbacks come after it and never before: until then
+//! the pages count as mapped, and nothing of them is freed or reused.
+//!
+//! ```text
+//!   enqueue ──► queue ──► batch (changes) ──► calling (callbacks) ──► gone
+//!                          one at a time       several at a time
+//! ```
+//! Whoever drains does the work: a thread that serves the queue
+//! ([`AddressSpace::serve_operations`]), or one that waits for it
+//! ([`AddressSpace::synchronize`]) and so needs no wake-up. Operations take
+//! effect in the order they were queued in.
+
+use super::{AddressSpace, attachments::coalesce};
+use crate::{
+    device::Device,
+    error::GmError,
+    region::{MapOptions, RegionCore, SetCore},
+    sync::{Arc, Condvar, Mutex, MutexGuard, lock, wait},
+};
+use pagetide_addr::{Pa, PageRange};
+use std::{cell::Cell, collections::VecDeque};
+
+/// Called when an asynchronous operation is complete, with what became of it.
+pub type Callback = Box<dyn FnOnce(Result<(), GmError>) + Send>;
+
+/// Operations that wait at most; whoever queues one more does the waiting ones first.
+pub const QUEUED_MAX: usize = 4096;
+/// Operations of one batch at most: what one waits for the others stays bounded.
+const BATCH_MAX: usize = 256;
+
+crate::sync::thread_local! {
+    /// How many callbacks of operations this thread is in the middle of.
+    static IN_CALLBACK: Cell<u32> = const { Cell::new(0) };
+}
+
+/// What is to be done.
+pub(crate) enum Operation {
+    /// Wire a region.
+    Map {
+        region: Arc<RegionCore>,
+        frames: Vec<Pa>,
+        options: MapOptions,
+    },
+    /// Unmap a region.
+    Unmap { region: Arc<RegionCore> },
+    /// Unmap all of a mapping set.
+    UnmapSet { set: Arc<SetCore> },
+    /// Bring pages to a device before it asks; nobody waits for it.
+    Prefetch {
+        region: Arc<RegionCore>,
+        device: Arc<Device>,
+        pages: PageRange,
+    },
+}
+
+struct Queued {
+    serial: u64,
+    operation: Operation,
+    callback: Option<Callback>,
+}
+
+/// Regions that are unmapped for one callback.
+struct Unmaps {
+    regions: Vec<Arc<RegionCore>>,
+    set: Option<Arc<SetCore>>,
+    callback: Option<Callback>,
+}
+
+impl Unmaps {
+    /// Takes the result of each region off `results`; the first failure counts.
+    fn finish(
+        &self,
+        results: &mut impl Iterator<Item = Result<(), GmError>>,
+    ) -> Result<(), GmError> {
+        let mut outcome = Ok(());
+        for (region, result) in self.regions.iter().zip(results) {
+            if let (Err(_), Some(set)) = (&result, &self.set) {
+                set.put_back(region);
+            }
+            outcome = outcome.and(result);
+            region.operation_done();
+        }
+        outcome
+    }
+}
+
+/// A callback that is due.
+type Due = (Option<Callback>, Result<(), GmError>);
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Queued>,
+    next_serial: u64,
+    /// First serials of batches whose changes are under way, and of those whose callbacks are.
+    changing: Vec<u64>,
+    calling: Vec<u64>,
+    stopped: Stopped,
+    /// What failed since the last [`AddressSpace::synchronize`] that told of it.
+    failure: Option<GmError>,
+}
+
+#[derive(Default, Clone, Copy, PartialEq, Eq)]
+enum Stopped {
+    #[default]
+    No,
+    Yes,
+}
+
+impl Queue {
+    /// True if the changes of all operations before `serial` are done.
+    fn are_changed(&self, serial: u64) -> bool {
+        let first_waiting = self.waiting.front().map(|queued| queued.serial);
+        first_waiting.is_none_or(|first| first >= serial)
+            && self.changing.iter().all(|first| *first >= serial)
+    }
+
+    /// True if their callbacks have returned, too.
+    fn are_called(&self, serial: u64) -> bool {
+        self.are_changed(serial) && self.calling.iter().all(|first| *first >= serial)
+    }
+}
+
+/// The queue of a space.
+pub(crate) struct Operations {
+    queue: Mutex<Queue>,
+    /// Signalled when something is queued, done, or stopped.
+    moved: Condvar,
+    /// Held by whoever carries a batch out: batches take effect in order.
+    draining: Mutex<()>,
+}
+
+impl Operations {
+    pub(crate) fn new() -> Self {
+        Self {
+            queue: Mutex::new(Queue::default()),
+            moved: Condvar::new(),
+            draining: Mutex::new(()),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        lock(&self.queue)
+    }
+}
+
+impl AddressSpace {
+    /// Queues an operation.
+    pub(crate) fn enqueue(&self, operation: Operation, callback: Option<Callback>) {
+        loop {
+            let mut queue = self.operations.lock();
+            if queue.waiting.len() < QUEUED_MAX {
+                let serial = queue.next_serial;
+                queue.next_serial += 1;
+                queue.waiting.push_back(Queued {
+                    serial,
+                    operation,
+                    callback,
+                });
+                drop(queue);
+                self.operations.moved.notify_all();
+                return;
+            }
+            drop(queue);
+            self.drain();
+        }
+    }
+
+    /// Waits until all operations queued before are complete and their callbacks have returned.
+    /// From within a callback it waits for the changes alone.
+    ///
+    /// # Errors
+    /// The first failure of an asynchronous operation since the last call, once.
+    #[doc(alias = "gm_as_synchronize")]
+    pub fn synchronize(&self) -> Result<(), GmError> {
+        self.wait_for_changes();
+        let in_callback = IN_CALLBACK.with(Cell::get) > 0;
+        let mut queue = self.operations.lock();
+        let serial = queue.next_serial;
+        while !in_callback && !queue.are_called(serial) {
+            if queue.are_changed(serial) {
+                queue = wait(&self.operations.moved, queue);
+            } else {
+                // Queued since by others: not ours to wait for, but quickly done.
+                drop(queue);
+                self.drain();
+                queue = self.operations.lock();
+            }
+        }
+        queue.failure.take().map_or(Ok(()), Err)
+    }
+
+    /// Carries out, or waits for, everything queued before.
+    pub(crate) fn wait_for_changes(&self) {
+        let serial = self.operations.lock().next_serial;
+        while !self.operations.lock().are_changed(serial) {
+            self.drain();
+        }
+    }
+
+    /// Carries operations out until [`Self::stop_operations`]: for a thread of the caller's.
+    pub fn serve_operations(&self) {
+        loop {
+            let mut queue = self.operations.lock();
+            while queue.waiting.is_empty() {
+                if queue.stopped == Stopped::Yes {
+                    return;
+                }
+                queue = wait(&self.operations.moved, queue);
+            }
+            drop(queue);
+            self.drain();
+        }
+    }
+
+    /// Lets [`Self::serve_operations`] return once nothing is queued any more.
+    pub fn stop_operations(&self) {
+        self.operations.lock().stopped = Stopped::Yes;
+        self.operations.moved.notify_all();
+    }
+
+    /// Carries out one batch.
+    fn drain(&self) {
+        let draining = lock(&self.operations.draining);
+        let (batch, first) = {
+            let mut queue = self.operations.lock();
+            let count = queue.waiting.len().min(BATCH_MAX);
+            let batch: Vec<Queued> = queue.waiting.drain(..count).collect();
+            let Some(first) = batch.first().map(|queued| queued.serial) else {
+                return;
+            };
+            queue.changing.push(first);
+            (batch, first)
+        };
+        let due = self.carry_out(batch);
+        {
+            let mut queue = self.operations.lock();
+            queue.changing.retain(|known| *known != first);
+            queue.calling.push(first);
+            let failed = due.iter().find_map(|(_, result)| result.as_ref().err());
+            if let (None, Some(error)) = (&queue.failure, failed) {
+                queue.failure = Some(error.clone());
+            }
+        }
+        drop(draining);
+        self.operations.moved.notify_all();
+        let _called = Calling {
+            operations: &self.operations,
+            first,
+        };
+        call_back(due);
+    }
+
+    /// Makes the changes of a batch, unmaps that follow one another together.
+    fn carry_out(&self, batch: Vec<Queued>) -> Vec<Due> {
+        let mut due: Vec<Due> = Vec::with_capacity(batch.len());
+        let mut unmaps: Vec<Unmaps> = Vec::new();
+        for queued in batch {
+            let callback = queued.callback;
+            match queued.operation {
+                Operation::Unmap { region } => unmaps.push(Unmaps {
+                    regions: vec![region],
+                    set: None,
+                    callback,
+                }),
+                Operation::UnmapSet { set } => unmaps.push(Unmaps {
+                    regions: set.take_mapped(),
+                    set: Some(set),
+                    callback,
+                }),
+                Operation::Map {
+                    region,
+                    frames,
+                    options,
+                } => {
+                    self.unmap_gathered(&mut unmaps, &mut due);
+                    due.push((callback, self.map_now(&region, &frames, &options)));
+                    region.operation_done();
+                }
+                Operation::Prefetch {
+                    region,
+                    device,
+                    pages,
+                } => {
+                    self.unmap_gathered(&mut unmaps, &mut due);
+                    self.prefetch_now(&region, &device, pages);
+                    region.operation_done();
+                }
+            }
+        }
+        self.unmap_gathered(&mut unmaps, &mut due);
+        due
+    }
+
+    fn unmap_gathered(&self, unmaps: &mut Vec<Unmaps>, due: &mut Vec<Due>) {
+        if unmaps.is_empty() {
+            return;
+        }
+        let all: Vec<Arc<RegionCore>> = unmaps
+            .iter()
+            .flat_map(|unmap| unmap.regions.iter().map(Arc::clone))
+            .collect();
+        let mut results = self.unmap_together(&all).into_iter();
+        for unmap in unmaps.drain(..) {
+            let outcome = unmap.finish(&mut results);
+            due.push((unmap.callback, outcome));
+        }
+    }
+
+    /// Unmaps all of a set now.
+    pub(crate) fn unmap_set(&self, set: &Arc<SetCore>) -> Result<(), GmError> {
+        let unmap = Unmaps {
+            regions: set.take_mapped(),
+            set: Some(Arc::clone(set)),
+            callback: None,
+        };
+        let mut results = self.unmap_together(&unmap.regions).into_iter();
+        unmap.finish(&mut results)
+    }
+
+    /// Unmaps regions with one invalidation a device; a result for each.
+    pub(crate) fn unmap_together(&self, regions: &[Arc<RegionCore>]) -> Vec<Result<(), GmError>> {
+        let list = self.devices.share();
+        let begun: Vec<_> = regions.iter().map(|region| region.begin_unmap()).collect();
+        let mut ranges = Vec::new();
+        let mut tables = super::attachments::TableMask::NONE;
+        for leaving in begun.iter().flatten() {
+            leaving.add_ranges(&mut ranges);
+            tables.unite(leaving.tables());
+        }
+        let taken = list.take_away(&coalesce(ranges), tables, crate::mmu::Restrict::NoAccess);
+        let failed = match taken {
+            Ok(()) => None,
+            Err(failed) => Some((failed.tables, failed.error())),
+        };
+        let finish = |(region, begun): (&Arc<RegionCore>, Result<_, GmError>)| {
+            region.finish_unmap(begun?, failed.as_ref())
+        };
+        regions.iter().zip(begun).map(finish).collect()
+    }
+}
+
+/// Callbacks of a batch under way; over when dropped, be it by a panic of one of them.
+struct Calling<'a> {
+    operations: &'a Operations,
+    first: u64,
+}
+
+impl Drop for Calling<'_> {
+    fn drop(&mut self) {
+        let mut queue = self.operations.lock();
+        queue.calling.retain(|known| *known != self.first);
+        drop(queue);
+        self.operations.moved.notify_all();
+    }
+}
+
+/// Calls back without any lock held, so that a callback may use the whole interface.
+fn call_back(due: Vec<Due>) {
+    struct Leave;
+    impl Drop for Leave {
+        fn drop(&mut self) {
+            IN_CALLBACK.with(|depth| depth.set(depth.get() - 1));
+        }
+    }
+    for (callback, result) in due {
+        if let Some(callback) = callback {
+            IN_CALLBACK.with(|depth| depth.set(depth.get() + 1));
+            let _leave = Leave;
+            callback(result);
+        }
+    }
+}

@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Regions of a space: allocation, look-up, and giving back (GMEM 4.1).
+
+use super::{AddressFit, AddressSpace, Caching, Destroyed, Guard};
+use crate::{
+    arena::Constraints,
+    device::Device,
+    error::GmError,
+    region::{Kind, Region, RegionCore, State},
+    sync::{Arc, own, share},
+};
+use pagetide_addr::{PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, SECTION_BYTES, Va};
+
+/// What a region must be like.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RegionRequest {
+    /// Its length, in bytes; rounded up to whole pages.
+    pub bytes: u64,
+    /// Where it would best begin. It begins there if that is free; else above it, if there is room;
+    /// else anywhere.
+    pub hint: Option<Va>,
+    /// It begins at a multiple of this: a power of two, in bytes. 0 for whole pages.
+    pub align: u64,
+    /// It does not lie across a multiple of this: a power of two, in bytes. 0 for no such limit.
+    pub no_cross: u64,
+    /// The last address it may hold.
+    pub max: Option<Va>,
+}
+
+impl RegionRequest {
+    /// `bytes`, anywhere.
+    #[must_use]
+    pub const fn of_bytes(bytes: u64) -> Self {
+        Self {
+            bytes,
+            hint: None,
+            align: 0,
+            no_cross: 0,
+            max: None,
+        }
+    }
+
+    fn check(&self) -> Result<u64, GmError> {
+        let wrong = |argument, why| Err(GmError::InvalidArgument { argument, why });
+        let is_power = |value: u64| value == 0 || value.is_power_of_two();
+        if self.bytes == 0 {
+            return wrong("size", "it must not be 0");
+        }
+        let Some(bytes) = self.bytes.checked_next_multiple_of(PAGE_BYTES) else {
+            return wrong("size", "it is larger than any address space");
+        };
+        if !is_power(self.align) {
+            return wrong("align", "it must be a power of two, or 0");
+        }
+        if !is_power(self.no_cross) || (self.no_cross != 0 && self.no_cross < bytes) {
+            return wrong(
+                "no_cross",
+                "it must be a power of two not below the size, or 0",
+            );
+        }
+        if !self.hint.is_none_or(Va::is_page_aligned) {
+            return wrong("hint", "it must begin a page");
+        }
+        Ok(bytes)
+    }
+}
+
+impl AddressSpace {
+    /// Allocates a region. In a space over paged memory its pages become memory with that: present or
+    /// absent as their place says; it then begins at a section of 2 MiB.
+    ///
+    /// # Errors
+    /// [`GmError::InvalidArgument`], [`GmError::NoAddresses`], [`GmError::Destroyed`]; in a space over
+    /// paged memory [`GmError::Unsupported`] with what the memory says.
+    #[doc(alias = "gm_as_alloc")]
+    pub fn alloc(self: &Arc<Self>, request: &RegionRequest) -> Result<Region, GmError> {
+        let bytes = request.check()?;
+        let start = self.take_addresses(request, bytes)?;
+        let first = PageNo(start >> PAGE_SHIFT);
+        let pages = PageRange::new(first, PageNo(first.0 + (bytes >> PAGE_SHIFT)));
+        let kind = if self.memory.is_some() {
+            Kind::Paged
+        } else {
+            Kind::Frames
+        };
+        let core = RegionCore::new(pages, kind);
+        if let Err(error) = self.insert(&core) {
+            self.give_addresses_back(pages);
+            return Err(error);
+        }
+        Ok(Region {
+            space: Arc::clone(self),
+            core,
+        })
+    }
+
+    fn insert(&self, core: &Arc<RegionCore>) -> Result<(), GmError> {
+        if let Some(memory) = &self.memory {
+            memory.allocate(core.pages)?;
+        }
+        let mut regions = own(&self.regions);
+        if regions.destroyed == Destroyed::Yes {
+            return Err(GmError::Destroyed);
+        }
+        regions.by_start.insert(core.pages.start, Arc::clone(core));
+        Ok(())
+    }
+
+    fn guard_bytes(&self) -> u64 {
+        match self.policy.guard {
+            Guard::Unguarded => 0,
+            Guard::Guarded => PAGE_BYTES,
+        }
+    }
+
+    /// A free range of addresses; the first of them.
+    fn take_addresses(&self, request: &RegionRequest, bytes: u64) -> Result<u64, GmError> {
+        let align_min = if self.memory.is_some() {
+            SECTION_BYTES
+        } else {
+            PAGE_BYTES
+        };
+        let anywhere = Constraints {
+            align: request.align.max(align_min),
+            no_cross: request.no_cross,
+            last: request.max.map_or(u64::MAX, |max| max.0),
+            guard: self.guard_bytes(),
+            ..Constraints::default()
+        };
+        let plain = RegionRequest::of_bytes(request.bytes);
+        let is_plain = *request == plain && align_min == PAGE_BYTES;
+        if is_plain && self.policy.cache == Caching::Cached && self.guard_bytes() == 0 {
+            let found = self.arena.alloc(bytes);
+            return found.map_err(|_| GmError::NoAddresses { bytes });
+        }
+        if let Some(hint) = request.hint {
+            // Just there, or at the next place above.
+            let there = Constraints {
+                min: hint.0,
+                last: anywhere.last.min(hint.0.saturating_add(bytes - 1)),
+                ..anywhere
+            };
+            let above = Constraints {
+                min: hint.0,
+                ..anywhere
+            };
+            for constraints in [there, above] {
+                if let Ok(start) = self.arena.alloc_with(bytes, &constraints) {
+                    return Ok(start);
+                }
+            }
+        }
+        let found = self.arena.alloc_with(bytes, &anywhere);
+        found.map_err(|_| GmError::NoAddresses { bytes })
+    }
+
+    fn give_addresses_back(&self, pages: PageRange) {
+        let freed = self.arena.free(pages.start.0 << PAGE_SHIFT, pages.bytes());
+        debug_assert!(freed.is_ok(), "{pages:?} was not allocated");
+    }
+
+    /// The region that holds `addr`.
+    ///
+    /// # Errors
+    /// [`GmError::NotAllocated`].
+    #[doc(alias = "gm_as_lookup")]
+    pub fn lookup(self: &Arc<Self>, addr: Va) -> Result<Region, GmError> {
+        let page = PageNo(addr.0 >> PAGE_SHIFT);
+        let core = self.region_over(page.single());
+        core.map_or(Err(GmError::NotAllocated { va: addr }), |core| {
+            Ok(Region {
+                space: Arc::clone(self),
+                core,
+            })
+        })
+    }
+
+    /// All regions, ascending.
+    #[must_use]
+    pub fn regions(self: &Arc<Self>) -> Vec<Region> {
+        let all = self.cores();
+        let handle = |core| Region {
+            space: Arc::clone(self),
+            core,
+        };
+        all.into_iter().map(handle).collect()
+    }
+
+    pub(super) fn cores(&self) -> Vec<Arc<RegionCore>> {
+        let regions = share(&self.regions);
+        regions.by_start.values().map(Arc::clone).collect()
+    }
+
+    /// The region that holds all of `pages`.
+    pub(super) fn region_over(&self, pages: PageRange) -> Option<Arc<RegionCore>> {
+        let regions = share(&self.regions);
+        let (_, found) = regions.by_start.range(..=pages.start).next_back()?;
+        let whole = found.pages.contains(pages.start) && pages.end <= found.pages.end;
+        whole.then(|| Arc::clone(found))
+    }
+
+    /// See [`Region::dealloc`].
+    pub(crate) fn dealloc(&self, core: &Arc<RegionCore>) -> Result<(), GmError> {
+        match &self.memory {
+            Some(memory) if core.kind == Kind::Paged => {
+                let mut inner = core.lock();
+                if matches!(inner.state, State::Freed) {
+                    return Err(GmError::Destroyed);
+                }
+                memory.deallocate(core.pages)?;
+                inner.state = State::Freed;
+            }
+            _ => self.free_frames(core)?,
+        }
+        own(&self.regions).by_start.remove(&core.pages.start);
+        self.give_addresses_back(core.pages);
+        Ok(())
+    }
+
+    /// Unmaps the region and marks it as no more, in one step against whoever would map it meanwhile.
+    fn free_frames(&self, core: &Arc<RegionCore>) -> Result<(), GmError> {
+        loop {
+            {
+                let mut inner = core.lock();
+                match &inner.state {
+                    State::Freed => return Err(GmError::Destroyed),
+                    State::Empty => {
+                        inner.state = State::Freed;
+                        return Ok(());
+                    }
+                    State::Mapped(_) | State::Stuck(_) => {}
+                    State::Leaving => crate::sync::yield_now(),
+                }
+            }
+            let unmapped = self.unmap_together(std::slice::from_ref(core)).pop();
+            match unmapped {
+                None | Some(Ok(()) | Err(GmError::NotMapped { .. })) => {}
+                Some(Err(error)) => return Err(error),
+            }
+        }
+    }
+
+    pub(crate) fn require_attached(&self, device: &Device) -> Result<(), GmError> {
+        let device = device.id();
+        let list = self.devices.share();
+        list.find(device)
+            .map(|_| ())
+            .ok_or(GmError::NotAttached { device })
+    }
+}
+
+impl AddressFit {
+    /// True if the lowest place is wanted.
+    #[must_use]
+    pub const fn is_first(self) -> bool {
+        matches!(self, Self::First)
+    }
+}
