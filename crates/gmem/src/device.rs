@@ -12,7 +12,7 @@ use crate::{
     error::GmError,
     frames::{Frame, FramePool, PhysicalMemory},
     mmu::{Mmu, MmuLimits, OnAbsent},
-    space::{AddressSpace, Mode},
+    space::AddressSpace,
     sync::{Arc, Mutex, RwLock, lock, own, share},
 };
 use pagetide_addr::{Access, DeviceId, Pa, Va};
@@ -109,6 +109,7 @@ impl Device {
         if standing.destroyed {
             return Err(GmError::Destroyed);
         }
+        standing.attached.retain(|space| space.strong_count() > 0);
         if !standing.attached.is_empty() {
             return Err(GmError::InUse {
                 by: "an address space that the device is attached to",
@@ -187,14 +188,6 @@ impl Device {
     #[doc(alias = "gm_dev_detach")]
     pub fn detach(self: &Arc<Self>, space: &Arc<AddressSpace>) -> Result<(), GmError> {
         space.detach(self)
-    }
-
-    /// Attaches the device to `space`: see [`AddressSpace::attach`].
-    ///
-    /// # Errors
-    /// As there.
-    pub fn attach(self: &Arc<Self>, space: &Arc<AddressSpace>, mode: Mode) -> Result<(), GmError> {
-        space.attach(self, mode, crate::space::Activation::Now)
     }
 
     /// Serves a fault of the device at `addr` in the space it is active in. When this returns without

@@ -222,9 +222,19 @@ pub(crate) enum Kind {
     Paged,
 }
 
+/// How a region came by its addresses, and so how they go back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Origin {
+    /// From the caches of the arena, unused pages around it included.
+    Cached(PageRange),
+    /// From the free addresses, by constraints.
+    Chosen,
+}
+
 /// A region as its space knows it.
 pub(crate) struct RegionCore {
     pub(crate) pages: PageRange,
+    pub(crate) origin: Origin,
     pub(crate) kind: Kind,
     inner: Mutex<Inner>,
     /// Operations in the queue.
@@ -232,9 +242,10 @@ pub(crate) struct RegionCore {
 }
 
 impl RegionCore {
-    pub(crate) fn new(pages: PageRange, kind: Kind) -> Arc<Self> {
+    pub(crate) fn new(pages: PageRange, origin: Origin, kind: Kind) -> Arc<Self> {
         Arc::new(Self {
             pages,
+            origin,
             kind,
             inner: Mutex::new(Inner {
                 state: State::Empty,

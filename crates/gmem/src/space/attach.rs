@@ -13,7 +13,7 @@
 use super::{
     Activation, AddressSpace, Mode, RegionRequest,
     attachments::{Activity, Attachment, LastUse, List, Table},
-    mapping::{allowed, require_page_size},
+    mapping::allowed,
 };
 use crate::{
     device::{Device, Standing, is_same},
@@ -324,15 +324,5 @@ fn return_to(device: &Device, standing: &mut Standing, before: Option<&Arc<Addre
         && space.activate_here(device).is_ok()
     {
         standing.active = Some(Arc::downgrade(space));
-    }
-}
-
-impl AddressSpace {
-    /// Checks that every device can map by pages of `page_bytes`.
-    ///
-    /// # Errors
-    /// [`GmError::Unsupported`].
-    pub fn supports_page_size(&self, page_bytes: u64) -> Result<(), GmError> {
-        require_page_size(&self.devices.share(), page_bytes)
     }
 }

@@ -139,6 +139,10 @@ impl Attachment {
         restricted.map_err(|source| GmError::device(self.device.id(), source))
     }
 
+    pub(crate) fn is_active(&self) -> bool {
+        self.activity == Activity::Active
+    }
+
     fn invalidate(&self, ranges: &[PageRange]) -> Result<(), GmError> {
         if self.activity == Activity::Inactive {
             return Ok(());
@@ -226,7 +230,13 @@ impl List {
         self.0.push(attachment);
     }
 
-    /// Takes a device out; true if nobody else uses its table.
+    /// Takes out the device that was attached last.
+    pub(crate) fn remove_last(&mut self) -> Option<(Attachment, LastUse)> {
+        let last = self.0.last()?.device.id();
+        self.remove(last)
+    }
+
+    /// Takes a device out, and tells whether nobody else uses its table.
     pub(crate) fn remove(&mut self, device: DeviceId) -> Option<(Attachment, LastUse)> {
         let at = self
             .0

@@ -274,6 +274,27 @@ impl AddressSpace {
     }
 }
 
+/// A space that is dropped without having been destroyed lets its devices go: none of them may
+/// translate by a table whose frames are given to others.
+impl Drop for AddressSpace {
+    fn drop(&mut self) {
+        let devices = Arc::clone(&self.devices);
+        let mut list = devices.own();
+        while let Some((gone, last)) = list.remove_last() {
+            if gone.is_active()
+                && let Err(error) = gone.device.mmu().deactivate(gone.table.id())
+            {
+                // It goes on using frames that the regions below hold: they are never given back.
+                debug_assert!(false, "{}: {error}", gone.device.id());
+                std::mem::forget(std::mem::take(&mut *own(&self.regions)));
+            }
+            if last == attachments::LastUse::Yes {
+                gone.table.destroy();
+            }
+        }
+    }
+}
+
 impl std::fmt::Debug for AddressSpace {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let count = share(&self.regions).by_start.len();

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Regions of a space: allocation, look-up, and giving back (GMEM 4.1).
 
-use super::{AddressFit, AddressSpace, Caching, Destroyed, Guard};
+use super::{AddressSpace, Caching, Destroyed, Guard};
 use crate::{
-    arena::Constraints,
+    arena::{ArenaError, Constraints},
     device::Device,
     error::GmError,
-    region::{Kind, Region, RegionCore, State},
+    region::{Kind, Origin, Region, RegionCore, State},
     sync::{Arc, own, share},
 };
 use pagetide_addr::{PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, SECTION_BYTES, Va};
@@ -75,17 +75,15 @@ impl AddressSpace {
     #[doc(alias = "gm_as_alloc")]
     pub fn alloc(self: &Arc<Self>, request: &RegionRequest) -> Result<Region, GmError> {
         let bytes = request.check()?;
-        let start = self.take_addresses(request, bytes)?;
-        let first = PageNo(start >> PAGE_SHIFT);
-        let pages = PageRange::new(first, PageNo(first.0 + (bytes >> PAGE_SHIFT)));
+        let (pages, origin) = self.take_addresses(request, bytes)?;
         let kind = if self.memory.is_some() {
             Kind::Paged
         } else {
             Kind::Frames
         };
-        let core = RegionCore::new(pages, kind);
+        let core = RegionCore::new(pages, origin, kind);
         if let Err(error) = self.insert(&core) {
-            self.give_addresses_back(pages);
+            self.give_addresses_back(&core);
             return Err(error);
         }
         Ok(Region {
@@ -113,8 +111,26 @@ impl AddressSpace {
         }
     }
 
-    /// A free range of addresses; the first of them.
-    fn take_addresses(&self, request: &RegionRequest, bytes: u64) -> Result<u64, GmError> {
+    /// Free addresses that satisfy the request.
+    fn take_addresses(
+        &self,
+        request: &RegionRequest,
+        bytes: u64,
+    ) -> Result<(PageRange, Origin), GmError> {
+        let full = |_| GmError::NoAddresses { bytes };
+        let is_plain = *request == RegionRequest::of_bytes(request.bytes);
+        if is_plain && self.memory.is_none() && self.policy.cache == Caching::Cached {
+            let guard = self.guard_bytes();
+            let all = bytes.saturating_add(2 * guard);
+            let start = self.arena.alloc(all).map_err(full)?;
+            let origin = Origin::Cached(pages_from(start, all));
+            return Ok((pages_from(start + guard, bytes), origin));
+        }
+        let start = self.choose_addresses(request, bytes).map_err(full)?;
+        Ok((pages_from(start, bytes), Origin::Chosen))
+    }
+
+    fn choose_addresses(&self, request: &RegionRequest, bytes: u64) -> Result<u64, ArenaError> {
         let align_min = if self.memory.is_some() {
             SECTION_BYTES
         } else {
@@ -127,12 +143,6 @@ impl AddressSpace {
             guard: self.guard_bytes(),
             ..Constraints::default()
         };
-        let plain = RegionRequest::of_bytes(request.bytes);
-        let is_plain = *request == plain && align_min == PAGE_BYTES;
-        if is_plain && self.policy.cache == Caching::Cached && self.guard_bytes() == 0 {
-            let found = self.arena.alloc(bytes);
-            return found.map_err(|_| GmError::NoAddresses { bytes });
-        }
         if let Some(hint) = request.hint {
             // Just there, or at the next place above.
             let there = Constraints {
@@ -150,13 +160,17 @@ impl AddressSpace {
                 }
             }
         }
-        let found = self.arena.alloc_with(bytes, &anywhere);
-        found.map_err(|_| GmError::NoAddresses { bytes })
+        self.arena.alloc_with(bytes, &anywhere)
     }
 
-    fn give_addresses_back(&self, pages: PageRange) {
-        let freed = self.arena.free(pages.start.0 << PAGE_SHIFT, pages.bytes());
-        debug_assert!(freed.is_ok(), "{pages:?} was not allocated");
+    fn give_addresses_back(&self, core: &RegionCore) {
+        let freed = match core.origin {
+            Origin::Cached(all) => self.arena.free(all.start.byte_offset(), all.bytes()),
+            Origin::Chosen => self
+                .arena
+                .free_direct(core.pages.start.byte_offset(), core.pages.bytes()),
+        };
+        debug_assert!(freed.is_ok(), "{:?} was not allocated", core.pages);
     }
 
     /// The region that holds `addr`.
@@ -213,7 +227,7 @@ impl AddressSpace {
             _ => self.free_frames(core)?,
         }
         own(&self.regions).by_start.remove(&core.pages.start);
-        self.give_addresses_back(core.pages);
+        self.give_addresses_back(core);
         Ok(())
     }
 
@@ -249,10 +263,7 @@ impl AddressSpace {
     }
 }
 
-impl AddressFit {
-    /// True if the lowest place is wanted.
-    #[must_use]
-    pub const fn is_first(self) -> bool {
-        matches!(self, Self::First)
-    }
+fn pages_from(start: u64, bytes: u64) -> PageRange {
+    let first = PageNo(start >> PAGE_SHIFT);
+    PageRange::new(first, PageNo(first.0 + (bytes >> PAGE_SHIFT)))
 }
