@@ -373,7 +373,8 @@ impl Vm {
             matches!(table.word(*page).state(), State::Stored(content) | State::Filling(content) | State::Evicting(content)
                     if !content.is_zero())
         };
-        let most = PageNo((start.0 + DETACH_PAGES).min(table.page_count()));
+        // No further than the section: what lies behind it may be of another region.
+        let most = PageNo((start.0 + DETACH_PAGES).min(table.pages_of(start.section()).end.0));
         let count = PageRange::new(start, most)
             .iter()
             .take_while(is_stored)
