@@ -44,9 +44,12 @@ use super::{
     word::{Event, Presence, State},
     words::NoRoom,
 };
-use crate::mmu::{MmuError, Restrict, Restricted};
-use crate::sync::{own, share};
-use pagetide_addr::{DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo};
+use crate::{
+    error::GmError,
+    mmu::{Restrict, Restricted},
+    sync::own,
+};
+use pagetide_addr::{DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va};
 
 /// Why memory did not become part of the space, or is part of it still.
 #[derive(Debug, thiserror::Error)]
@@ -97,28 +100,58 @@ pub enum GrowthError {
         section: SectionNo,
     },
     /// A device failed to give its access up.
-    #[error("device {device:?} keeps its access to section {}: {source}", section.0)]
+    #[error("section {} stays: {source}", section.0)]
     Device {
-        /// Which.
-        device: DeviceId,
         /// Where.
         section: SectionNo,
-        /// Why.
-        source: MmuError,
+        /// Which, and why.
+        source: GmError,
     },
     /// There is no memory for the words.
     #[error(transparent)]
     Words(#[from] NoRoom),
     /// The place cannot tell what is present.
-    #[error(transparent)]
-    Place(#[from] PlaceError),
+    #[error("section {} cannot be taken in: {source}", section.0)]
+    Place {
+        /// Where.
+        section: SectionNo,
+        /// Why.
+        source: PlaceError,
+    },
+}
+
+impl From<GrowthError> for GmError {
+    fn from(error: GrowthError) -> Self {
+        let va = |page: PageNo| Va(page.byte_offset());
+        match error {
+            GrowthError::Misplaced { why, .. } => Self::InvalidArgument {
+                argument: "pages",
+                why,
+            },
+            GrowthError::Occupied { .. } => Self::InUse {
+                by: "a region of another length",
+            },
+            GrowthError::Leaving { .. } => Self::InUse {
+                by: "a removal that has not come to its end",
+            },
+            GrowthError::Busy { device, .. } => Self::Busy { device },
+            GrowthError::Wired { .. } => Self::InUse {
+                by: "the rings of a device: stop it first",
+            },
+            GrowthError::Device { source, .. } => source,
+            GrowthError::Words(NoRoom { start, .. }) => Self::NoMemory { va: va(start) },
+            GrowthError::Place { section, .. } => Self::Lost {
+                va: va(PageNo(section.0 * SECTION_PAGES)),
+            },
+        }
+    }
 }
 
 /// What keeps one section from leaving.
 enum Held {
     Busy(DeviceId),
     Wired(DeviceId),
-    Failed(DeviceId, MmuError),
+    Failed(GmError),
 }
 
 impl Held {
@@ -131,11 +164,7 @@ impl Held {
                 left_pages,
             },
             Self::Wired(device) => GrowthError::Wired { device, section },
-            Self::Failed(device, source) => GrowthError::Device {
-                device,
-                section,
-                source,
-            },
+            Self::Failed(source) => GrowthError::Device { section, source },
         }
     }
 }
@@ -194,7 +223,8 @@ impl PagedMemory {
             return Err(GrowthError::Leaving { section });
         }
         let mut present = PageSet::EMPTY;
-        for run in self.place.present_runs(pages)? {
+        let runs = self.place.present_runs(pages);
+        for run in runs.map_err(|source| GrowthError::Place { section, source })? {
             present.unite(&PageSet::of_range(section, run));
         }
         let mut found = PageSet::EMPTY;
@@ -293,23 +323,34 @@ impl PagedMemory {
 
     /// vCPUs lose their access by the VMM's own unmapping; all others lose it here.
     fn take_from_devices(&self, section: SectionNo, pages: &PageSet) -> Result<(), Held> {
-        let devices = share(&self.devices);
+        let list = self.devices().share();
         let mut held = None;
-        for (id, mmu) in devices.iter().filter(|(id, _)| *id != DeviceId::VCPUS) {
-            let (wired, mut rest) = (mmu.wired(section), *pages);
-            rest.subtract(&wired);
-            if wired.intersects(pages) {
-                held.get_or_insert(Held::Wired(*id));
+        let mut wired = PageSet::EMPTY;
+        for known in list.iter() {
+            let its_wired = known.device.mmu().wired(section);
+            if its_wired.intersects(pages) {
+                held.get_or_insert(Held::Wired(known.device.id()));
+                wired.unite(&its_wired);
             }
-            match mmu.restrict(section, &rest, Restrict::NoAccess) {
+        }
+        let mut rest = *pages;
+        rest.subtract(&wired);
+        for known in list
+            .firsts()
+            .filter(|known| known.device.id() != DeviceId::VCPUS)
+        {
+            match known.try_restrict(section, &rest, Restrict::NoAccess) {
                 Ok(Restricted::Done) => {}
                 Ok(Restricted::Busy) => {
-                    held.get_or_insert(Held::Busy(*id));
+                    held.get_or_insert(Held::Busy(known.device.id()));
                 }
-                Err(source) => {
-                    held.get_or_insert(Held::Failed(*id, source));
+                Err(error) => {
+                    held.get_or_insert(Held::Failed(error));
                 }
             }
+        }
+        if let Err(error) = list.invalidate(&pages.runs(section)) {
+            held.get_or_insert(Held::Failed(error));
         }
         held.map_or(Ok(()), Err)
     }

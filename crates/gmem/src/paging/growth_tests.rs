@@ -2,11 +2,12 @@
 //! Growth and removal, one thread at a time, over a VM of vectors.
 
 use crate::{
-    Admission, Content, ContentStore, Fault, FaultOutcome, GrowthError, Incidents, Installed,
-    MemoryParts, Mmu, MmuError, MmuLimits, OnAbsent, PageTable, PageWord, PagedMemory, Place,
-    PlaceError, Restrict, Restricted, State, StoreError, VolatileWords, WordArray, recovery,
+    Activation, AddressSpace, Admission, AllocPolicy, Backing, Content, ContentStore, Device,
+    Fault, FaultOutcome, GrowthError, Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits,
+    Mode, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict, Restricted, State,
+    StoreError, TableId, VolatileWords, WordArray, recovery,
 };
-use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo};
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va};
 use std::{
     collections::BTreeSet,
     sync::{Arc, Mutex},
@@ -129,11 +130,7 @@ impl Incidents for Fake {
 
 impl Mmu for Fake {
     fn limits(&self) -> MmuLimits {
-        MmuLimits {
-            granularity_pages: 1,
-            strongest: Restrict::NoAccess,
-            on_absent: OnAbsent::Recovers,
-        }
+        MmuLimits::PAGED
     }
     fn wired(&self, section: SectionNo) -> PageSet {
         let mut set = PageSet::EMPTY;
@@ -146,6 +143,7 @@ impl Mmu for Fake {
     }
     fn restrict(
         &self,
+        _table: TableId,
         section: SectionNo,
         pages: &PageSet,
         _to: Restrict,
@@ -162,13 +160,19 @@ impl Mmu for Fake {
             Restricted::Done
         })
     }
-    fn grant(&self, pages: PageRange, _access: Access) -> Result<(), MmuError> {
+    fn grant(
+        &self,
+        _table: TableId,
+        pages: PageRange,
+        _access: Access,
+        _backing: Backing,
+    ) -> Result<(), MmuError> {
         self.with(|vm| vm.granted.extend(pages.iter().map(|page| page.0)));
         Ok(())
     }
 }
 
-fn memory(table: PageTable) -> (Fake, PagedMemory) {
+fn memory(table: PageTable) -> (Fake, Arc<PagedMemory>) {
     let fake = Fake::default();
     let memory = PagedMemory::new(MemoryParts {
         table,
@@ -178,11 +182,14 @@ fn memory(table: PageTable) -> (Fake, PagedMemory) {
         incidents: Arc::new(fake.clone()),
         neighbours_max: 4,
     });
-    memory.attach_device(DEVICE, Arc::new(fake.clone()));
-    (fake, memory)
+    let end = Va(CAPACITY * pagetide_addr::PAGE_BYTES);
+    let space = AddressSpace::over(memory, Va(0), end, AllocPolicy::default()).unwrap();
+    let device = Device::with_id(DEVICE, Arc::new(fake.clone()));
+    (space.attach(&device, Mode::Coherent, Activation::Now)).unwrap();
+    (fake, Arc::clone(space.memory().unwrap()))
 }
 
-fn empty() -> (Fake, PagedMemory) {
+fn empty() -> (Fake, Arc<PagedMemory>) {
     let words = VolatileWords::with_capacity(CAPACITY);
     memory(PageTable::growing(Box::new(words)))
 }
@@ -327,7 +334,7 @@ fn busy_device_keeps_its_section_from_leaving_but_is_granted_nothing_more() {
     assert_eq!(state(&memory, 9), State::Present);
     assert_eq!(fault(&memory, region(0, 9)), FaultOutcome::OutOfRange);
     memory.bring_neighbours(PageNo(9));
-    memory.grant_present(&fake).unwrap();
+    memory.grant_present(DEVICE).unwrap();
     assert!(fake.with(|vm| vm.granted.is_empty()));
     let again = memory.allocate(region(0, 1024));
     assert!(matches!(again, Err(GrowthError::Leaving { .. })));
