@@ -57,6 +57,11 @@ impl AddressTree {
         }
     }
 
+    /// The lowest segment of this length or more.
+    pub(super) fn lowest_of(&self, slab: &[Segment], length_less: u64) -> Option<Seg> {
+        self.lowest(slab, self.root, length_less, 0)
+    }
+
     pub(super) fn longest_less(&self) -> Option<u64> {
         (self.root != Seg::NONE).then(|| self.nodes[self.root.at()].longest_less)
     }

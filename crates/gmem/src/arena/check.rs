@@ -15,6 +15,7 @@ fn broken<T>(what: String) -> Result<T, ArenaError> {
 struct Tally {
     free: usize,
     allocated: usize,
+    chunks: usize,
     guarded: usize,
     total_bytes: u128,
     allocated_bytes: u128,
@@ -51,6 +52,10 @@ impl Segments {
                 tally.total_bytes, tally.allocated_bytes, self.total_bytes, self.allocated_bytes
             ));
         }
+        let counted = (tally.chunks, self.chunks.idle_bytes);
+        if self.count_chunks() != counted {
+            return broken(format!("chunks and idle bytes should be {counted:?}"));
+        }
         self.check_free_index(tally.free)
     }
 
@@ -71,6 +76,13 @@ impl Segments {
                     return broken(format!("{segment:?} and the one before it are both free"));
                 }
                 Kind::Free => tally.free += 1,
+                Kind::Chunk => {
+                    tally.chunks += 1;
+                    tally.allocated_bytes += bytes;
+                    if !self.is_chunk(seg) {
+                        return broken(format!("{segment:?} contradicts its chunk"));
+                    }
+                }
                 Kind::Allocated | Kind::Guarded | Kind::Cached => {
                     tally.allocated += 1;
                     tally.allocated_bytes += bytes;
@@ -110,8 +122,14 @@ impl Segments {
 
     /// Whether `start` is allocated with this size.
     pub(super) fn allocated_as(&self, start: u64, size_less: u64) -> Result<(), ArenaError> {
-        let seg = self.find(start).ok_or(ArenaError::NotAllocated { start })?;
-        let length_less = self.slab[seg.at()].length_less() - 2 * self.guard(seg);
+        let single = || {
+            let seg = self.find(start)?;
+            Some(self.slab[seg.at()].length_less() - 2 * self.guard(seg))
+        };
+        let length_less = self
+            .piece_in_use(start)
+            .or_else(single)
+            .ok_or(ArenaError::NotAllocated { start })?;
         if length_less == size_less {
             return Ok(());
         }

@@ -57,6 +57,23 @@ impl FreeIndex {
         }
     }
 
+    /// The same, but only where it fits without looking: constant time, or O(log n).
+    pub(super) fn find_certain(
+        &self,
+        slab: &[Segment],
+        request: &Request,
+        quantum: u64,
+    ) -> Option<(Seg, u64)> {
+        let length_less = request.certain_less(quantum)?;
+        let seg = match self {
+            Self::Lists(lists) => lists.first_from(certain_class(Some(length_less)))?,
+            Self::Tree(tree) => tree.lowest_of(slab, length_less)?,
+        };
+        let segment = &slab[seg.at()];
+        let start = request.place(segment.first, segment.last)?;
+        Some((seg, start))
+    }
+
     /// Takes up a segment that became free.
     #[inline]
     pub(super) fn link(&mut self, slab: &mut [Segment], seg: Seg) {
@@ -145,6 +162,12 @@ impl ClassLists {
         let certain = certain_class(request.certain_less(quantum));
         self.find_in(slab, request, certain, CLASSES)
             .or_else(|| self.find_in(slab, request, class(request.total_less), certain))
+    }
+
+    /// The head of the first list from `from` on that has one.
+    fn first_from(&self, from: usize) -> Option<Seg> {
+        let filled = self.filled & mask_from(from);
+        (filled != 0).then(|| self.heads[filled.trailing_zeros() as usize])
     }
 
     /// Searches lists `from..to`.

@@ -50,6 +50,7 @@
 
 mod address_tree;
 mod check;
+mod chunks;
 mod free_index;
 mod magazines;
 #[cfg(all(test, loom))]
@@ -236,11 +237,11 @@ pub struct ArenaUsage {
     pub free_bytes: u64,
     /// With callers, guards included.
     pub allocated_bytes: u64,
-    /// Ready in magazines.
+    /// Ready in magazines and chunks.
     pub cached_bytes: u64,
     /// Longest free segment.
     pub largest_free_bytes: u64,
-    /// Allocated segments, those of the caches included.
+    /// Allocated segments; a chunk of the caches, up to 64 pieces, is one.
     pub allocated_segments: u64,
     /// Spans; those that touch are one.
     pub spans: u64,
@@ -366,7 +367,8 @@ impl Arena {
     /// Gives all cached pieces back to the segments. Done by itself before an allocation fails.
     #[doc(alias = "vmem_qcache_reap")]
     pub fn reap(&self) {
-        self.caches.drain(&self.source(), || ());
+        let dissolve = || lock(&self.segments).dissolve_chunks();
+        self.caches.drain(&self.source(), dissolve);
     }
 
     /// What is where, at one moment.
@@ -381,13 +383,14 @@ impl Arena {
                 })
                 .sum();
             let segments = lock(&self.segments);
+            let cached = cached + segments.chunks.idle_bytes;
             let longest_less = segments.free.longest_less(&segments.slab);
             ArenaUsage {
                 free_bytes: bytes(segments.total_bytes - segments.allocated_bytes),
                 allocated_bytes: bytes(segments.allocated_bytes.saturating_sub(cached)),
                 cached_bytes: bytes(cached),
                 largest_free_bytes: longest_less.map_or(0, |less| less.saturating_add(1)),
-                allocated_segments: segments.chained as u64,
+                allocated_segments: (segments.chained + segments.count_chunks().0) as u64,
                 spans: segments.spans.len() as u64,
                 foreign_frees: self.foreign_frees.load(Ordering::Relaxed),
             }
@@ -435,7 +438,11 @@ impl Arena {
         let first = lock(&self.segments).alloc(request, owner);
         match first {
             Err(ArenaError::Full { .. }) if self.caches.classes() > 0 => {
-                let again = || lock(&self.segments).alloc(request, owner);
+                let again = || {
+                    let mut segments = lock(&self.segments);
+                    segments.dissolve_chunks();
+                    segments.alloc(request, owner)
+                };
                 self.caches.drain(&self.source(), again)
             }
             other => other,
@@ -496,18 +503,13 @@ struct SegmentSource<'a>(&'a Arena);
 
 impl PieceSource for SegmentSource<'_> {
     fn take(&self, class: usize, count: usize, pieces: &mut Vec<u64>) {
-        let request = Request::plain(self.0.piece_less(class), self.0.quantum);
-        let mut segments = lock(&self.0.segments);
-        pieces.extend(
-            std::iter::from_fn(|| segments.alloc(&request, Owner::Caches).ok()).take(count),
-        );
+        lock(&self.0.segments).take_pieces(class, count, pieces);
     }
 
     fn give_back(&self, class: usize, pieces: &[u64]) {
-        let size_less = self.0.piece_less(class);
         let mut segments = lock(&self.0.segments);
         for &start in pieces {
-            if segments.free(start, size_less, Owner::Caches).is_err() {
+            if segments.give_back_piece(class, start).is_err() {
                 self.0.foreign_frees.fetch_add(1, Ordering::Relaxed);
             }
         }

@@ -50,6 +50,14 @@ impl Request {
         }
     }
 
+    /// `bytes`, a power of two, aligned to their size.
+    pub(super) fn aligned_chunk(bytes: u64, quantum: u64) -> Self {
+        Self {
+            align: bytes,
+            ..Self::plain(bytes - 1, quantum)
+        }
+    }
+
     /// `size_less` at `start` and nowhere else.
     pub(super) fn at(start: u64, size_less: u64, quantum: u64) -> Result<Self, ArenaError> {
         if !start.is_multiple_of(quantum) {

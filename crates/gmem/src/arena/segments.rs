@@ -24,6 +24,7 @@
 use std::collections::BTreeMap;
 
 use super::ArenaError;
+use super::chunks::Chunks;
 use super::free_index::FreeIndex;
 use super::request::Request;
 
@@ -38,6 +39,7 @@ impl Seg {
     const GUARDED: Self = Self(u32::MAX - 3);
     const BORDER: Self = Self(u32::MAX - 4);
     const VACANT: Self = Self(u32::MAX - 5);
+    const CHUNK: Self = Self(u32::MAX - 6);
 
     #[inline]
     pub(super) fn at(self) -> usize {
@@ -46,7 +48,7 @@ impl Seg {
 }
 
 /// Most segments of an arena: what indexes can name. An allocation that would exceed it fails.
-pub(super) const SEGMENTS_MAX: usize = (u32::MAX - 6) as usize;
+pub(super) const SEGMENTS_MAX: usize = (u32::MAX - 7) as usize;
 
 /// A run of integers. 32 bytes and aligned so: a segment never lies in two cache lines.
 #[derive(Clone, Copy, Debug)]
@@ -73,8 +75,10 @@ pub(super) enum Kind {
     Allocated,
     /// Given to a caller, with guards inside.
     Guarded,
-    /// Given to the caches, whoever has it now.
+    /// A single piece given to the caches, whoever has it now.
     Cached,
+    /// Many of them.
+    Chunk,
     Border,
     Vacant,
 }
@@ -92,6 +96,7 @@ impl Segment {
         match self.prev {
             Seg::ALLOCATED => Kind::Allocated,
             Seg::CACHED => Kind::Cached,
+            Seg::CHUNK => Kind::Chunk,
             Seg::GUARDED => Kind::Guarded,
             Seg::BORDER => Kind::Border,
             Seg::VACANT => Kind::Vacant,
@@ -115,10 +120,11 @@ pub(super) struct Segments {
     buckets: Vec<Seg>,
     pub(super) chained: usize,
     pub(super) guards: BTreeMap<Seg, u64>,
+    pub(super) chunks: Chunks,
     /// Borders by the first integer of their span.
     pub(super) spans: BTreeMap<u64, Seg>,
     pub(super) total_bytes: u128,
-    /// Guards included.
+    /// Guards and whole chunks included.
     pub(super) allocated_bytes: u128,
 }
 
@@ -134,6 +140,7 @@ impl Segments {
             buckets: vec![Seg::NONE; BUCKETS_MIN],
             chained: 0,
             guards: BTreeMap::new(),
+            chunks: Chunks::default(),
             spans: BTreeMap::new(),
             total_bytes: 0,
             allocated_bytes: 0,
@@ -168,7 +175,12 @@ impl Segments {
 
     /// Gives back what begins at `start`; `by` must be who took it.
     pub(super) fn free(&mut self, start: u64, size_less: u64, by: Owner) -> Result<(), ArenaError> {
-        let seg = self.find(start).ok_or(ArenaError::NotAllocated { start })?;
+        let Some(seg) = self.find(start) else {
+            return Err(match self.piece_in_use(start) {
+                Some(_) => ArenaError::OfTheCaches { start },
+                None => ArenaError::NotAllocated { start },
+            });
+        };
         let segment = self.slab[seg.at()];
         let guard = self.guard(seg);
         let length_less = segment.length_less() - 2 * guard;
@@ -187,6 +199,56 @@ impl Segments {
         self.allocated_bytes -= u128::from(segment.length_less()) + 1;
         self.release(seg);
         Ok(())
+    }
+
+    /// A segment for a chunk, if one certainly fits: a search for it would cost more than it saves.
+    pub(super) fn alloc_chunk(&mut self, request: &Request) -> Option<(u64, Seg)> {
+        if self.slab.len() >= SEGMENTS_MAX - 2 {
+            return None;
+        }
+        let (seg, start) = self.free.find_certain(&self.slab, request, self.quantum)?;
+        let taken = self.carve(seg, start, start + request.size_less);
+        self.slab[taken.at()].prev = Seg::CHUNK;
+        self.allocated_bytes += u128::from(request.size_less) + 1;
+        Some((start, taken))
+    }
+
+    /// Gives back the segment of a chunk.
+    pub(super) fn free_chunk(&mut self, seg: Seg) {
+        self.allocated_bytes -= u128::from(self.slab[seg.at()].length_less()) + 1;
+        self.release(seg);
+    }
+
+    /// Makes the chunk `seg` into a segment for each of `pieces`, which ascend, and free ones between.
+    pub(super) fn split_chunk(&mut self, seg: Seg, pieces: &[u64], piece_bytes: u64) {
+        let Segment {
+            first,
+            last,
+            mut before,
+            ..
+        } = self.slab[seg.at()];
+        self.allocated_bytes -= u128::from(last - first) + 1;
+        self.allocated_bytes += u128::from(piece_bytes) * pieces.len() as u128;
+        self.remove(seg);
+        let mut free = Vec::new();
+        let mut next = Some(first);
+        for &piece in pieces {
+            if let Some(next) = next.filter(|&next| next < piece) {
+                before = self.insert_after(before, next, piece - 1);
+                free.push(before);
+            }
+            let end = piece + (piece_bytes - 1);
+            before = self.insert_after(before, piece, end);
+            self.slab[before.at()].prev = Seg::CACHED;
+            self.chain(before, piece);
+            next = end.checked_add(1);
+        }
+        if let Some(next) = next.filter(|&next| next <= last) {
+            free.push(self.insert_after(before, next, last));
+        }
+        for seg in free {
+            self.release(seg);
+        }
     }
 
     /// Adds the integers `first..=last`, joined to spans that they touch.
