@@ -9,6 +9,8 @@
 //!   looked for again before each round.
 //! - **A further mapping in the VMM itself**, which its userfaultfd does not watch
 //!   either. No layout has one at attach; it is looked for before each round.
+//!   (A new file of RAM, or all of a file gone, is no hazard: see
+//!   [`RamLayout::news`].)
 //! - **Kernel pins.** A page pinned for direct I/O or a device keeps taking DMA
 //!   after it has been punched from its file: the data is lost. Whoever might
 //!   pin (direct I/O files, vfio, vhost-scsi, vdpa, RDMA, udmabuf, pass-through of
@@ -95,6 +97,12 @@ pub enum EvictionBar {
     /// Swap has come into reach.
     #[error("the guest's RAM can go to kernel swap: {0}")]
     Swap(SwapReach),
+    /// The VMM has got RAM that cannot be taken over.
+    #[error("the VMM has got more RAM, which is not taken over: {why}")]
+    NewRam {
+        /// The sentence that would refuse an attach.
+        why: String,
+    },
 }
 
 /// A process found to map the RAM.

@@ -2,32 +2,40 @@
 //! [`RamLayout`]: where a VMM's RAM is: its files, and where the VMM has mapped them.
 //!
 //! A VMM may have several RAM files (a memory backend each) and several mappings
-//! of one file. Pages are numbered along the files laid end to end, in the order
-//! of their lowest mapping; so a [`PageNo`] means the same to everybody who has
-//! the files, and the layout tells where the VMM sees it:
+//! of one file. The pages of a file have numbers that follow one another, from a
+//! section's border on; so a [`PageNo`] means the same to everybody who has the
+//! files, and the layout tells where the VMM sees it:
 //!
 //! ```text
-//!   files          ┌──── file 0 ────┬─────── file 1 ───────┐
-//!   PageNo         0                n0                     n0+n1
-//!   mappings       └─ hva A ─┘└ hva B ┘└────── hva C ──────┘
+//!   files          ┌──── file 0 ────┐ gap ┌─────── file 1 ───────┐
+//!   PageNo         0                n0    m                      m+n1
+//!   mappings       └─ hva A ─┘└ hva B ┘   └────── hva C ──────┘
 //! ```
 //!
 //! Every byte of a file is mapped exactly once: a page that the VMM maps nowhere
 //! could not be installed, one mapped twice would have to be protected twice.
+//!
+//! A layout never changes. A VMM that gains or loses RAM while it runs gets
+//! another one ([`RamLayout::with`], [`RamLayout::without`]), which its
+//! [`LiveLayout`] shows to everybody from then on. Files that stay keep their
+//! page numbers; numbers that a file has left behind belong to nobody.
 
+mod live;
 mod recorded;
 
-pub use recorded::{MapsChange, RecordedMapping};
+pub use live::{LiveLayout, NewRam, RamNews, Strangers};
+pub use recorded::{MapsChange, RecordedLayout, RecordedMapping};
 
 use crate::Refusal;
 use crate::process::{VmmProcess, in_proc};
-use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange};
+use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, SECTION_PAGES};
 use pagetide_sys::memory_file::{FileError, GuestFile};
 use procfs::process::{MMPermissions, MMapPath, MemoryMap, VmFlags};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
 
 /// Smallest mapping that counts as guest RAM: video memory and firmware are smaller.
 pub const SMALLEST_RAM_BYTES: u64 = 16 << 20;
@@ -75,15 +83,23 @@ pub enum LayoutError {
     /// No mapping at all.
     #[error("no mapping of RAM is recorded")]
     Nothing,
+    /// Page numbers that another file has, or a file that is there already.
+    #[error("pages {} to {} cannot be given to RAM file {key}: another file has some of them, or it has others", pages.start, pages.end)]
+    Taken {
+        /// The file.
+        key: FileKey,
+        /// The pages it was to have.
+        pages: PageRange,
+    },
     /// A file could not be asked.
     #[error(transparent)]
     File(#[from] FileError),
 }
 
 /// A file behind guest RAM.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct RamFile {
-    file: GuestFile,
+    file: Arc<GuestFile>,
     key: FileKey,
     pages: PageRange,
 }
@@ -91,7 +107,7 @@ pub struct RamFile {
 impl RamFile {
     /// The open file.
     #[must_use]
-    pub const fn file(&self) -> &GuestFile {
+    pub fn file(&self) -> &GuestFile {
         &self.file
     }
 
@@ -135,8 +151,9 @@ pub struct Piece {
 }
 
 /// A VMM's RAM: files and mappings.
-#[derive(Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct RamLayout {
+    /// By their pages.
     files: Vec<RamFile>,
     /// By file and offset, so by page; with the first page of each.
     mappings: Vec<(PageNo, RamMapping)>,
@@ -161,15 +178,27 @@ impl RamLayout {
                 name: vmm.name().to_owned(),
             });
         }
-        let found = find_ram(vmm, &maps)?;
-        let mut layout = Self::from_mappings(found.files, &found.mappings).map_err(|source| {
-            Refusal::Layout {
-                pid,
-                name: vmm.name().to_owned(),
-                source,
+        let found = find_ram(vmm, &maps, Known::Nothing)?;
+        let name = || vmm.name().to_owned();
+        match (found.files.is_empty(), &found.on_disk) {
+            (true, Some(path)) => {
+                let (name, path) = (name(), path.clone());
+                return Err(Refusal::FileNotInMemory { pid, name, path });
             }
-        })?;
-        layout.warnings.extend(huge_page_warning(&found.flags));
+            (true, None) => return Err(Refusal::PrivateRam { pid, name: name() }),
+            (false, _) => {}
+        }
+        let warning = huge_page_warning(&found.flags);
+        let mut layout = Self::default();
+        for new in found.into_new(vmm)? {
+            let first = layout.room_for(new.page_count());
+            layout = layout.with(&new, first).map_err(|source| Refusal::Layout {
+                pid,
+                name: name(),
+                source,
+            })?;
+        }
+        layout.warnings.extend(warning);
         vmm.still_runs()?;
         Ok(layout)
     }
@@ -182,50 +211,86 @@ impl RamLayout {
         files: Vec<GuestFile>,
         mappings: &[RamMapping],
     ) -> Result<Self, LayoutError> {
-        let whole = |file: GuestFile| {
+        let mut layout = Self::default();
+        for (number, file) in files.into_iter().enumerate() {
             let len_bytes = file.len_bytes()?;
-            Ok((file, len_bytes))
-        };
-        let files: Result<Vec<_>, LayoutError> = files.into_iter().map(whole).collect();
-        Self::build(files?, mappings)
-    }
-
-    /// From files and how much of each is RAM, from its first byte on.
-    fn build(files: Vec<(GuestFile, u64)>, mappings: &[RamMapping]) -> Result<Self, LayoutError> {
-        let mut layout = Self {
-            files: Vec::new(),
-            mappings: Vec::new(),
-            warnings: Vec::new(),
-        };
-        let mut next = PageNo(0);
-        for (file, (guest_file, len_bytes)) in files.into_iter().enumerate() {
-            let key = guest_file.key()?;
-            if guest_file.len_bytes()? < len_bytes {
-                return Err(LayoutError::Short {
-                    key,
-                    len_bytes: guest_file.len_bytes()?,
-                    recorded_bytes: len_bytes,
-                });
-            }
-            if !len_bytes.is_multiple_of(PAGE_BYTES) {
-                return Err(LayoutError::Unaligned {
-                    key,
-                    offset: len_bytes,
-                });
-            }
-            let first = next;
-            for mapping in in_order(file, key, len_bytes, mappings)? {
-                let page = PageNo(first.0 + (mapping.file_offset >> PAGE_SHIFT));
-                layout.mappings.push((page, mapping));
-            }
-            next = PageNo(first.0 + (len_bytes >> PAGE_SHIFT));
-            layout.files.push(RamFile {
-                file: guest_file,
-                key,
-                pages: PageRange::new(first, next),
-            });
+            let own = mappings.iter().filter(|m| m.file == number).copied();
+            let new = NewRam::new(file, len_bytes, own.collect())?;
+            let first = layout.room_for(new.page_count());
+            layout = layout.with(&new, first)?;
         }
         Ok(layout)
+    }
+
+    /// The first section's border from which on `page_count` pages belong to nobody.
+    #[must_use]
+    pub fn room_for(&self, page_count: u64) -> PageNo {
+        let mut first = 0_u64;
+        for file in &self.files {
+            if first.saturating_add(page_count) <= file.pages.start.0 {
+                break;
+            }
+            first = file.pages.end.0.next_multiple_of(SECTION_PAGES);
+        }
+        PageNo(first)
+    }
+
+    /// This layout and one more file, whose first page is `first`.
+    ///
+    /// # Errors
+    /// [`LayoutError::Taken`].
+    pub fn with(&self, new: &NewRam, first: PageNo) -> Result<Self, LayoutError> {
+        let end = first.0.checked_add(new.page_count());
+        let pages = PageRange::new(first, PageNo(end.unwrap_or(first.0)));
+        let taken = |file: &RamFile| file.key == new.key() || overlap(file.pages, pages);
+        if pages.is_empty() || self.files.iter().any(taken) {
+            return Err(LayoutError::Taken {
+                key: new.key(),
+                pages,
+            });
+        }
+        let mut layout = self.clone();
+        let at = self.files.partition_point(|file| file.pages.start < first);
+        layout.files.insert(
+            at,
+            RamFile {
+                file: Arc::clone(new.file()),
+                key: new.key(),
+                pages,
+            },
+        );
+        for (_, mapping) in &mut layout.mappings {
+            mapping.file += usize::from(mapping.file >= at);
+        }
+        let more = new.mappings().iter().map(|mapping| {
+            let page = PageNo(first.0 + (mapping.file_offset >> PAGE_SHIFT));
+            let file = at;
+            (page, RamMapping { file, ..*mapping })
+        });
+        layout.mappings.extend(more);
+        layout.mappings.sort_unstable_by_key(|(start, _)| *start);
+        Ok(layout)
+    }
+
+    /// This layout without the file `key`.
+    #[must_use]
+    pub fn without(&self, key: FileKey) -> Self {
+        let Some(gone) = self.files.iter().position(|file| file.key == key) else {
+            return self.clone();
+        };
+        let mut layout = self.clone();
+        layout.files.remove(gone);
+        layout.mappings.retain(|(_, mapping)| mapping.file != gone);
+        for (_, mapping) in &mut layout.mappings {
+            mapping.file -= usize::from(mapping.file > gone);
+        }
+        layout
+    }
+
+    /// The file `key`.
+    #[must_use]
+    pub fn file(&self, key: FileKey) -> Option<&RamFile> {
+        self.files.iter().find(|file| file.key == key)
     }
 
     /// The files, in the order of their pages.
@@ -245,7 +310,7 @@ impl RamLayout {
         &self.warnings
     }
 
-    /// Number of pages in all files.
+    /// The page after the last one. There may be gaps before it, which are no memory.
     #[must_use]
     pub fn page_count(&self) -> u64 {
         self.files.last().map_or(0, |file| file.pages.end.0)
@@ -254,7 +319,7 @@ impl RamLayout {
     /// Bytes in all files.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
-        self.page_count() << PAGE_SHIFT
+        self.files.iter().map(|file| file.pages.bytes()).sum()
     }
 
     /// Bytes of memory the files take up now.
@@ -292,8 +357,7 @@ impl RamLayout {
         Ok(least)
     }
 
-    /// `pages` cut at the borders of files and mappings, ascending; what lies beyond the RAM is
-    /// left out.
+    /// `pages` cut at the borders of files and mappings, ascending; what is no RAM is left out.
     pub fn pieces(&self, pages: PageRange) -> impl Iterator<Item = Piece> + '_ {
         let first = self
             .mappings
@@ -328,7 +392,7 @@ impl RamLayout {
     /// The page at byte `offset` of the file `key`; `None` if there is none.
     #[must_use]
     pub fn page_in_file(&self, key: FileKey, offset: u64) -> Option<PageNo> {
-        let file = self.files.iter().find(|file| file.key == key)?;
+        let file = self.file(key)?;
         let page = PageNo(file.pages.start.0 + (offset >> PAGE_SHIFT));
         file.pages.contains(page).then_some(page)
     }
@@ -343,18 +407,16 @@ fn unseen_bytes(file: &GuestFile) -> Result<u64, FileError> {
     Ok(allocated.saturating_sub(seen))
 }
 
+fn overlap(one: PageRange, other: PageRange) -> bool {
+    one.start < other.end && other.start < one.end
+}
+
 /// The mappings of one file, by offset: every byte of it exactly once.
 fn in_order(
-    file: usize,
     key: FileKey,
     len_bytes: u64,
-    mappings: &[RamMapping],
+    mut of_file: Vec<RamMapping>,
 ) -> Result<Vec<RamMapping>, LayoutError> {
-    let mut of_file: Vec<_> = mappings
-        .iter()
-        .filter(|m| m.file == file)
-        .copied()
-        .collect();
     of_file.sort_unstable_by_key(|m| m.file_offset);
     let mut covered = 0_u64;
     for mapping in &of_file {
@@ -383,10 +445,13 @@ fn in_order(
     Ok(of_file)
 }
 
+#[derive(Default)]
 struct FoundRam {
     files: Vec<GuestFile>,
     mappings: Vec<RamMapping>,
     flags: Vec<VmFlags>,
+    /// A file that would be RAM if it were in memory.
+    on_disk: Option<String>,
 }
 
 fn len_of(map: &MemoryMap) -> u64 {
@@ -407,8 +472,24 @@ fn is_shared_writable(map: &MemoryMap) -> bool {
     map.perms.contains(wanted)
 }
 
+/// Files that need not be looked at.
+enum Known<'a> {
+    Nothing,
+    /// What lies in a layout, and what was looked at before and is no RAM.
+    Files(&'a dyn Fn(FileKey) -> bool),
+}
+
+impl Known<'_> {
+    fn has(&self, key: FileKey) -> bool {
+        match self {
+            Self::Nothing => false,
+            Self::Files(known) => known(key),
+        }
+    }
+}
+
 /// Chooses the files that are RAM, opens them and lists their mappings.
-fn find_ram(vmm: &VmmProcess, maps: &[MemoryMap]) -> Result<FoundRam, Refusal> {
+fn find_ram(vmm: &VmmProcess, maps: &[MemoryMap], known: Known<'_>) -> Result<FoundRam, Refusal> {
     let (pid, name) = (vmm.pid(), vmm.name().to_owned());
     let large = |map: &&MemoryMap| {
         // Parts of one mapping that differ in flags are listed apart: their sum counts.
@@ -419,22 +500,19 @@ fn find_ram(vmm: &VmmProcess, maps: &[MemoryMap]) -> Result<FoundRam, Refusal> {
     let shared: Vec<_> = maps
         .iter()
         .filter(|m| m.inode != 0 && is_shared_writable(m))
+        .filter(|m| !known.has(key_of(m)))
         .filter(large)
         .collect();
     if let Some(huge) = maps
         .iter()
+        .filter(|m| !known.has(key_of(m)))
         .find(|m| len_of(m) >= SMALLEST_RAM_BYTES && m.extension.vm_flags.contains(VmFlags::HT))
     {
         tracing::debug!(pid, address = huge.address.0, "hugetlb mapping");
         return Err(Refusal::HugetlbRam { pid, name });
     }
-    let mut found = FoundRam {
-        files: Vec::new(),
-        mappings: Vec::new(),
-        flags: Vec::new(),
-    };
+    let mut found = FoundRam::default();
     let mut keys = Vec::new();
-    let mut on_disk = None;
     for map in &shared {
         if keys.contains(&key_of(map)) {
             continue;
@@ -444,16 +522,11 @@ fn find_ram(vmm: &VmmProcess, maps: &[MemoryMap]) -> Result<FoundRam, Refusal> {
         };
         let in_memory = file.is_tmpfs().map_err(|e| unreadable(pid, &e))?;
         if !in_memory {
-            on_disk.get_or_insert_with(|| path_of(map));
+            found.on_disk.get_or_insert_with(|| path_of(map));
             continue;
         }
         keys.push(key_of(map));
         found.files.push(file);
-    }
-    match (found.files.is_empty(), on_disk) {
-        (true, Some(path)) => return Err(Refusal::FileNotInMemory { pid, name, path }),
-        (true, None) => return Err(Refusal::PrivateRam { pid, name }),
-        (false, _) => {}
     }
     for map in maps {
         let Some(file) = keys.iter().position(|key| *key == key_of(map)) else {
@@ -588,8 +661,9 @@ mod tests {
     #[test]
     fn pages_run_along_the_files_and_map_to_addresses_and_back() {
         let layout = two_files();
-        assert_eq!(layout.page_count(), 150);
-        for page in (0..150).map(PageNo) {
+        assert_eq!(layout.page_count(), 562);
+        assert_eq!(layout.len_bytes(), 150 * PAGE_BYTES);
+        for page in (0..100).chain(512..562).map(PageNo) {
             let piece = layout.pieces(page.single()).next().unwrap();
             assert_eq!(piece.pages, page.single());
             assert_eq!(layout.page_at(piece.hva), Some(page));
@@ -615,10 +689,10 @@ mod tests {
             [
                 (50, 10, 0, 0x200_0000 + 50 * PAGE_BYTES),
                 (60, 40, 0, 0x10_0000),
-                (100, 50, 1, 0x100_0000)
+                (512, 50, 1, 0x100_0000)
             ]
         );
-        let beyond = PageRange::new(PageNo(150), PageNo(160));
+        let beyond = PageRange::new(PageNo(562), PageNo(570));
         assert_eq!(layout.pieces(beyond).count(), 0);
         let empty = PageRange::new(PageNo(7), PageNo(7));
         assert_eq!(layout.pieces(empty).count(), 0);

@@ -4,7 +4,8 @@
 //! Pages come in through the VMM's own userfaultfd (so they are charged to the
 //! VMM and wake whoever waits), and go out by punching the files. What is
 //! present, and its content, is asked of the files, never of anybody's page
-//! table.
+//! table. Pages that the layout does not have now (RAM that was unplugged, gaps
+//! between files) are an error to install, and nothing to protect or to wake.
 //!
 //! A vCPU cannot be kept from reading a present page, so its strongest
 //! restriction is read-only; *no access* is reached by discarding.
@@ -15,12 +16,12 @@
 //! | `EAGAIN` | the address space is changing (`mmap` in the VMM): tried again, a bounded number of times |
 //! | `ESRCH`  | the VMM has ended: `Gone` |
 
-use crate::layout::{Piece, RamLayout};
+use crate::layout::{LiveLayout, Piece, RamLayout};
 use pagetide_addr::{Access, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
 use pagetide_gmem::{
-    Installed, Mmu, MmuError, MmuLimits, OnAbsent, Place, PlaceError, Restrict, Restricted,
+    Backing, Installed, Mmu, MmuError, MmuLimits, Place, PlaceError, Restrict, Restricted, TableId,
 };
-use pagetide_sys::memory_file::FileError;
+use pagetide_sys::memory_file::{FileError, GuestFile};
 use pagetide_sys::uffd::{FillOutcome, ProtectOutcome, UffdError, Userfaultfd, WriteProtection};
 use std::io;
 use std::sync::Arc;
@@ -33,33 +34,23 @@ const MOST_TRIES: u32 = 10_000;
 #[derive(Clone, Debug)]
 pub struct VmPlace {
     userfaultfd: Arc<Userfaultfd>,
-    layout: Arc<RamLayout>,
+    layout: Arc<LiveLayout>,
 }
 
 impl VmPlace {
     /// The RAM that `layout` tells of, registered with `userfaultfd`.
     #[must_use]
-    pub const fn new(userfaultfd: Arc<Userfaultfd>, layout: Arc<RamLayout>) -> Self {
+    pub const fn new(userfaultfd: Arc<Userfaultfd>, layout: Arc<LiveLayout>) -> Self {
         Self {
             userfaultfd,
             layout,
         }
     }
 
-    /// Where its pages are.
-    #[must_use]
-    pub fn layout(&self) -> &RamLayout {
-        &self.layout
-    }
-
-    fn piece(&self, page: PageNo) -> Result<Piece, PlaceError> {
-        self.layout.pieces(page.single()).next().ok_or_else(|| {
+    fn piece(layout: &RamLayout, page: PageNo) -> Result<Piece, PlaceError> {
+        layout.pieces(page.single()).next().ok_or_else(|| {
             kernel("looking for", page.single())(io::Error::from(io::ErrorKind::InvalidInput))
         })
-    }
-
-    fn file(&self, piece: &Piece) -> &pagetide_sys::memory_file::GuestFile {
-        self.layout.files()[piece.file].file()
     }
 
     /// Fills pages by `call`, which is tried again while the address space is changing.
@@ -108,7 +99,7 @@ impl VmPlace {
 
 impl Place for VmPlace {
     fn install(&self, page: PageNo, content: &[u8; 4096]) -> Result<Installed, PlaceError> {
-        let piece = self.piece(page)?;
+        let piece = Self::piece(&self.layout.look(), page)?;
         let filled = self.fill("UFFDIO_COPY", &piece, || {
             self.userfaultfd.copy(piece.hva, content)
         })?;
@@ -116,7 +107,7 @@ impl Place for VmPlace {
     }
 
     fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
-        let piece = self.piece(page)?;
+        let piece = Self::piece(&self.layout.look(), page)?;
         let filled = self.fill("UFFDIO_ZEROPAGE", &piece, || {
             self.userfaultfd.zeropage(piece.hva, PAGE_BYTES)
         })?;
@@ -126,7 +117,7 @@ impl Place for VmPlace {
     fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
         assert_eq!(content.len() as u64, pages.bytes(), "content of each page");
         let mut installed = 0;
-        for piece in self.layout.pieces(pages) {
+        for piece in self.layout.look().pieces(pages) {
             let from = PageNo(piece.pages.start.0 - pages.start.0).byte_offset();
             let part = bytes_of(content, from, piece.pages.bytes());
             let filled = self.fill("UFFDIO_COPY", &piece, || {
@@ -149,10 +140,11 @@ impl Place for VmPlace {
 
     fn read(&self, pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
         assert_eq!(into.len() as u64, pages.bytes(), "room for each page");
-        for piece in self.layout.pieces(pages) {
+        let layout = self.layout.look();
+        for piece in layout.pieces(pages) {
             let from = PageNo(piece.pages.start.0 - pages.start.0).byte_offset();
             let (start, len) = (index(from), index(piece.pages.bytes()));
-            self.file(&piece)
+            file(&layout, &piece)
                 .read_at(piece.file_offset, &mut into[start..start + len])
                 .map_err(|e| file_error("pread", piece.pages, e))?;
         }
@@ -160,8 +152,9 @@ impl Place for VmPlace {
     }
 
     fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
-        for piece in self.layout.pieces(pages) {
-            self.file(&piece)
+        let layout = self.layout.look();
+        for piece in layout.pieces(pages) {
+            file(&layout, &piece)
                 .punch(piece.file_offset, piece.pages.bytes())
                 .map_err(|e| file_error("punching", piece.pages, e))?;
         }
@@ -169,17 +162,18 @@ impl Place for VmPlace {
     }
 
     fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
-        let piece = self.piece(page)?;
-        self.file(&piece)
+        let layout = self.layout.look();
+        let piece = Self::piece(&layout, page)?;
+        file(&layout, &piece)
             .is_data(piece.file_offset)
             .map_err(|e| file_error("SEEK_DATA", piece.pages, e))
     }
 
     fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
         let mut runs: Vec<PageRange> = Vec::new();
-        for piece in self.layout.pieces(pages) {
-            let found = self
-                .file(&piece)
+        let layout = self.layout.look();
+        for piece in layout.pieces(pages) {
+            let found = file(&layout, &piece)
                 .data_runs(piece.file_offset, piece.pages.bytes())
                 .map_err(|e| file_error("SEEK_DATA", piece.pages, e))?;
             for (offset, bytes) in found {
@@ -195,7 +189,7 @@ impl Place for VmPlace {
     }
 
     fn wake(&self, pages: PageRange) -> Result<(), PlaceError> {
-        for piece in self.layout.pieces(pages) {
+        for piece in self.layout.look().pieces(pages) {
             self.wake_piece(&piece)?;
         }
         Ok(())
@@ -204,7 +198,7 @@ impl Place for VmPlace {
     /// An evicted page has kept the marker of its write protection, which counts as a page that is
     /// there; so that goes first. A page poisoned before stays so, and its waiters are released.
     fn poison(&self, page: PageNo) -> Result<(), PlaceError> {
-        let piece = self.piece(page)?;
+        let piece = Self::piece(&self.layout.look(), page)?;
         let there = || {
             let source = io::Error::from(io::ErrorKind::AlreadyExists);
             Err(kernel("UFFDIO_POISON", piece.pages)(source))
@@ -232,13 +226,13 @@ impl Place for VmPlace {
 #[derive(Clone, Debug)]
 pub struct VcpuMmu {
     userfaultfd: Arc<Userfaultfd>,
-    layout: Arc<RamLayout>,
+    layout: Arc<LiveLayout>,
 }
 
 impl VcpuMmu {
     /// Of the VMM whose RAM is registered with `userfaultfd`.
     #[must_use]
-    pub const fn new(userfaultfd: Arc<Userfaultfd>, layout: Arc<RamLayout>) -> Self {
+    pub const fn new(userfaultfd: Arc<Userfaultfd>, layout: Arc<LiveLayout>) -> Self {
         Self {
             userfaultfd,
             layout,
@@ -246,7 +240,7 @@ impl VcpuMmu {
     }
 
     fn protect(&self, pages: PageRange, protection: WriteProtection) -> Result<(), MmuError> {
-        for piece in self.layout.pieces(pages) {
+        for piece in self.layout.look().pieces(pages) {
             self.protect_piece(&piece, protection)?;
         }
         Ok(())
@@ -274,20 +268,16 @@ impl VcpuMmu {
 impl Mmu for VcpuMmu {
     fn limits(&self) -> MmuLimits {
         MmuLimits {
-            granularity_pages: 1,
             strongest: Restrict::ReadOnly,
-            on_absent: OnAbsent::Recovers,
+            ..MmuLimits::PAGED
         }
-    }
-
-    fn wired(&self, _section: SectionNo) -> PageSet {
-        PageSet::EMPTY
     }
 
     /// Protects run by run and never a page more: a protection nobody takes off again costs the
     /// guest a fault. When it returns no CPU can write to the pages: the kernel has flushed.
     fn restrict(
         &self,
+        _table: TableId,
         section: SectionNo,
         pages: &PageSet,
         to: Restrict,
@@ -305,9 +295,19 @@ impl Mmu for VcpuMmu {
     }
 
     /// Takes the protection off, whatever the access: who waits is released by that.
-    fn grant(&self, pages: PageRange, _access: Access) -> Result<(), MmuError> {
+    fn grant(
+        &self,
+        _table: TableId,
+        pages: PageRange,
+        _access: Access,
+        _backing: Backing,
+    ) -> Result<(), MmuError> {
         self.protect(pages, WriteProtection::Off)
     }
+}
+
+fn file<'a>(layout: &'a RamLayout, piece: &Piece) -> &'a GuestFile {
+    layout.files()[piece.file].file()
 }
 
 const fn installed(filled: u64) -> Installed {

@@ -25,7 +25,7 @@
 //!   watcher: poll(VMM's pidfd, stop) ──► say what, interrupt until the reader has ended
 //! ```
 
-use crate::layout::RamLayout;
+use crate::layout::LiveLayout;
 use crate::process::VmmProcess;
 use crate::threads::last_cpu;
 use pagetide_addr::{Access, PAGE_BYTES, PageNo};
@@ -170,7 +170,7 @@ impl FaultReader {
     pub fn start(
         vmm: &VmmProcess,
         userfaultfd: Arc<Userfaultfd>,
-        layout: Arc<RamLayout>,
+        layout: Arc<LiveLayout>,
         sink: Arc<dyn FaultSink>,
         config: ReaderConfig,
     ) -> Result<Self, ReaderError> {
@@ -374,7 +374,7 @@ enum End {
 
 struct Reading {
     userfaultfd: Arc<Userfaultfd>,
-    layout: Arc<RamLayout>,
+    layout: Arc<LiveLayout>,
     pid: u32,
     told: Arc<Told>,
     counters: Arc<ReaderCounters>,
@@ -450,7 +450,7 @@ impl Reading {
                 RawKind::WriteProtected => Some(FaultKind::WriteProtected),
                 RawKind::Minor => None,
             };
-            if let (Some(kind), Some(page)) = (kind, self.layout.page_at(event.address)) {
+            if let (Some(kind), Some(page)) = (kind, self.layout.look().page_at(event.address)) {
                 self.counters.faults.fetch_add(1, Ordering::Relaxed);
                 sink.fault(VcpuFault {
                     page,
@@ -503,7 +503,7 @@ impl Reading {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::RamMapping;
+    use crate::layout::{RamLayout, RamMapping};
     use pagetide_addr::Hva;
     use pagetide_sys::mapping::SharedMapping;
     use pagetide_sys::memory_file::GuestFile;
@@ -548,7 +548,8 @@ mod tests {
             file: 0,
             file_offset: 0,
         };
-        let layout = Arc::new(RamLayout::from_mappings(vec![file], &[mapped]).unwrap());
+        let layout = RamLayout::from_mappings(vec![file], &[mapped]).unwrap();
+        let layout = Arc::new(LiveLayout::new(layout));
         let (told, said) = channel();
         let reader = FaultReader::start(
             &VmmProcess::open(std::process::id()).unwrap(),

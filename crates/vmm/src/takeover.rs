@@ -132,7 +132,7 @@ pub fn resume(
 ) -> Result<Userfaultfd, TakeOverError> {
     let userfaultfd = take_inside(vmm, number)?;
     // Changes nothing where it is registered already, and fails where another one is.
-    match register(&userfaultfd, layout) {
+    match watch(&userfaultfd, layout) {
         Ok(()) => Ok(userfaultfd),
         Err(UffdError::Busy { .. }) => Err(TakeOverError::NotOurs {
             pid: vmm.pid(),
@@ -281,11 +281,16 @@ fn set_up(
             needed: Features::EVICTION.bits(),
         });
     }
-    register(&userfaultfd, layout)?;
+    watch(&userfaultfd, layout)?;
     Ok((userfaultfd, features))
 }
 
-fn register(userfaultfd: &Userfaultfd, layout: &RamLayout) -> Result<(), UffdError> {
+/// Has all of `layout` watched from now on; faults wait to be read. What is watched already stays
+/// so. For RAM that comes later: no thread of the VMM is stopped for it.
+///
+/// # Errors
+/// [`UffdError::Busy`] where another userfaultfd watches.
+pub fn watch(userfaultfd: &Userfaultfd, layout: &RamLayout) -> Result<(), UffdError> {
     for mapping in layout.mappings() {
         userfaultfd.register(
             mapping.hva,

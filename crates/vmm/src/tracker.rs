@@ -25,16 +25,16 @@
 //! in the kernel's batches: they look warmer, once.
 
 use crate::Refusal;
-use crate::layout::{MapsChange, Piece, RamLayout};
+use crate::layout::{LiveLayout, MapsChange, Piece, RamLayout};
 use crate::process::VmmProcess;
 use crate::swap;
-use pagetide_addr::{Hva, PAGE_SHIFT, PageNo, PageSet, SectionNo};
+use pagetide_addr::{FileKey, Hva, PAGE_SHIFT, PageNo, PageSet, SectionNo};
 use pagetide_sys::mapping::{MappingError, SharedMapping};
 use pagetide_sys::pagemap::{Pagemap, PagemapError};
 use pagetide_sys::process::ProcessError;
 use pagetide_sys::ptrace::{PtraceError, run_inside};
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Why accesses could not be told.
 #[derive(Debug, thiserror::Error)]
@@ -60,14 +60,6 @@ pub enum TrackerError {
     /// Our own could not.
     #[error("dropping our own translations: {0}")]
     Drop(#[from] MappingError),
-    /// An alias is missing.
-    #[error("{aliases} mappings of ours were given for {files} RAM files, or of another length")]
-    Aliases {
-        /// Mappings given.
-        aliases: usize,
-        /// Files there are.
-        files: usize,
-    },
 }
 
 /// Pages of one section that were touched.
@@ -116,15 +108,36 @@ pub trait AccessTracker: Send + Sync {
     fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError>;
 }
 
+/// This process' own mappings of RAM files, which its devices use.
+pub trait OwnMappings: Send + Sync {
+    /// The mapping of all of `file`; `None` if this process has none.
+    fn of(&self, file: FileKey) -> Option<Arc<SharedMapping>>;
+}
+
+/// For a process that maps no RAM.
+#[derive(Clone, Copy, Debug)]
+pub struct NoMappings;
+
+impl OwnMappings for NoMappings {
+    fn of(&self, _file: FileKey) -> Option<Arc<SharedMapping>> {
+        None
+    }
+}
+
 /// Unmaps pages and looks which come back; see the module.
-#[derive(Debug)]
 pub struct UnmapAndLook {
-    layout: Arc<RamLayout>,
+    layout: Arc<LiveLayout>,
     vmm: VmmProcess,
     vmm_map: Pagemap,
     own_map: Pagemap,
-    aliases: Vec<Arc<SharedMapping>>,
-    /// For each file of the layout.
+    own: Arc<dyn OwnMappings>,
+    files: Mutex<Files>,
+}
+
+/// What is known of the files of a layout, in their order.
+struct Files {
+    layout: Arc<RamLayout>,
+    aliases: Vec<Option<Arc<SharedMapping>>>,
     ways: Vec<Way>,
 }
 
@@ -151,54 +164,45 @@ impl Ranges {
 }
 
 impl UnmapAndLook {
-    /// For the RAM of `vmm`. `aliases` are our own mappings of its files, in the order of the
-    /// layout's; none at all if this process maps no RAM.
+    /// For the RAM of `vmm`. `own` tells our own mappings of its files.
     ///
     /// # Errors
     /// [`TrackerError`].
     pub fn new(
         vmm: &VmmProcess,
-        layout: Arc<RamLayout>,
-        aliases: Vec<Arc<SharedMapping>>,
+        layout: Arc<LiveLayout>,
+        own: Arc<dyn OwnMappings>,
     ) -> Result<Self, TrackerError> {
-        let files = layout.files();
-        let fits = aliases
-            .iter()
-            .zip(files)
-            .all(|(alias, file)| alias.len_bytes() == file.pages().bytes());
-        if !aliases.is_empty() && (aliases.len() != files.len() || !fits) {
-            return Err(TrackerError::Aliases {
-                aliases: aliases.len(),
-                files: files.len(),
-            });
-        }
         let vmm_map = Pagemap::of_process(vmm.pid())?;
         // Opened by pid: it is the VMM's if that had not ended even afterwards.
         if vmm.fd().has_ended()? {
             return Err(PagemapError::Gone.into());
         }
-        let never_swapped = swap::file_systems_without_swap(vmm.pid())?;
-        let ways = files.iter().map(|file| {
-            if never_swapped.contains(&file.key().dev) {
-                Way::Inside
-            } else {
-                Way::PageOut
-            }
-        });
+        let files = Files::new(vmm.pid(), layout.now(), own.as_ref())?;
         Ok(Self {
             vmm: vmm.try_clone()?,
             vmm_map,
             own_map: Pagemap::of_self()?,
-            ways: ways.collect(),
             layout,
-            aliases,
+            own,
+            files: Mutex::new(files),
         })
+    }
+
+    /// The files as they are now: known anew whenever the layout has changed.
+    fn files(&self) -> Result<MutexGuard<'_, Files>, TrackerError> {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = self.layout.now();
+        if !Arc::ptr_eq(&files.layout, &now) {
+            *files = Files::new(self.vmm.pid(), now, self.own.as_ref())?;
+        }
+        Ok(files)
     }
 
     /// Has the VMM drop its translations of `ranges`.
     fn unmap_inside(&self, ranges: &[(Hva, u64)]) -> Result<(), TrackerError> {
         run_inside(self.vmm.fd(), |thread| {
-            if let Some(change) = self.layout.maps_change(&self.vmm)? {
+            if let Some(change) = self.layout.look().maps_change(&self.vmm)? {
                 return Err(TrackerError::Changed(change));
             }
             for (start, len_bytes) in ranges {
@@ -209,19 +213,41 @@ impl UnmapAndLook {
         Ok(())
     }
 
-    fn pieces(&self, section: SectionNo) -> impl Iterator<Item = Piece> + '_ {
-        self.layout.pieces(section.pages(self.layout.page_count()))
-    }
-
-    fn mapped(&self, piece: &Piece) -> Result<Touched, TrackerError> {
+    fn mapped(&self, files: &Files, piece: &Piece) -> Result<Touched, TrackerError> {
         let mut touched = Touched::default();
-        let alias = self.aliases.get(piece.file);
-        if let Some(alias) = alias {
+        if let Some(alias) = &files.aliases[piece.file] {
             let ours = Hva(alias.address() as u64 + piece.file_offset);
             collect(&self.own_map, ours, piece, &mut touched.dma)?;
         }
         collect(&self.vmm_map, piece.hva, piece, &mut touched.cpu)?;
         Ok(touched)
+    }
+}
+
+impl Files {
+    fn new(pid: u32, layout: Arc<RamLayout>, own: &dyn OwnMappings) -> Result<Self, TrackerError> {
+        let never_swapped = swap::file_systems_without_swap(pid)?;
+        let way = |key: FileKey| {
+            if never_swapped.contains(&key.dev) {
+                Way::Inside
+            } else {
+                Way::PageOut
+            }
+        };
+        let keys = || layout.files().iter().map(|file| file.key());
+        let (ways, aliases) = (
+            keys().map(way).collect(),
+            keys().map(|k| own.of(k)).collect(),
+        );
+        Ok(Self {
+            layout,
+            aliases,
+            ways,
+        })
+    }
+
+    fn pieces(&self, section: SectionNo) -> impl Iterator<Item = Piece> + '_ {
+        self.layout.pieces(section.pages(self.layout.page_count()))
     }
 }
 
@@ -245,16 +271,17 @@ impl AccessTracker for UnmapAndLook {
     }
 
     fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+        let files = self.files()?;
         let mut all = Vec::with_capacity(sections.len());
         let (mut to_page_out, mut to_drop) = (Ranges::default(), Ranges::default());
         for section in sections {
             let mut of_section = Touched::default();
-            for piece in self.pieces(*section) {
-                let touched = self.mapped(&piece)?;
+            for piece in files.pieces(*section) {
+                let touched = self.mapped(&files, &piece)?;
                 of_section.cpu.unite(&touched.cpu);
                 of_section.dma.unite(&touched.dma);
                 let bytes = piece.pages.len() << PAGE_SHIFT;
-                if let Some(alias) = self.aliases.get(piece.file)
+                if let Some(alias) = &files.aliases[piece.file]
                     && !touched.dma.is_empty()
                 {
                     alias.drop_translations(piece.file_offset, bytes)?;
@@ -262,7 +289,7 @@ impl AccessTracker for UnmapAndLook {
                 if touched.cpu.is_empty() {
                     continue;
                 }
-                match self.ways[piece.file] {
+                match files.ways[piece.file] {
                     Way::PageOut => to_page_out.add(piece.hva, bytes),
                     Way::Inside => to_drop.add(piece.hva, bytes),
                 }
@@ -279,9 +306,10 @@ impl AccessTracker for UnmapAndLook {
     }
 
     fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
+        let files = self.files()?;
         let mut mapped = PageSet::EMPTY;
-        for piece in self.pieces(section) {
-            mapped.unite(&self.mapped(&piece)?.by_anybody());
+        for piece in files.pieces(section) {
+            mapped.unite(&self.mapped(&files, &piece)?.by_anybody());
         }
         Ok(mapped)
     }

@@ -5,11 +5,11 @@
 //! that tells it to do so.
 
 use pagetide_addr::{Hva, PAGE_BYTES, PageNo, PageSet, SectionNo};
-use pagetide_gmem::{Installed, Mmu, Place, PlaceError, Restrict, Restricted};
+use pagetide_gmem::{Installed, Mmu, Place, PlaceError, Restrict, Restricted, TableId};
 use pagetide_sys::mapping::SharedMapping;
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_sys::uffd::{Features, Userfaultfd, Watch};
-use pagetide_vmm::layout::{RamLayout, RamMapping};
+use pagetide_vmm::layout::{LiveLayout, RamLayout, RamMapping};
 use pagetide_vmm::place::{VcpuMmu, VmPlace};
 use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
@@ -58,7 +58,8 @@ impl Watched {
             file: 0,
             file_offset: 0,
         };
-        let layout = Arc::new(RamLayout::from_mappings(vec![file], &[mapped]).unwrap());
+        let layout = RamLayout::from_mappings(vec![file], &[mapped]).unwrap();
+        let layout = Arc::new(LiveLayout::new(layout));
         Some(Self {
             place: VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&layout)),
             mmu: VcpuMmu::new(Arc::clone(&userfaultfd), layout),
@@ -72,7 +73,9 @@ impl Watched {
         let installed = self.place.install(page, &[7; 4096]).unwrap();
         assert_eq!(installed, Installed::Installed);
         let set = PageSet::of_range(SectionNo(0), page.single());
-        let restricted = self.mmu.restrict(SectionNo(0), &set, Restrict::ReadOnly);
+        let restricted = self
+            .mmu
+            .restrict(TableId(0), SectionNo(0), &set, Restrict::ReadOnly);
         assert_eq!(restricted.unwrap(), Restricted::Done);
         self.place.discard(page.single()).unwrap();
     }

@@ -6,24 +6,24 @@
 
 mod qemu;
 
-use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo};
-use pagetide_gmem::{Installed, Mmu, Place, PlaceError, Restrict, Restricted};
+use pagetide_addr::{Access, FileKey, Hva, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_gmem::{Backing, Installed, Mmu, Place, PlaceError, Restrict, Restricted, TableId};
 use pagetide_sys::mapping::SharedMapping;
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_sys::ptrace::{PtraceError, run_inside};
 use pagetide_sys::uffd::{Features, UffdError, Userfaultfd};
 use pagetide_vmm::Refusal;
 use pagetide_vmm::hazards::{self, EvictionBar};
-use pagetide_vmm::layout::{MapsChange, RamLayout, RamMapping};
+use pagetide_vmm::layout::{LiveLayout, MapsChange, RamLayout, RamMapping, Strangers};
 use pagetide_vmm::place::{VcpuMmu, VmPlace};
 use pagetide_vmm::process::VmmProcess;
 use pagetide_vmm::reader::{
     FaultKind, FaultReader, FaultSink, ReaderConfig, ReaderError, VcpuFault,
 };
 use pagetide_vmm::takeover::{
-    TakeOverError, TakenOver, abandon, find_inside, let_go, resume, take_over,
+    TakeOverError, TakenOver, abandon, find_inside, let_go, resume, take_over, watch,
 };
-use pagetide_vmm::tracker::{AccessTracker, UnmapAndLook};
+use pagetide_vmm::tracker::{AccessTracker, OwnMappings, UnmapAndLook};
 use qemu::{Qemu, RAM_MIB, can_run};
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -52,7 +52,14 @@ impl FaultSink for Store {
         match fault.kind {
             FaultKind::WriteProtected => {
                 self.protected.fetch_add(1, Ordering::Relaxed);
-                self.mmu.grant(fault.page.single(), Access::Write).unwrap();
+                self.mmu
+                    .grant(
+                        TableId(0),
+                        fault.page.single(),
+                        Access::Write,
+                        Backing::Home,
+                    )
+                    .unwrap();
             }
             FaultKind::Missing => {
                 self.missing.fetch_add(1, Ordering::Relaxed);
@@ -82,11 +89,16 @@ impl FaultSink for Store {
     }
 }
 
+/// A layout that stays as it is.
+fn live(layout: &Arc<RamLayout>) -> Arc<LiveLayout> {
+    Arc::new(LiveLayout::new(RamLayout::clone(layout)))
+}
+
 impl Store {
     fn new(userfaultfd: &Arc<pagetide_sys::uffd::Userfaultfd>, layout: &Arc<RamLayout>) -> Self {
         Self {
-            place: VmPlace::new(Arc::clone(userfaultfd), Arc::clone(layout)),
-            mmu: VcpuMmu::new(Arc::clone(userfaultfd), Arc::clone(layout)),
+            place: VmPlace::new(Arc::clone(userfaultfd), live(layout)),
+            mmu: VcpuMmu::new(Arc::clone(userfaultfd), live(layout)),
             stored: Mutex::default(),
             missing: AtomicU64::new(0),
             protected: AtomicU64::new(0),
@@ -103,7 +115,9 @@ impl Store {
             let runs = self.place.present_runs(section.pages(page_count)).unwrap();
             for run in &runs {
                 let set = PageSet::of_range(section, *run);
-                let restricted = self.mmu.restrict(section, &set, Restrict::ReadOnly);
+                let restricted = self
+                    .mmu
+                    .restrict(TableId(0), section, &set, Restrict::ReadOnly);
                 assert_eq!(restricted.unwrap(), Restricted::Done);
                 for page in run.iter() {
                     let mut content = Box::new([0; 4096]);
@@ -183,7 +197,7 @@ fn start_reader(
     FaultReader::start(
         vmm,
         Arc::clone(userfaultfd),
-        Arc::clone(layout),
+        live(layout),
         Arc::<Store>::clone(store),
         ReaderConfig::default(),
     )
@@ -391,8 +405,49 @@ fn a_successor_finds_the_pages_as_they_were_though_qemu_has_more_ram_by_then() {
         )
     });
     assert!(gone, "{bars:?}");
-    let refused = RamLayout::of_recorded(&vm.vmm, &looked_for.recorded()).unwrap_err();
-    assert!(matches!(refused, Refusal::RamGone { .. }), "{refused}");
+    let left = RamLayout::of_recorded(&vm.vmm, &looked_for.recorded()).unwrap();
+    assert_eq!(left.recorded().mappings, recorded.mappings);
+}
+
+#[test]
+fn ram_plugged_in_is_news_until_the_layout_has_it_and_unplugged_ram_until_it_has_not() {
+    if !can_run() {
+        return;
+    }
+    let mut vm = attach(Qemu::with_shared_ram(&[]));
+    let mut strangers = Strangers::default();
+    let news = vm.layout.news(&vm.vmm, &mut strangers).unwrap();
+    assert!(news.gone.is_empty() && news.new.unwrap().is_empty());
+    let more = r#"{"execute":"object-add","arguments":{"qom-type":"memory-backend-memfd","id":"more","size":67108864,"share":true}}"#;
+    vm.qemu.ask(more);
+    let news = vm.layout.news(&vm.vmm, &mut strangers).unwrap();
+    let new = &news.new.unwrap()[0];
+    let room = vm.layout.room_for(new.page_count());
+    let grown = vm.layout.with(new, room).unwrap();
+    assert_eq!(grown.len_bytes(), (RAM_MIB + 64) * MIB);
+    watch(&vm.userfaultfd, &grown).unwrap();
+    let live = Arc::new(LiveLayout::new(grown));
+    let place = VmPlace::new(Arc::clone(&vm.userfaultfd), Arc::clone(&live));
+    let pages = live.look().file(new.key()).unwrap().pages();
+    let installed = place.install(pages.start, &[7; 4096]).unwrap();
+    assert_eq!(installed, Installed::Installed);
+    let grown = live.now();
+    let news = grown.news(&vm.vmm, &mut strangers).unwrap();
+    assert!(news.gone.is_empty() && news.new.unwrap().is_empty());
+    vm.qemu
+        .ask(r#"{"execute":"object-del","arguments":{"id":"more"}}"#);
+    let mut news = grown.news(&vm.vmm, &mut strangers).unwrap();
+    while news.gone.is_empty() {
+        std::thread::yield_now();
+        news = grown.news(&vm.vmm, &mut strangers).unwrap();
+    }
+    assert_eq!(news.gone, [new.key()]);
+    live.set(grown.without(new.key()));
+    let refused = place.install(pages.start, &[7; 4096]);
+    assert!(matches!(refused, Err(PlaceError::Kernel { .. })));
+    assert_eq!(live.look().recorded(), vm.layout.recorded());
+    vm.reader.stop();
+    let_go(&vm.vmm, &vm.layout, &vm.userfaultfd, vm.number).unwrap();
 }
 
 #[test]
@@ -502,6 +557,15 @@ fn a_qemu_killed_while_attached_is_reported_once_and_its_place_is_gone() {
     ));
 }
 
+/// Our mapping of one file.
+struct Own(FileKey, Arc<SharedMapping>);
+
+impl OwnMappings for Own {
+    fn of(&self, file: FileKey) -> Option<Arc<SharedMapping>> {
+        (file == self.0).then(|| Arc::clone(&self.1))
+    }
+}
+
 #[test]
 fn pages_touched_since_the_last_look_are_seen_and_those_by_dma_told_apart() {
     if !can_run() {
@@ -512,8 +576,8 @@ fn pages_touched_since_the_last_look_are_seen_and_those_by_dma_told_apart() {
     let file = &vm.layout.files()[0];
     let alias = SharedMapping::new(file.file().as_fd(), RAM_MIB * MIB).unwrap();
     let alias = Arc::new(alias);
-    let aliases = vec![Arc::clone(&alias)];
-    let tracker = UnmapAndLook::new(&vm.vmm, Arc::clone(&vm.layout), aliases).unwrap();
+    let own = Arc::new(Own(file.key(), Arc::clone(&alias)));
+    let tracker = UnmapAndLook::new(&vm.vmm, live(&vm.layout), own).unwrap();
     vm.qemu.guest_memory(PATTERN.start, 8 * MIB);
     let sections: Vec<_> = (16..20).map(SectionNo).collect();
     let first = tracker.look_many(&sections).unwrap();

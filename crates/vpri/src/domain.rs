@@ -5,6 +5,10 @@
 //! file is attached, whichever comes first; both find it by [`FileKey`]. As long
 //! as no VM is attached every page is read-write. Attaching takes the bits away
 //! and hands them out again page by page; detaching gives all of them back.
+//!
+//! A domain whose file its VM has unplugged is *retired*: no bit of it is ever
+//! set again, and page requests for it are refused, so a device that still knows
+//! it reaches nothing. Should the file come again, it gets a new domain.
 
 use crate::{
     bitmap::Attribute,
@@ -235,6 +239,19 @@ impl DomainTable {
     /// back.
     pub fn bar(&self, key: FileKey) {
         self.lock().barred.insert(key);
+    }
+
+    /// Ends `domain`, whose RAM is unplugged: nobody finds it any more, and all its bits are
+    /// cleared for good. It stays its VM's as far as look-up is concerned. Whoever has a lease
+    /// still may use it to its end; the memory goes when the last device lets go of the domain.
+    pub fn retire(&self, domain: &DmaDomain) {
+        let mut entries = self.lock();
+        let is_it = |known: &Weak<DmaDomain>| known.as_ptr() == std::ptr::from_ref(domain);
+        if entries.by_key.get(&domain.key).is_some_and(is_it) {
+            entries.by_key.remove(&domain.key);
+        }
+        drop(entries);
+        domain.attributes.unmap_all();
     }
 
     /// The domain of a file, if anybody has it.

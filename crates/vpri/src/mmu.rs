@@ -2,89 +2,115 @@
 //! [`DmaMmu`]: the DMA domains of a VM as one GMEM device.
 //!
 //! A VM's RAM may be several files, each a domain with a bitmap of its own and
-//! page numbers that begin at 0. The address space counts along all of them.
-//! This is the one place that knows both.
+//! page numbers that begin at 0; in the address space each has a range of pages
+//! of its own. This is the one place that knows both.
+//!
+//! Domains come and go with the VM's RAM. A call works on the domains there were
+//! when it began; the section's lock, under which it is made, keeps a domain from
+//! going while pages of it are granted.
 
 use crate::domain::DmaDomain;
+use arc_swap::ArcSwap;
 use pagetide_addr::{Access, DomainId, PageNo, PageRange, PageSet, SectionNo};
-use pagetide_gmem::{Mmu, MmuError, MmuLimits, OnAbsent, Restrict, Restricted};
+use pagetide_gmem::{Backing, Mmu, MmuError, MmuLimits, Restrict, Restricted, TableId};
 use std::sync::Arc;
 
 /// A domain and where it lies in the address space.
 #[derive(Debug, Clone)]
 struct Part {
-    first: PageNo,
-    pages: u64,
+    pages: PageRange,
     domain: Arc<DmaDomain>,
 }
 
+impl Part {
+    /// A page of the address space as a page of the domain.
+    const fn own(&self, page: PageNo) -> PageNo {
+        PageNo(page.0 - self.pages.start.0)
+    }
+
+    /// A page of the domain as a page of the address space.
+    const fn in_space(&self, own: PageNo) -> PageNo {
+        PageNo(own.0 + self.pages.start.0)
+    }
+}
+
 /// All DMA domains of one VM.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct DmaMmu {
-    parts: Vec<Part>,
+    parts: ArcSwap<Vec<Part>>,
 }
 
 impl DmaMmu {
-    /// The domains of a VM in the order of its page numbers, each with its number of pages.
+    /// The domains of a VM, each with the pages it has in the address space.
     #[must_use]
-    pub fn new(domains: impl IntoIterator<Item = (Arc<DmaDomain>, u64)>) -> Self {
-        let mut first = PageNo(0);
-        let part = |(domain, pages): (Arc<DmaDomain>, u64)| {
-            let part = Part {
-                first,
-                pages,
-                domain,
-            };
-            first = PageNo(first.0 + pages);
-            part
-        };
+    pub fn new(domains: impl IntoIterator<Item = (Arc<DmaDomain>, PageRange)>) -> Self {
+        let part = |(domain, pages)| Part { pages, domain };
+        let parts: Vec<Part> = domains.into_iter().map(part).collect();
         Self {
-            parts: domains.into_iter().map(part).collect(),
+            parts: ArcSwap::from_pointee(parts),
         }
     }
 
-    /// The domains.
-    pub fn domains(&self) -> impl Iterator<Item = &Arc<DmaDomain>> {
-        self.parts.iter().map(|part| &part.domain)
+    /// One more domain, whose pages are `pages` of the address space. Nothing is granted yet.
+    pub fn add(&self, domain: &Arc<DmaDomain>, pages: PageRange) {
+        self.parts.rcu(|parts| {
+            let mut parts = Vec::clone(parts);
+            parts.push(Part {
+                pages,
+                domain: Arc::clone(domain),
+            });
+            parts
+        });
+    }
+
+    /// Without the domain `id`: its pages are in the address space no more.
+    pub fn remove(&self, id: DomainId) {
+        self.parts.rcu(|parts| {
+            let mut parts = Vec::clone(parts);
+            parts.retain(|part| part.domain.id() != id);
+            parts
+        });
+    }
+
+    /// The domains there are now.
+    #[must_use]
+    pub fn domains(&self) -> Vec<Arc<DmaDomain>> {
+        let parts = self.parts.load();
+        parts.iter().map(|part| Arc::clone(&part.domain)).collect()
     }
 
     /// Pages of a domain as pages of the address space; `None` if they are not all there.
     #[must_use]
     pub fn in_space(&self, domain: DomainId, pages: PageRange) -> Option<PageRange> {
-        let part = self.parts.iter().find(|part| part.domain.id() == domain)?;
-        let in_part = pages.end.0 <= part.pages;
-        in_part.then(|| {
-            PageRange::new(
-                PageNo(part.first.0 + pages.start.0),
-                PageNo(part.first.0 + pages.end.0),
+        let parts = self.parts.load();
+        let part = parts.iter().find(|part| part.domain.id() == domain)?;
+        let in_part = pages.end.0 <= part.pages.len();
+        in_part.then(|| PageRange::new(part.in_space(pages.start), part.in_space(pages.end)))
+    }
+}
+
+/// The parts of `pages`, each as pages of its domain.
+fn pieces(parts: &[Part], pages: PageRange) -> impl Iterator<Item = (&Part, PageRange)> {
+    parts.iter().filter_map(move |part| {
+        let mine = part.pages.intersect(pages);
+        (!mine.is_empty()).then(|| {
+            (
+                part,
+                PageRange::new(part.own(mine.start), part.own(mine.end)),
             )
         })
-    }
-
-    /// The parts of `pages`, each as pages of its domain.
-    fn pieces(&self, pages: PageRange) -> impl Iterator<Item = (&Part, PageRange)> {
-        self.parts.iter().filter_map(move |part| {
-            let whole = PageRange::new(part.first, PageNo(part.first.0 + part.pages));
-            let mine = pages.intersect(whole);
-            let own = |page: PageNo| PageNo(page.0 - part.first.0);
-            (mine.start >= part.first && !mine.is_empty())
-                .then(|| (part, PageRange::new(own(mine.start), own(mine.end))))
-        })
-    }
+    })
 }
 
 impl Mmu for DmaMmu {
     fn limits(&self) -> MmuLimits {
-        MmuLimits {
-            granularity_pages: 1,
-            strongest: Restrict::NoAccess,
-            on_absent: OnAbsent::Recovers,
-        }
+        MmuLimits::PAGED
     }
 
     fn wired(&self, section: SectionNo) -> PageSet {
         let mut set = PageSet::EMPTY;
-        for (part, own) in self.pieces(section.pages(u64::MAX / 2)) {
+        let parts = self.parts.load();
+        for (part, own) in pieces(&parts, section.pages(u64::MAX / 2)) {
             for (own_section, _) in own.by_section() {
                 for page in part
                     .domain
@@ -92,7 +118,7 @@ impl Mmu for DmaMmu {
                     .wired_in(own_section)
                     .pages(own_section)
                 {
-                    let page = PageNo(page.0 + part.first.0);
+                    let page = part.in_space(page);
                     if page.section() == section {
                         set.insert(page);
                     }
@@ -104,16 +130,18 @@ impl Mmu for DmaMmu {
 
     fn restrict(
         &self,
+        _table: TableId,
         section: SectionNo,
         pages: &PageSet,
         to: Restrict,
     ) -> Result<Restricted, MmuError> {
-        for (part, own) in self.pieces(section.pages(u64::MAX / 2)) {
+        let parts = self.parts.load();
+        for (part, own) in pieces(&parts, section.pages(u64::MAX / 2)) {
             for (own_section, range) in own.by_section() {
                 let mut set = PageSet::EMPTY;
                 for page in range
                     .iter()
-                    .filter(|page| pages.contains(PageNo(page.0 + part.first.0)))
+                    .filter(|page| pages.contains(part.in_space(*page)))
                 {
                     set.insert(page);
                 }
@@ -131,8 +159,14 @@ impl Mmu for DmaMmu {
         Ok(Restricted::Done)
     }
 
-    fn grant(&self, pages: PageRange, access: Access) -> Result<(), MmuError> {
-        for (part, own) in self.pieces(pages) {
+    fn grant(
+        &self,
+        _table: TableId,
+        pages: PageRange,
+        access: Access,
+        _backing: Backing,
+    ) -> Result<(), MmuError> {
+        for (part, own) in pieces(&self.parts.load(), pages) {
             part.domain.attributes().grant(own, access);
         }
         Ok(())
@@ -149,23 +183,26 @@ mod tests {
 
     fn mmu(sizes: &[u64]) -> DmaMmu {
         let table = DomainTable::new(1);
+        let mut first = 0;
         DmaMmu::new(sizes.iter().map(|pages| {
+            let range = PageRange::new(PageNo(first), PageNo(first + pages));
+            first += pages;
             let file = GuestFile::new_memfd("part", pages * PAGE_BYTES).unwrap();
             let domain = table
                 .open(file.as_fd(), file.key().unwrap(), pages * PAGE_BYTES)
                 .unwrap();
-            (domain, *pages)
+            (domain, range)
         }))
     }
 
     fn attributes(mmu: &DmaMmu) -> Vec<Attribute> {
         let of = |part: &Part| {
             let bitmap = part.domain.attributes().bitmap();
-            (0..part.pages)
+            (0..part.pages.len())
                 .map(|page| bitmap.attribute(PageNo(page)))
                 .collect::<Vec<_>>()
         };
-        mmu.parts.iter().flat_map(of).collect()
+        mmu.parts.load().iter().flat_map(of).collect()
     }
 
     #[test]
@@ -175,7 +212,8 @@ mod tests {
         let range = PageRange::new(PageNo(690), PageNo(1010));
         let set = PageSet::of_range(section, range);
         assert_eq!(
-            mmu.restrict(section, &set, Restrict::NoAccess).unwrap(),
+            mmu.restrict(TableId(0), section, &set, Restrict::NoAccess)
+                .unwrap(),
             Restricted::Done
         );
         let expected = |page: u64| range.contains(PageNo(page)) && page < 1024;
@@ -186,14 +224,15 @@ mod tests {
                 "page {page}"
             );
         }
-        mmu.grant(range, Access::Write).unwrap();
+        mmu.grant(TableId(0), range, Access::Write, Backing::Home)
+            .unwrap();
         assert!(attributes(&mmu).iter().all(|a| *a == Attribute::ReadWrite));
     }
 
     #[test]
     fn wired_pages_are_found_by_their_numbers_in_the_space() {
         let mmu = mmu(&[700, 600]);
-        assert!(mmu.parts[1].domain.attributes().wire(PageNo(10).single()));
+        assert!(mmu.domains()[1].attributes().wire(PageNo(10).single()));
         assert_eq!(
             mmu.wired(SectionNo(1))
                 .pages(SectionNo(1))
@@ -206,7 +245,7 @@ mod tests {
     #[test]
     fn pages_outside_their_domain_are_not_in_the_space() {
         let mmu = mmu(&[700, 600]);
-        let second = mmu.parts[1].domain.id();
+        let second = mmu.domains()[1].id();
         let range = PageRange::new(PageNo(1), PageNo(600));
         assert_eq!(
             mmu.in_space(second, range),
@@ -217,5 +256,31 @@ mod tests {
             None
         );
         assert_eq!(mmu.in_space(DomainId(99), range), None);
+    }
+
+    #[test]
+    fn domain_that_came_is_reached_at_its_pages_and_one_that_went_is_not() {
+        let mmu = mmu(&[600, 40]);
+        let more = mmu.domains().remove(1);
+        mmu.remove(more.id());
+        let at = PageRange::new(PageNo(2048), PageNo(2088));
+        mmu.add(&more, at);
+        let own = PageRange::new(PageNo(0), PageNo(40));
+        assert_eq!(mmu.in_space(more.id(), own), Some(at));
+        let all = PageSet::of_range(at.start.section(), at);
+        let restrict = || mmu.restrict(TableId(0), at.start.section(), &all, Restrict::NoAccess);
+        let attribute = || more.attributes().bitmap().attribute(PageNo(39));
+        assert_eq!(restrict().unwrap(), Restricted::Done);
+        assert_eq!(attribute(), Attribute::Unmapped);
+        // A gap is nobody's.
+        let gap = PageRange::new(PageNo(600), PageNo(2048));
+        mmu.grant(TableId(0), gap, Access::Write, Backing::Home)
+            .unwrap();
+        mmu.remove(more.id());
+        mmu.grant(TableId(0), at, Access::Write, Backing::Home)
+            .unwrap();
+        assert_eq!(attribute(), Attribute::Unmapped);
+        assert_eq!(mmu.in_space(more.id(), own), None);
+        assert_eq!(mmu.domains().len(), 1);
     }
 }

@@ -136,7 +136,11 @@ impl FaultService {
     ///
     /// # Errors
     /// When no thread can be had for its worker.
-    pub fn add_tenant(&self, space: Arc<AddressSpace>, mmu: Arc<DmaMmu>) -> io::Result<Arc<Tenant>> {
+    pub fn add_tenant(
+        &self,
+        space: Arc<AddressSpace>,
+        mmu: Arc<DmaMmu>,
+    ) -> io::Result<Arc<Tenant>> {
         let (slow, waiting) = mpsc::channel();
         let tenant = Arc::new(Tenant {
             space,

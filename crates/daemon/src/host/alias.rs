@@ -10,7 +10,7 @@
 //! guest gave up to a balloon and took again without touching it.
 
 use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo, PageRange};
-use pagetide_gmem::{Fault, AddressSpace};
+use pagetide_gmem::{AddressSpace, Fault};
 use pagetide_sys::uffd::{Features, UffdError, Userfaultfd, Watch, page_of};
 use pagetide_vpri::{DPU, DmaDomain, DmaMmu, Doorbell};
 use rustix::{

@@ -17,12 +17,13 @@
 
 use super::{
     alias::AliasGuard,
+    hotplug,
     identity::{Identity, mappings_of},
     vm::{Prepared, Shared, Vm, failed, table_of},
 };
 use crate::control::{AttachRequest, ControlError};
 use pagetide_addr::{Access, PageNo, PageRange, SectionNo};
-use pagetide_gmem::{Mmu, Place, recovery};
+use pagetide_gmem::{Backing, Mmu, Place, TableId, recovery};
 use pagetide_swap::{Pool, PoolError, PoolStore, limit::LIMIT_PAGES_MIN, pool::Phase};
 use pagetide_sys::memory_file::FileError;
 use pagetide_vmm::{
@@ -137,7 +138,7 @@ pub(super) fn attach(
         Ok(vm) => {
             undo.keep();
             claim.keep();
-            vm.core.look_for_hazards();
+            vm.core.look_for_hazards(Vec::new());
             vm.core.enforce_limit();
             vm.core.limit.want_reclaim();
             Ok(vm)
@@ -168,7 +169,7 @@ fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Poo
 }
 
 /// Pages that were allocated without ever being written look like holes, but cannot be filled.
-fn refuse_unseen_pages(layout: &RamLayout) -> Result<(), ControlError> {
+pub(super) fn refuse_unseen_pages(layout: &RamLayout) -> Result<(), ControlError> {
     match layout.unseen_pages().map_err(failed)? {
         0 => Ok(()),
         pages => Err(ControlError::refused(format!(
@@ -372,7 +373,8 @@ pub(super) fn recover(
     // Protection of rounds that died, and faults whose messages died, all at once.
     let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     let everything = PageRange::new(PageNo(0), PageNo(layout.page_count()));
-    vcpus.grant(everything, Access::Write).map_err(failed)?;
+    let lifted = vcpus.grant(TableId(0), everything, Access::Write, Backing::Home);
+    lifted.map_err(failed)?;
     place.wake(everything).map_err(failed)?;
     let prepared = Prepared {
         identity,
@@ -391,6 +393,32 @@ pub(super) fn recover(
     vm.core.enforce_limit();
     vm.core.limit.want_reclaim();
     Ok(Found::Recovered(Box::new(vm)))
+}
+
+/// Leaves words out of the table that belong to RAM of which the VM has none any more, or to a part
+/// of a removal that the dead daemon had begun.
+fn forget_what_went(
+    table: &pagetide_gmem::PageTable,
+    pool: &Pool,
+    layout: &RamLayout,
+    identity: &Identity,
+) -> Result<(), ControlError> {
+    let sections: Vec<SectionNo> = table.sections().collect();
+    for section in sections {
+        for part in hotplug::outside(layout, table.pages_of(section)) {
+            recovery::forget_pages(table, part);
+        }
+    }
+    let now = identity.with_ram(layout);
+    if now == *identity {
+        return Ok(());
+    }
+    tracing::info!(
+        vm = identity.name,
+        ram_bytes = layout.len_bytes(),
+        "RAM was unplugged while no daemon ran"
+    );
+    super::identity::remember(pool, &now)
 }
 
 fn adopt_words(

@@ -1,12 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`VmCore`]: the parts of a VM that all its threads use, and what is known of it.
 
-use super::{alias::AliasGuard, identity::Identity, latency::Latencies, sink::VmIncidents};
+use super::{
+    alias::AliasGuard,
+    identity::{self, Identity},
+    latency::Latencies,
+    sink::VmIncidents,
+    space::VmSpace,
+};
+use crate::control::ControlError;
 use pagetide_addr::PAGE_BYTES;
 use pagetide_gmem::{AddressSpace, PagedMemory};
 use pagetide_swap::{Counter, Limit, Pool, PoolStore, reclaim::Reclaimed, sets::Level};
 use pagetide_sys::uffd::Userfaultfd;
-use pagetide_vmm::{hazards, layout::LiveLayout, process::VmmProcess};
+use pagetide_vmm::{
+    hazards::{self, EvictionBar},
+    layout::{LiveLayout, RamLayout},
+    process::VmmProcess,
+};
 use pagetide_vpri::{DmaMmu, Tenant};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
@@ -26,6 +37,8 @@ pub(super) struct VmCore {
     pub(super) space: Arc<AddressSpace>,
     /// What is behind the regions of the space: the VM's RAM.
     pub(super) memory: Arc<PagedMemory>,
+    /// The space with its devices, to which RAM is added and from which it is removed.
+    pub(super) whole: VmSpace,
     pub(super) limit: Arc<Limit>,
     pub(super) mmu: Arc<DmaMmu>,
     pub(super) tenant: Arc<Tenant>,
@@ -91,12 +104,27 @@ impl VmCore {
         hazards::pinned_bytes(&self.vmm).unwrap_or(0)
     }
 
-    /// Looks for what forbids eviction now.
-    pub(super) fn look_for_hazards(&self) {
-        match hazards::check(&self.vmm, &self.layout) {
-            Ok(bars) => self.set_bars(bars.iter().map(ToString::to_string).collect()),
+    /// Looks for what forbids eviction now, beside what is `known` to.
+    pub(super) fn look_for_hazards(&self, known: Vec<EvictionBar>) {
+        match hazards::check(&self.vmm, &self.layout.look()) {
+            Ok(bars) => {
+                let bars = known.iter().chain(&bars);
+                self.set_bars(bars.map(ToString::to_string).collect());
+            }
             Err(error) => self.set_bars(vec![format!("the VM cannot be looked at: {error}")]),
         }
+    }
+
+    /// Writes into the pool that the VM's RAM is that of `layout`, in one stroke.
+    pub(super) fn remember_ram(&self, layout: &RamLayout) -> Result<(), ControlError> {
+        identity::remember(&self.pool, &self.identity.with_ram(layout))
+    }
+
+    /// RAM has come or gone: what stopped eviction may have been that, and the limit counts anew.
+    pub(super) fn ram_changed(&self) {
+        *lock(&self.suspended) = None;
+        self.enforce_limit();
+        self.limit.want_reclaim();
     }
 
     /// Lets eviction rest; said once. The limit is not enforced meanwhile: a fill would only wait.

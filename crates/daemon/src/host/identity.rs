@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Identity`]: what a pool remembers of the VM it belongs to, as JSON in its header.
 
+use super::vm::failed;
+use crate::control::ControlError;
 use pagetide_addr::{FileKey, Hva, PageNo};
+use pagetide_swap::Pool;
 use pagetide_vmm::{
     layout::{RamLayout, RecordedLayout, RecordedMapping},
     process::VmmIdentity,
@@ -67,6 +70,16 @@ impl Identity {
     pub(super) fn files(&self) -> impl Iterator<Item = FileKey> + '_ {
         self.mappings.iter().map(|mapping| mapping.file)
     }
+}
+
+/// Has the pool belong to `identity` from now on, in one stroke.
+pub(super) fn remember(pool: &Pool, identity: &Identity) -> Result<(), ControlError> {
+    let json = serde_json::to_vec(identity).map_err(failed)?;
+    Err(failed(format!(
+        "pool {} cannot take {} bytes of another identity",
+        pool.path().display(),
+        json.len()
+    )))
 }
 
 pub(super) fn mappings_of(layout: &RamLayout) -> Vec<MappingIdentity> {

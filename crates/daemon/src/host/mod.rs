@@ -2,8 +2,8 @@
 //! The composition: VMs, devices and recovery behind [`Control`].
 //!
 //! [`vm`] puts one VM together (its shared parts are [`core`]), [`attach`] makes it from a running VMM or from
-//! the pool of a dead daemon, [`rounds`] keeps it within its limit, [`devices`]
-//! holds the software DPU. Order at the start: the rings of dead engines are
+//! the pool of a dead daemon, [`rounds`] keeps it within its limit, [`hotplug`]
+//! follows RAM that comes and goes, [`devices`] holds the software DPU. Order at the start: the rings of dead engines are
 //! waited for, then VMs are taken up again, then devices listen again; so
 //! nothing is replayed, evicted or completed while the dead still write.
 
@@ -11,6 +11,7 @@ mod alias;
 mod attach;
 mod core;
 mod devices;
+mod hotplug;
 mod identity;
 mod latency;
 mod report;
@@ -60,6 +61,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
     let (events, heard) = mpsc::channel();
     let shared = Shared {
         service: Arc::clone(devices.service()),
+        domains: Arc::clone(&domains),
         events,
         reader_poll_us: u64::from(settings.reader_poll_us),
         neighbours_max: settings.neighbours,

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //!   wait: low mark passed, somebody asks, or a second has gone by
-//!     at most once a second   hazards looked for; counts put right and into the pool
+//!     at most once a second   RAM that came or went followed; hazards looked for; counts put
+//!                             right and into the pool
 //!     every few seconds       scan: hot and cold
 //!     below the low mark      reclaim to the high mark: cold sections, then resting
 //!                             pages, then scan again and a moment later once more
@@ -11,7 +12,10 @@
 //! While a hazard forbids eviction, or it rests because the pool is full, the limit is not enforced: a fill would only
 //! wait for what cannot come.
 
-use super::core::{ReclaimOrder, VmCore, lock};
+use super::{
+    core::{ReclaimOrder, VmCore, lock},
+    hotplug::Hotplug,
+};
 use pagetide_swap::{
     Reclaimer,
     limit::Wake,
@@ -46,6 +50,7 @@ impl Drop for CloseOrders {
 /// What the rounds need beside the VM.
 pub(super) struct Rounds {
     vm: Arc<VmCore>,
+    hotplug: Hotplug,
     reclaimer: Reclaimer,
     started: Instant,
     looked_at: Option<Instant>,
@@ -55,9 +60,10 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
-    pub(super) fn new(vm: Arc<VmCore>, reclaimer: Reclaimer) -> Self {
+    pub(super) fn new(vm: Arc<VmCore>, reclaimer: Reclaimer, hotplug: Hotplug) -> Self {
         Self {
             vm,
+            hotplug,
             reclaimer,
             started: Instant::now(),
             looked_at: None,
@@ -102,7 +108,8 @@ impl Rounds {
 
     fn look_for_hazards(&mut self) {
         self.looked_at = Some(Instant::now());
-        self.vm.look_for_hazards();
+        let bars = self.hotplug.follow();
+        self.vm.look_for_hazards(bars);
     }
 
     fn sync(&mut self) {

@@ -11,8 +11,8 @@ use super::vm::failed;
 use crate::control::ControlError;
 use pagetide_addr::{DeviceId, PageNo, PageRange, Va};
 use pagetide_gmem::{
-    Activation, AddressFit, AddressSpace, AllocPolicy, Device, Mmu, Mode, PagedMemory, Placement,
-    Region, RegionRequest,
+    Activation, AddressFit, AddressSpace, AllocPolicy, Device, GmError, Mmu, Mode, PagedMemory,
+    Placement, Region, RegionRequest,
 };
 use pagetide_vmm::place::VcpuMmu;
 use pagetide_vpri::{DPU, DmaMmu};
@@ -81,5 +81,18 @@ impl VmSpace {
         };
         placed.map_err(failed)?;
         Ok(region)
+    }
+
+    /// Takes a RAM file, whose pages these are, out of the space: no device reaches it any more, and
+    /// what was stored of it is freed. If it is no part of the space there is nothing to do.
+    ///
+    /// # Errors
+    /// A sentence: a device is in the middle of a transfer. Once more, and it goes on.
+    pub(super) fn remove_ram(&self, pages: PageRange) -> Result<(), ControlError> {
+        match self.space.lookup(Va(pages.start.byte_offset())) {
+            Ok(region) => region.dealloc().map_err(failed),
+            Err(GmError::NotAllocated { .. }) => Ok(()),
+            Err(error) => Err(failed(error)),
+        }
     }
 }

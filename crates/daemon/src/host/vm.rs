@@ -13,6 +13,7 @@
 use super::{
     alias::AliasGuard,
     core::{Orders, ReclaimOrder, VmCore, lock},
+    hotplug::Hotplug,
     identity::Identity,
     latency::Latencies,
     rounds::Rounds,
@@ -22,9 +23,7 @@ use super::{
 };
 use crate::control::{ControlError, VmState};
 use pagetide_addr::{Access, PageNo, PageRange, SectionNo};
-use pagetide_gmem::{
-    Fault, FaultOutcome, Incidents, MemoryParts, PageTable, PagedMemory, State,
-};
+use pagetide_gmem::{Fault, FaultOutcome, Incidents, MemoryParts, PageTable, PagedMemory, State};
 use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
@@ -35,7 +34,7 @@ use pagetide_vmm::{
     takeover,
     tracker::UnmapAndLook,
 };
-use pagetide_vpri::{DPU, DmaMmu, FaultService};
+use pagetide_vpri::{DPU, DmaMmu, DomainTable, FaultService};
 use std::{
     sync::{Arc, Mutex, mpsc},
     thread::JoinHandle,
@@ -51,6 +50,7 @@ const DETACH_PAGES: u64 = 16;
 #[derive(Clone)]
 pub(super) struct Shared {
     pub(super) service: Arc<FaultService>,
+    pub(super) domains: Arc<DomainTable>,
     pub(super) events: mpsc::Sender<VmEvent>,
     pub(super) reader_poll_us: u64,
     /// Most neighbours that a vCPU's fault brings along (see `pagetide bench fault`).
@@ -116,7 +116,7 @@ impl Vm {
         for file in prepared.layout.look().files() {
             whole.add_ram(file.pages())?;
         }
-        let VmSpace { space, memory, .. } = whole;
+        let (space, memory) = (Arc::clone(&whole.space), Arc::clone(&whole.memory));
         prepared
             .alias
             .serve(Arc::clone(&space), Arc::clone(&prepared.mmu))
@@ -135,6 +135,7 @@ impl Vm {
             store: prepared.store,
             space,
             memory,
+            whole,
             limit,
             mmu: prepared.mmu,
             tenant,
@@ -184,7 +185,8 @@ impl Vm {
             .map_err(failed)?;
         let evictor = Evictor::new(Arc::clone(&core.memory), Arc::clone(&core.store));
         let reclaimer = Reclaimer::new(evictor, Arc::clone(&core.limit), Box::new(Looks(tracker)));
-        let rounds = Rounds::new(Arc::clone(core), reclaimer);
+        let hotplug = Hotplug::new(Arc::clone(core), shared);
+        let rounds = Rounds::new(Arc::clone(core), reclaimer, hotplug);
         let name = format!("pt-rounds-{}", core.vmm.pid());
         let thread = std::thread::Builder::new()
             .name(name)

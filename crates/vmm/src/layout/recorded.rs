@@ -3,8 +3,9 @@
 //!
 //! Page numbers mean something only with the layout they were made by. So who
 //! takes a VM up again does not look for RAM anew, for the VMM may have mapped
-//! more since (a backend plugged in) or less: it takes the very mappings that
-//! were recorded, and refuses if one of them is gone.
+//! more since (a backend plugged in): it takes the very mappings that were
+//! recorded, each file with its first page. A file of which no mapping is left
+//! was unplugged while nobody looked; one of which a part is gone is refused.
 //!
 //! While a VM is served the same comparison tells of mappings that would be
 //! dangerous: a second one of a RAM file is watched by nobody and reads zeros
@@ -13,10 +14,13 @@
 //! The kernel may list one mapping in parts (each `madvise` of a part does
 //! that), so what counts is that each recorded byte is mapped where it was.
 
-use super::{LayoutError, RamLayout, RamMapping, huge_page_warning, is_shared_writable, key_of};
+use super::{
+    LayoutError, NewRam, RamFile, RamLayout, RamMapping, huge_page_warning, is_shared_writable,
+    key_of,
+};
 use crate::Refusal;
 use crate::process::{VmmProcess, in_proc};
-use pagetide_addr::{FileKey, Hva};
+use pagetide_addr::{FileKey, Hva, PAGE_SHIFT, PageNo};
 use pagetide_sys::memory_file::GuestFile;
 use procfs::process::MemoryMap;
 
@@ -31,6 +35,41 @@ pub struct RecordedMapping {
     pub key: FileKey,
     /// From which byte of the file on.
     pub file_offset: u64,
+}
+
+/// A layout written down.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct RecordedLayout {
+    /// All mappings.
+    pub mappings: Vec<RecordedMapping>,
+    /// First page of each file. One that is missing follows the file before it without a gap, as
+    /// files once did.
+    pub first_pages: Vec<(FileKey, PageNo)>,
+}
+
+impl RecordedLayout {
+    fn first_page(&self, key: FileKey) -> Option<PageNo> {
+        let of = self.first_pages.iter().find(|(file, _)| *file == key);
+        of.map(|(_, first)| *first)
+    }
+
+    /// The files, in the order of their first mappings.
+    fn files(&self) -> Vec<FileKey> {
+        let mut keys = Vec::new();
+        for mapping in &self.mappings {
+            if !keys.contains(&mapping.key) {
+                keys.push(mapping.key);
+            }
+        }
+        keys
+    }
+
+    /// Number of pages of a file: it may have grown since, by RAM that is not ours.
+    fn len_bytes(&self, key: FileKey) -> u64 {
+        let of_file = self.mappings.iter().filter(|mapping| mapping.key == key);
+        let ends = of_file.map(|mapping| mapping.file_offset.saturating_add(mapping.len_bytes));
+        ends.max().unwrap_or(0)
+    }
 }
 
 impl std::fmt::Display for RecordedMapping {
@@ -132,7 +171,7 @@ fn list(maps: &[MemoryMap]) -> Vec<Listed> {
         .collect()
 }
 
-fn maps_of(vmm: &VmmProcess) -> Result<Vec<MemoryMap>, Refusal> {
+pub(super) fn maps_of(vmm: &VmmProcess) -> Result<Vec<MemoryMap>, Refusal> {
     let maps = in_proc(vmm.pid()).and_then(|p| p.maps());
     let maps = maps.map_err(|e| Refusal::parsing(vmm.pid(), "read the mappings", e))?;
     vmm.still_runs()?;
@@ -140,27 +179,35 @@ fn maps_of(vmm: &VmmProcess) -> Result<Vec<MemoryMap>, Refusal> {
 }
 
 impl RamLayout {
-    /// Its mappings, to be written down for [`RamLayout::of_recorded`]; in the order of their
-    /// pages.
+    /// Its mappings and first pages, to be written down for [`RamLayout::of_recorded`].
     #[must_use]
-    pub fn recorded(&self) -> Vec<RecordedMapping> {
+    pub fn recorded(&self) -> RecordedLayout {
         let record = |mapping: &RamMapping| RecordedMapping {
             hva: mapping.hva,
             len_bytes: mapping.len_bytes,
             key: self.files[mapping.file].key(),
             file_offset: mapping.file_offset,
         };
-        self.mappings().map(record).collect()
+        let first = |file: &RamFile| (file.key(), file.pages().start);
+        RecordedLayout {
+            mappings: self.mappings().map(record).collect(),
+            first_pages: self.files.iter().map(first).collect(),
+        }
     }
 
     /// The layout that was recorded, with the same page numbers, of a VMM that still has these
-    /// mappings. What else it has mapped by now is of no interest here (see
-    /// [`RamLayout::maps_change`]).
+    /// mappings; without the files of which it has none any more (at least one must be left). What
+    /// else it has mapped by now is of no interest here (see [`RamLayout::news`]).
     ///
     /// # Errors
-    /// [`Refusal::RamGone`] if it has one of them no longer; [`Refusal`].
-    pub fn of_recorded(vmm: &VmmProcess, recorded: &[RecordedMapping]) -> Result<Self, Refusal> {
+    /// [`Refusal::RamGone`] if it has one of the others no longer; [`Refusal`].
+    pub fn of_recorded(vmm: &VmmProcess, recorded: &RecordedLayout) -> Result<Self, Refusal> {
         let (pid, name) = (vmm.pid(), vmm.name().to_owned());
+        let refused = |source| Refusal::Layout {
+            pid,
+            name: name.clone(),
+            source,
+        };
         let gone = |mapping: &RecordedMapping| Refusal::RamGone {
             pid,
             name: name.clone(),
@@ -168,34 +215,38 @@ impl RamLayout {
         };
         let maps = maps_of(vmm)?;
         let listed = list(&maps);
-        let mut files: Vec<(GuestFile, u64)> = Vec::new();
-        let mut keys: Vec<FileKey> = Vec::new();
-        let mut mappings = Vec::new();
-        for mapping in recorded {
-            if !mapping.is_among(&listed) {
+        let is_listed = |key: &FileKey| listed.iter().any(|part| part.mapping.key == *key);
+        let any_is_left = recorded.files().iter().any(is_listed);
+        let mut layout = Self::default();
+        // As if nothing had gone: where files without a first page begin.
+        let mut next = PageNo(0);
+        for key in recorded.files() {
+            let of_file = || recorded.mappings.iter().filter(move |m| m.key == key);
+            let first = recorded.first_page(key).unwrap_or(next);
+            let len_bytes = recorded.len_bytes(key);
+            next = PageNo(first.0.saturating_add(len_bytes >> PAGE_SHIFT));
+            if !is_listed(&key) && any_is_left {
+                continue;
+            }
+            if let Some(mapping) = of_file().find(|mapping| !mapping.is_among(&listed)) {
                 return Err(gone(mapping));
             }
-            let of_file = keys.iter().position(|key| *key == mapping.key);
-            let file = of_file.unwrap_or(keys.len());
-            if of_file.is_none() {
-                let opened = open_recorded(vmm, mapping, &maps)?;
-                let len_bytes = recorded_len(recorded, mapping.key);
-                files.push((opened.ok_or_else(|| gone(mapping))?, len_bytes));
-                keys.push(mapping.key);
-            }
-            mappings.push(RamMapping {
+            let Some(mapping) = of_file().next() else {
+                continue;
+            };
+            let file = open_recorded(vmm, mapping, &maps)?.ok_or_else(|| gone(mapping))?;
+            let mappings = of_file().map(|mapping| RamMapping {
                 hva: mapping.hva,
                 len_bytes: mapping.len_bytes,
-                file,
+                file: 0,
                 file_offset: mapping.file_offset,
             });
+            let ram = NewRam::new(file, len_bytes, mappings.collect()).map_err(refused)?;
+            layout = layout.with(&ram, first).map_err(refused)?;
         }
-        let built = if recorded.is_empty() {
-            Err(LayoutError::Nothing)
-        } else {
-            Self::build(files, &mappings)
-        };
-        let mut layout = built.map_err(|source| Refusal::Layout { pid, name, source })?;
+        if layout.files.is_empty() {
+            return Err(refused(LayoutError::Nothing));
+        }
         layout.warnings.extend(huge_page_warning(&[]));
         // Files were opened by pid.
         vmm.still_runs()?;
@@ -209,7 +260,7 @@ impl RamLayout {
     /// [`Refusal`] if they cannot be read.
     pub fn maps_change(&self, vmm: &VmmProcess) -> Result<Option<MapsChange>, Refusal> {
         let listed = list(&maps_of(vmm)?);
-        Ok(difference(&self.recorded(), &listed))
+        Ok(difference(&self.recorded().mappings, &listed))
     }
 }
 
@@ -230,15 +281,6 @@ fn open_recorded(
     };
     let key = file.key().map_err(|e| super::unreadable(vmm.pid(), &e))?;
     Ok((key == mapping.key).then_some(file))
-}
-
-/// How much of a file was recorded: it may have grown since, by RAM that is not ours.
-fn recorded_len(recorded: &[RecordedMapping], key: FileKey) -> u64 {
-    let ends = recorded
-        .iter()
-        .filter(|mapping| mapping.key == key)
-        .map(|mapping| mapping.file_offset.saturating_add(mapping.len_bytes));
-    ends.max().unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -292,7 +334,7 @@ mod tests {
             let after = RamLayout::of_recorded(&own(), &recorded).unwrap();
             drop((more, twice));
             assert_eq!(after.recorded(), recorded);
-            assert_eq!(after.page_count(), PAGES + PAGES / 2);
+            assert_eq!(after.len_bytes(), before.len_bytes());
             let keys = |layout: &RamLayout| -> Vec<_> {
                 let files = layout.files().iter();
                 files.map(|f| (f.key(), f.pages())).collect()
@@ -302,12 +344,41 @@ mod tests {
     }
 
     #[test]
+    fn a_recorded_file_that_is_mapped_nowhere_is_left_out_and_the_others_keep_their_pages() {
+        let ((one, at_one), (two, at_two)) = (mapped(PAGES), mapped(PAGES));
+        let maps = [of_file(0, &at_one), of_file(1, &at_two)];
+        let before = RamLayout::from_mappings(vec![one, two], &maps).unwrap();
+        let [first, second] = [0, 1].map(|file: usize| before.files()[file].key());
+        drop(at_one);
+        let after = RamLayout::of_recorded(&own(), &before.recorded()).unwrap();
+        assert!(after.file(first).is_none());
+        let pages = |layout: &RamLayout| layout.file(second).unwrap().pages();
+        assert_eq!(pages(&after), pages(&before));
+        // As it was written before first pages were: end to end.
+        let end_to_end = RecordedLayout {
+            first_pages: Vec::new(),
+            ..before.recorded()
+        };
+        let after = RamLayout::of_recorded(&own(), &end_to_end).unwrap();
+        assert_eq!(pages(&after).start, PageNo(PAGES));
+        drop(at_two);
+        assert!(matches!(
+            RamLayout::of_recorded(&own(), &before.recorded()),
+            Err(Refusal::RamGone { .. })
+        ));
+    }
+
+    #[test]
     fn a_recorded_mapping_that_is_gone_or_moved_is_refused_by_its_address() {
         let (file, mapping) = mapped(PAGES);
         let layout = RamLayout::from_mappings(vec![file], &[of_file(0, &mapping)]).unwrap();
-        let recorded = layout.recorded();
-        let refused = |recorded: &[RecordedMapping]| {
-            let refused = RamLayout::of_recorded(&own(), recorded).unwrap_err();
+        let recorded = layout.recorded().mappings;
+        let refused = |mappings: &[RecordedMapping]| {
+            let recorded = RecordedLayout {
+                mappings: mappings.to_vec(),
+                first_pages: Vec::new(),
+            };
+            let refused = RamLayout::of_recorded(&own(), &recorded).unwrap_err();
             let Refusal::RamGone { mapping, .. } = refused else {
                 panic!("{refused}");
             };
@@ -339,7 +410,7 @@ mod tests {
         drop(mapping);
         assert_eq!(refused(&recorded), recorded[0]);
         assert!(matches!(
-            RamLayout::of_recorded(&own(), &[]),
+            RamLayout::of_recorded(&own(), &RecordedLayout::default()),
             Err(Refusal::Layout {
                 source: LayoutError::Nothing,
                 ..
@@ -388,7 +459,7 @@ mod tests {
         assert_eq!(layout.maps_change(&own()).unwrap(), None);
         drop(mapping);
         let gone = layout.maps_change(&own()).unwrap();
-        assert_eq!(gone, Some(MapsChange::Gone(layout.recorded()[0])));
+        assert_eq!(gone, Some(MapsChange::Gone(layout.recorded().mappings[0])));
     }
 
     #[test]

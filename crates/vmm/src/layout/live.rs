@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+//! RAM that comes and goes while the VMM runs: what is new, what is gone, and the
+//! layout that everybody uses at the moment.
+//!
+//! A VMM gets more RAM by mapping another file (QEMU: `object-add` of a memory
+//! backend, then `device_add` of a DIMM), and loses it by unmapping that file
+//! (`device_del`, then `object-del`). Both are seen in its mappings:
+//!
+//! | mappings of a file | what it is |
+//! |---|---|
+//! | none known, and it would be RAM at an attach | new RAM ([`NewRam`]) |
+//! | all gone | RAM unplugged |
+//! | one more, one less, one changed | neither: see [`MapsChange`](super::MapsChange) |
+//! | all gone, of all files | another program (exec): no RAM was unplugged |
+//!
+//! Memory that virtio-mem plugs and unplugs lies in a file that is mapped as a
+//! whole from the start: the layout does not change at all.
+
+use super::{
+    FoundRam, Known, LayoutError, RamLayout, RamMapping, SMALLEST_RAM_BYTES, find_ram, in_order,
+    is_shared_writable, key_of, len_of,
+};
+use crate::Refusal;
+use crate::process::{VmmProcess, in_proc};
+use arc_swap::{ArcSwap, Guard};
+use pagetide_addr::{FileKey, PAGE_BYTES, PAGE_SHIFT};
+use pagetide_sys::memory_file::GuestFile;
+use procfs::process::MemoryMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// The layout as it is now, for all who use it while it may change.
+#[derive(Debug)]
+pub struct LiveLayout(ArcSwap<RamLayout>);
+
+impl LiveLayout {
+    /// Begins with `layout`.
+    #[must_use]
+    pub fn new(layout: RamLayout) -> Self {
+        Self(ArcSwap::from_pointee(layout))
+    }
+
+    /// The layout now, for as long as the guard is held; costs no more than some nanoseconds.
+    #[must_use]
+    pub fn look(&self) -> Guard<Arc<RamLayout>> {
+        self.0.load()
+    }
+
+    /// The layout now, to be kept.
+    #[must_use]
+    pub fn now(&self) -> Arc<RamLayout> {
+        self.0.load_full()
+    }
+
+    /// From now on it is `layout`. Who has looked before may still use the one before; its files
+    /// stay open as long.
+    pub fn set(&self, layout: RamLayout) {
+        self.0.store(Arc::new(layout));
+    }
+}
+
+/// A RAM file that is to get page numbers: every byte of it mapped once.
+#[derive(Clone, Debug)]
+pub struct NewRam {
+    file: Arc<GuestFile>,
+    key: FileKey,
+    len_bytes: u64,
+    /// By their offsets in the file.
+    mappings: Vec<RamMapping>,
+}
+
+impl NewRam {
+    /// The first `len_bytes` of `file`, and all mappings of it.
+    ///
+    /// # Errors
+    /// [`LayoutError`].
+    pub fn new(
+        file: GuestFile,
+        len_bytes: u64,
+        mappings: Vec<RamMapping>,
+    ) -> Result<Self, LayoutError> {
+        let key = file.key()?;
+        let has_bytes = file.len_bytes()?;
+        if has_bytes < len_bytes {
+            return Err(LayoutError::Short {
+                key,
+                len_bytes: has_bytes,
+                recorded_bytes: len_bytes,
+            });
+        }
+        if !len_bytes.is_multiple_of(PAGE_BYTES) {
+            return Err(LayoutError::Unaligned {
+                key,
+                offset: len_bytes,
+            });
+        }
+        Ok(Self {
+            file: Arc::new(file),
+            key,
+            len_bytes,
+            mappings: in_order(key, len_bytes, mappings)?,
+        })
+    }
+
+    /// Its identity.
+    #[must_use]
+    pub const fn key(&self) -> FileKey {
+        self.key
+    }
+
+    /// Number of its pages.
+    #[must_use]
+    pub const fn page_count(&self) -> u64 {
+        self.len_bytes >> PAGE_SHIFT
+    }
+
+    pub(super) const fn file(&self) -> &Arc<GuestFile> {
+        &self.file
+    }
+
+    pub(super) fn mappings(&self) -> &[RamMapping] {
+        &self.mappings
+    }
+}
+
+/// How a VMM's RAM differs from a layout by whole files.
+#[derive(Debug)]
+pub struct RamNews {
+    /// Files of the layout that are mapped nowhere any more.
+    pub gone: Vec<FileKey>,
+    /// Files that the layout does not have; or why not all of them can be taken over, by the words
+    /// that would refuse an attach.
+    pub new: Result<Vec<NewRam>, Refusal>,
+}
+
+/// Large files that a VMM has mapped and that are no RAM, as far as looked at: video memory on a
+/// disk, device memory. They are not looked at again.
+#[derive(Debug, Default)]
+pub struct Strangers(BTreeSet<FileKey>);
+
+impl RamLayout {
+    /// Which RAM files have come and gone since this layout was made.
+    ///
+    /// Looks at the list of mappings only, unless a file of a size is there that is not known.
+    ///
+    /// # Errors
+    /// [`Refusal`].
+    pub fn news(&self, vmm: &VmmProcess, strangers: &mut Strangers) -> Result<RamNews, Refusal> {
+        let maps = super::recorded::maps_of(vmm)?;
+        Ok(RamNews {
+            gone: self.gone(&maps),
+            new: self.new_files(vmm, &maps, strangers),
+        })
+    }
+
+    /// Files that are mapped nowhere; none if none is mapped any more, for that is another program.
+    fn gone(&self, maps: &[MemoryMap]) -> Vec<FileKey> {
+        let mapped: BTreeSet<FileKey> = maps.iter().map(key_of).collect();
+        let keys = || self.files.iter().map(super::RamFile::key);
+        if keys().any(|key| mapped.contains(&key)) {
+            keys().filter(|key| !mapped.contains(key)).collect()
+        } else {
+            Vec::new()
+        }
+    }
+
+    fn new_files(
+        &self,
+        vmm: &VmmProcess,
+        maps: &[MemoryMap],
+        strangers: &mut Strangers,
+    ) -> Result<Vec<NewRam>, Refusal> {
+        let large = large_shared_files(maps);
+        strangers.0.retain(|key| large.contains(key));
+        let passed_over = |key: FileKey| self.file(key).is_some() || strangers.0.contains(&key);
+        if large.iter().all(|key| passed_over(*key)) {
+            return Ok(Vec::new());
+        }
+        let pid = vmm.pid();
+        let with_flags = in_proc(pid)
+            .and_then(|p| p.smaps())
+            .map_err(|e| Refusal::parsing(pid, "read the mappings", e))?;
+        let found = find_ram(vmm, &with_flags.0, Known::Files(&passed_over))?;
+        vmm.still_runs()?;
+        let new = found.into_new(vmm)?;
+        for key in large {
+            if self.file(key).is_none() && !new.iter().any(|ram| ram.key == key) {
+                strangers.0.insert(key);
+            }
+        }
+        Ok(new)
+    }
+}
+
+/// Files with at least as much mapped shared and writable as RAM must have.
+fn large_shared_files(maps: &[MemoryMap]) -> Vec<FileKey> {
+    let mut bytes: BTreeMap<FileKey, (u64, bool)> = BTreeMap::new();
+    for map in maps.iter().filter(|map| map.inode != 0) {
+        let (sum, shared) = bytes.entry(key_of(map)).or_default();
+        *sum += len_of(map);
+        *shared |= is_shared_writable(map);
+    }
+    let large = bytes
+        .into_iter()
+        .filter(|(_, (sum, shared))| *sum >= SMALLEST_RAM_BYTES && *shared);
+    large.map(|(key, _)| key).collect()
+}
+
+impl FoundRam {
+    /// Each file with its mappings.
+    pub(super) fn into_new(self, vmm: &VmmProcess) -> Result<Vec<NewRam>, Refusal> {
+        let refused = |source: LayoutError| Refusal::Layout {
+            pid: vmm.pid(),
+            name: vmm.name().to_owned(),
+            source,
+        };
+        let mut new = Vec::new();
+        for (number, file) in self.files.into_iter().enumerate() {
+            let len_bytes = file.len_bytes().map_err(|e| refused(e.into()))?;
+            let own = self.mappings.iter().filter(|m| m.file == number).copied();
+            new.push(NewRam::new(file, len_bytes, own.collect()).map_err(refused)?);
+        }
+        Ok(new)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_addr::{Hva, PageNo, PageRange, SECTION_PAGES};
+    use pagetide_sys::mapping::SharedMapping;
+    use std::os::fd::AsFd;
+
+    fn ram(pages: u64, hva: u64) -> NewRam {
+        let bytes = pages * PAGE_BYTES;
+        let mapping = RamMapping {
+            hva: Hva(hva),
+            len_bytes: bytes,
+            file: 0,
+            file_offset: 0,
+        };
+        let file = GuestFile::new_memfd("live", bytes).unwrap();
+        NewRam::new(file, bytes, vec![mapping]).unwrap()
+    }
+
+    fn firsts(layout: &RamLayout) -> Vec<u64> {
+        let first = |file: &super::super::RamFile| file.pages().start.0;
+        layout.files().iter().map(first).collect()
+    }
+
+    #[test]
+    fn files_that_stay_keep_their_pages_whatever_comes_and_goes() {
+        let (one, two, three) = (ram(700, 1 << 30), ram(10, 1 << 20), ram(600, 1 << 40));
+        let mut layout = RamLayout::default().with(&one, PageNo(0)).unwrap();
+        assert_eq!(layout.room_for(1), PageNo(1024));
+        layout = layout.with(&two, PageNo(4096)).unwrap();
+        layout = layout.with(&three, PageNo(4096 + SECTION_PAGES)).unwrap();
+        assert_eq!(firsts(&layout), [0, 4096, 4096 + SECTION_PAGES]);
+        assert_eq!(layout.len_bytes(), 1310 * PAGE_BYTES);
+        let without = layout.without(two.key());
+        assert_eq!(firsts(&without), [0, 4096 + SECTION_PAGES]);
+        assert_eq!(without.page_in_file(two.key(), 0), None);
+        assert_eq!(without.page_at(Hva(1 << 20)), None);
+        let page = PageNo(4096 + SECTION_PAGES + 5);
+        for layout in [&layout, &without] {
+            assert_eq!(layout.page_at(Hva((1 << 40) + 5 * PAGE_BYTES)), Some(page));
+            let piece = layout.pieces(page.single()).next().unwrap();
+            assert_eq!(layout.files()[piece.file].key(), three.key());
+        }
+        let again = without.with(&two, PageNo(1024)).unwrap();
+        assert_eq!(firsts(&again), [0, 1024, 4096 + SECTION_PAGES]);
+    }
+
+    #[test]
+    fn room_is_the_first_gap_that_is_large_enough() {
+        let (one, two) = (ram(600, 1 << 30), ram(10, 1 << 40));
+        let layout = RamLayout::default()
+            .with(&one, PageNo(512))
+            .and_then(|layout| layout.with(&two, PageNo(4096)))
+            .unwrap();
+        for (pages, first) in [(512, 0), (513, 1536), (2560, 1536), (2561, 4608)] {
+            assert_eq!(layout.room_for(pages), PageNo(first), "{pages}");
+        }
+    }
+
+    #[test]
+    fn gaps_between_files_have_no_pieces() {
+        let (one, two) = (ram(10, 1 << 30), ram(10, 1 << 40));
+        let layout = RamLayout::default()
+            .with(&one, PageNo(512))
+            .and_then(|layout| layout.with(&two, PageNo(2048)))
+            .unwrap();
+        let of = |start, end| {
+            let range = PageRange::new(PageNo(start), PageNo(end));
+            let pieces = layout.pieces(range);
+            pieces
+                .map(|p| (p.pages.start.0, p.pages.end.0))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(of(0, 512), []);
+        assert_eq!(of(600, 2000), []);
+        assert_eq!(of(0, 4096), [(512, 522), (2048, 2058)]);
+        assert_eq!(of(520, 2049), [(520, 522), (2048, 2049)]);
+    }
+
+    #[test]
+    fn pages_and_files_that_are_there_are_not_given_twice() {
+        let (one, two) = (ram(600, 1 << 30), ram(600, 1 << 40));
+        let layout = RamLayout::default().with(&one, PageNo(1024)).unwrap();
+        for first in [512, 1024, 1536] {
+            let refused = layout.with(&two, PageNo(first));
+            assert!(matches!(refused, Err(LayoutError::Taken { .. })), "{first}");
+        }
+        let again = layout.with(&one, PageNo(4096));
+        assert!(matches!(again, Err(LayoutError::Taken { .. })));
+        assert!(layout.with(&two, PageNo(u64::MAX - 5)).is_err());
+        assert!(layout.with(&two, PageNo(2048)).is_ok());
+    }
+
+    /// A mapping of this process as a VMM's RAM.
+    fn mapped(bytes: u64) -> (NewRam, SharedMapping) {
+        let file = GuestFile::new_memfd("live", bytes).unwrap();
+        let mapping = SharedMapping::new(file.as_fd(), bytes).unwrap();
+        let of = RamMapping {
+            hva: Hva(mapping.address() as u64),
+            len_bytes: bytes,
+            file: 0,
+            file_offset: 0,
+        };
+        (NewRam::new(file, bytes, vec![of]).unwrap(), mapping)
+    }
+
+    #[test]
+    fn file_mapped_nowhere_is_gone_unless_all_are() {
+        let own = VmmProcess::open(std::process::id()).unwrap();
+        let (one, at_one) = mapped(PAGE_BYTES);
+        let (two, at_two) = mapped(PAGE_BYTES);
+        let layout = RamLayout::default()
+            .with(&one, PageNo(0))
+            .and_then(|layout| layout.with(&two, PageNo(512)))
+            .unwrap();
+        // Other tests of this process map files of their own: only what is gone is asked here.
+        let gone = || layout.gone(&super::super::recorded::maps_of(&own).unwrap());
+        assert_eq!(gone(), []);
+        drop(at_one);
+        assert_eq!(gone(), [one.key()]);
+        drop(at_two);
+        assert_eq!(gone(), [], "another program, not RAM unplugged");
+    }
+
+    #[test]
+    fn small_or_private_files_are_not_worth_a_closer_look() {
+        let own = VmmProcess::open(std::process::id()).unwrap();
+        let large = || large_shared_files(&super::super::recorded::maps_of(&own).unwrap());
+        let (small, _at_small) = mapped(SMALLEST_RAM_BYTES - PAGE_BYTES);
+        let (ram, at_ram) = mapped(SMALLEST_RAM_BYTES);
+        assert!(large().contains(&ram.key()));
+        assert!(!large().contains(&small.key()));
+        drop(at_ram);
+        assert!(!large().contains(&ram.key()));
+    }
+}
