@@ -301,6 +301,8 @@ report! {
         wired_bytes: u64 => gauge,
         /// Requests of the guest that made no sense.
         malformed_requests: u64 => counter,
+        /// Requests answered with an error because part of them was not in guest memory (unplugged meanwhile, or never there).
+        outside_requests: u64 => counter,
     }
 }
 

@@ -10,6 +10,11 @@
 //! The direct table is part of the ring and wired. An indirect table is
 //! ordinary guest memory: its pages are leased for the time of the walk, and
 //! [`WalkError::TableAbsent`] tells which are missing.
+//!
+//! A buffer outside guest memory ends no walk: memory may have been unplugged
+//! under a request, which is then to be answered with an error. Where the answer
+//! goes must be known for that, so the chain's last writable buffer has to be in
+//! memory, as rings and tables have.
 
 use crate::memory::{DeviceMemory, LeaseSet, OutsideMemory, Span};
 use pagetide_addr::{Access, Gpa};
@@ -84,12 +89,15 @@ pub(crate) struct Buffers {
     pub readable: Vec<Span>,
     /// What the device may write, in order.
     pub writable: Vec<Span>,
+    /// The first buffer that is not in guest memory, and is in neither list.
+    pub outside: Option<OutsideMemory>,
 }
 
 impl Buffers {
     fn clear(&mut self) {
         self.readable.clear();
         self.writable.clear();
+        self.outside = None;
     }
 }
 
@@ -121,14 +129,16 @@ pub(crate) fn walk(
         into,
         bytes: 0,
         steps_left: INDIRECT_MAX.max(u32::from(table.size)),
+        end: Ok(()),
     };
     match walk.table(table.at, u32::from(table.size), head)? {
-        None => Ok(()),
+        None => {}
         Some(_) if table.indirect == Indirect::Absent => {
-            Err(ChainError::IndirectNotNegotiated.into())
+            return Err(ChainError::IndirectNotNegotiated.into());
         }
-        Some(descriptor) => walk.indirect(&descriptor),
+        Some(descriptor) => walk.indirect(&descriptor)?,
     }
+    walk.end.map_err(WalkError::from)
 }
 
 struct Walk<'a> {
@@ -136,6 +146,8 @@ struct Walk<'a> {
     into: &'a mut Buffers,
     bytes: u64,
     steps_left: u32,
+    /// Whether the last buffer, which is to hold the answer, is in memory.
+    end: Result<(), OutsideMemory>,
 }
 
 impl Walk<'_> {
@@ -207,7 +219,12 @@ impl Walk<'_> {
         } else {
             return Err(ChainError::ReadableAfterWritable);
         };
-        self.memory.spans(Gpa(descriptor.addr().0), len, list)?;
+        let before = list.len();
+        self.end = self.memory.spans(Gpa(descriptor.addr().0), len, list);
+        if let Err(outside) = self.end {
+            list.truncate(before);
+            self.into.outside.get_or_insert(outside);
+        }
         Ok(())
     }
 }
@@ -335,6 +352,32 @@ mod tests {
             buffers.writable.iter().map(|s| s.len).collect::<Vec<_>>(),
             [512, 1]
         );
+    }
+
+    #[test]
+    fn buffer_outside_memory_is_told_and_ends_no_walk_unless_it_is_the_last() {
+        let f = fixture();
+        put(&f.memory, BASE, 0, (BASE + 0x1000, 16, NEXT, 1));
+        put(&f.memory, BASE, 1, (BASE - 0x1000, 512, NEXT | WRITE, 2));
+        put(&f.memory, BASE, 2, (BASE + 0x3000, 1, WRITE, 0));
+        let mut buffers = Buffers::default();
+        assert_eq!(walk(&f.memory, table(), 0, &mut buffers), Ok(()));
+        assert_eq!(buffers.outside, Some(outside(BASE - 0x1000, 512)));
+        let offsets = |spans: &[Span]| spans.iter().map(|s| s.offset).collect::<Vec<_>>();
+        assert_eq!(offsets(&buffers.readable), [0x1000]);
+        assert_eq!(offsets(&buffers.writable), [0x3000]);
+        // Half of it in memory is no part of it.
+        put(
+            &f.memory,
+            BASE,
+            1,
+            (BASE + 63 * 4096, 8192, NEXT | WRITE, 2),
+        );
+        assert_eq!(walk(&f.memory, table(), 0, &mut buffers), Ok(()));
+        assert_eq!(offsets(&buffers.writable), [0x3000]);
+        put(&f.memory, BASE, 2, (BASE - 1, 1, WRITE, 0));
+        let error = outside(BASE - 1, 1);
+        assert_eq!(broken(&f, table(), 0), ChainError::Outside(error));
     }
 
     #[test]

@@ -197,6 +197,8 @@ pub struct DeviceReport {
     pub failed_requests: u64,
     /// Chains that made no sense.
     pub malformed_requests: u64,
+    /// Requests answered with an error because part of them was not in guest memory.
+    pub outside_requests: u64,
     /// Requests with the kernel now.
     pub inflight_requests: u64,
     /// Chains parked now.
@@ -492,6 +494,7 @@ impl BlkDevice {
             written_bytes: shared.total(|c| &c.written_bytes),
             failed_requests: shared.total(|c| &c.errors),
             malformed_requests: shared.total(|c| &c.malformed),
+            outside_requests: shared.total(|c| &c.outside),
             inflight_requests: shared.total(|c| &c.in_flight),
             parked_chains: shared.total(|c| &c.parked),
             iopfs: shared.total(|c| &c.iopfs),

@@ -69,6 +69,7 @@ pub(crate) struct Counters {
     pub written_bytes: AtomicU64,
     pub errors: AtomicU64,
     pub malformed: AtomicU64,
+    pub outside: AtomicU64,
     pub iopfs: AtomicU64,
     pub parked: AtomicU64,
     pub in_flight: AtomicU64,

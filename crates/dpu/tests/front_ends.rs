@@ -160,8 +160,23 @@ fn memory_added_and_removed_while_a_ring_runs_changes_what_it_reaches() {
         "twice"
     );
     connection.frontend.remove_mem_region(&region).unwrap();
+    more.put(8192, &[0x5a; 512]);
+    request.aim(&guest, T_IN, 21);
     connection.queues[0].submit(&guest, &parts);
-    eventually("an address that is gone stops the device", || {
+    connection.queues[0].wait_used(&guest);
+    assert_eq!(request.status(&guest), S_IOERR);
+    assert_eq!(more.get(8192, 512), [0x5a; 512], "nothing is reached");
+    let report = rig.report(&socket);
+    assert_eq!((report.outside_requests, report.malformed_requests), (1, 0));
+    // The header may be gone as well; what is needed is a place for the status.
+    parts[0].0 = RAM_BYTES;
+    request.aim(&guest, T_IN, 21);
+    connection.queues[0].submit(&guest, &parts);
+    connection.queues[0].wait_used(&guest);
+    assert_eq!(request.status(&guest), S_IOERR);
+    parts[2].0 = RAM_BYTES;
+    connection.queues[0].submit(&guest, &parts);
+    eventually("a status that is gone stops the device", || {
         rig.report(&socket).state == DeviceState::Stopped
     });
 }

@@ -281,5 +281,6 @@ fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> D
         parked_chains: device.parked_chains,
         wired_bytes: device.wired_bytes,
         malformed_requests: device.malformed_requests,
+        outside_requests: device.outside_requests,
     }
 }

@@ -60,9 +60,14 @@ pub(crate) struct Frame {
     pub status: Span,
 }
 
+/// Takes the status byte off `buffers`: all that an answer needs.
+pub(crate) fn status_of(buffers: &mut Buffers) -> Result<Span, RequestError> {
+    split_last_byte(&mut buffers.writable).ok_or(RequestError::NoStatus)
+}
+
 /// Takes header and status off `buffers`, which keep the data.
 pub(crate) fn frame(buffers: &mut Buffers) -> Result<Frame, RequestError> {
-    let status = split_last_byte(&mut buffers.writable).ok_or(RequestError::NoStatus)?;
+    let status = status_of(buffers)?;
     // The usual case first: a descriptor that is the header and nothing else.
     if buffers
         .readable
@@ -360,6 +365,7 @@ mod tests {
         let mut one = Buffers {
             readable: vec![span(0, 16 + 512)],
             writable: vec![span(600, 1)],
+            ..Buffers::default()
         };
         let parts = frame(&mut one).unwrap();
         assert_eq!((parts.header, parts.status), (span(0, 16), span(600, 1)));
@@ -368,6 +374,7 @@ mod tests {
         let mut many = Buffers {
             readable: vec![span(0, 4), span(100, 20)],
             writable: vec![span(200, 8), span(300, 9)],
+            ..Buffers::default()
         };
         let parts = frame(&mut many).unwrap();
         assert_eq!(parts.header, span(0, 4));
@@ -377,11 +384,13 @@ mod tests {
         let mut short = Buffers {
             readable: vec![span(0, 15)],
             writable: vec![span(200, 1)],
+            ..Buffers::default()
         };
         assert_eq!(frame(&mut short).unwrap_err(), RequestError::NoHeader);
         let mut mute = Buffers {
             readable: vec![span(0, 16)],
             writable: Vec::new(),
+            ..Buffers::default()
         };
         assert_eq!(frame(&mut mute).unwrap_err(), RequestError::NoStatus);
     }

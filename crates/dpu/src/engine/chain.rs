@@ -3,8 +3,9 @@
 //!
 //! ```text
 //!   pop ─► walk ─► frame ─► lease every page, all or none ─► read header ─► decide ─► start I/O
-//!            │                      │
-//!            └── table absent ──────┴── some absent: release all, park, page requests
+//!            │ │                    │
+//!            │ └── table absent ────┴── some absent: release all, park, page requests
+//!            └── part outside memory: answered with an error (RAM was unplugged, or the guest lies)
 //! ```
 //! A resumed chain starts again at *walk*: what the guest has changed meanwhile
 //! is its own affair, and nothing of the first look is trusted later.
@@ -249,8 +250,12 @@ impl Io {
                 ..
             } => self.fail_chain(device, queue, &memory, head, origin),
             _ => match self.prepare(device, queue, &memory, head, origin) {
-                Ok(Some(ready)) => return self.begin(device, queue, &memory, ready),
-                Ok(None) => Ok(()),
+                Ok(Outcome::Ready(ready)) => return self.begin(device, queue, &memory, ready),
+                Ok(Outcome::Parked) => Ok(()),
+                Ok(Outcome::Outside) => {
+                    add(&device.shared.counters[self.index].outside, 1);
+                    self.fail_chain(device, queue, &memory, head, origin)
+                }
                 Err(reason) => Err(reason),
             },
         };
@@ -262,7 +267,7 @@ impl Io {
         Ok(())
     }
 
-    /// Finds the chain's buffers and leases them all; `None` if it was parked.
+    /// Finds the chain's buffers and leases them all, or parks it.
     fn prepare(
         &mut self,
         device: &Device,
@@ -270,7 +275,7 @@ impl Io {
         memory: &Rc<DeviceMemory>,
         head: u16,
         origin: Origin,
-    ) -> Result<Option<Ready>, StopReason> {
+    ) -> Result<Outcome, StopReason> {
         let mut buffers = std::mem::take(&mut self.scratch.buffers);
         let outcome = self.prepare_with(device, queue, memory, head, &mut buffers);
         self.scratch.buffers = buffers;
@@ -279,12 +284,13 @@ impl Io {
                 if let Origin::Resumed { since, .. } = origin {
                     self.record_latency(since);
                 }
-                Ok(Some(ready))
+                Ok(Outcome::Ready(ready))
             }
             Prepared::Absent(wanted) => {
                 self.park(device, queue, head, wanted, (Purpose::Dma, origin));
-                Ok(None)
+                Ok(Outcome::Parked)
             }
+            Prepared::Outside => Ok(Outcome::Outside),
         }
     }
 
@@ -301,6 +307,7 @@ impl Io {
             Located::TableAbsent(spans) => {
                 return Ok(Prepared::Absent(wanted(memory, &spans, Access::Read)));
             }
+            Located::Outside { .. } => return Ok(Prepared::Outside),
         };
         let sample = self.scratch.sample();
         let began = (sample == Sample::Yes).then(Instant::now);
@@ -383,8 +390,9 @@ impl Io {
         origin: Origin,
     ) -> Result<(), StopReason> {
         let mut buffers = Buffers::default();
-        let frame = match locate(queue, memory, head, &mut buffers)? {
-            Located::Frame(frame) => frame,
+        let status = match locate(queue, memory, head, &mut buffers)? {
+            Located::Frame(frame) => frame.status,
+            Located::Outside { status } => status,
             Located::TableAbsent(_) => {
                 return Err(StopReason::ContentLost {
                     queue: queue.key.queue,
@@ -392,16 +400,16 @@ impl Io {
             }
         };
         let mut leases = self.scratch.leases();
-        if leases.take(memory, frame.status, Access::Write) {
+        if leases.take(memory, status, Access::Write) {
             let answer = Answer {
                 head,
-                at: frame.status,
+                at: status,
                 status: Status::IoError,
                 written: 1,
             };
             return self.complete(device, queue, memory, answer, leases);
         }
-        let wanted = wanted(memory, &[frame.status], Access::Write);
+        let wanted = wanted(memory, &[status], Access::Write);
         self.park(device, queue, head, wanted, (Purpose::BadStatus, origin));
         Ok(())
     }
@@ -420,4 +428,14 @@ impl Scratch {
 enum Prepared {
     Ready(Ready),
     Absent(Vec<Wanted>),
+    /// Part of the chain is not in guest memory.
+    Outside,
+}
+
+/// What became of a chain that was to be prepared.
+enum Outcome {
+    Ready(Ready),
+    Parked,
+    /// Part of it is not in guest memory: it is to be answered with an error.
+    Outside,
 }

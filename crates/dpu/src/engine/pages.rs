@@ -3,7 +3,7 @@
 
 use super::queue::EngineQueue;
 use crate::{
-    blk::request::{Frame, frame},
+    blk::request::{Frame, frame, status_of},
     chain::{Buffers, WalkError, walk},
     memory::{DeviceMemory, LeaseSet, Span},
     parked::Wanted,
@@ -15,6 +15,10 @@ use pagetide_addr::{Access, PageNo, PageRange};
 pub(super) enum Located {
     Frame(Frame),
     TableAbsent(Vec<Span>),
+    /// Part of it is not in guest memory: to be answered with an error, at this place.
+    Outside {
+        status: Span,
+    },
 }
 
 /// Walks a chain and takes it apart.
@@ -36,13 +40,15 @@ pub(super) fn locate(
             });
         }
     }
-    frame(buffers)
-        .map(Located::Frame)
-        .map_err(|source| StopReason::Request {
-            queue: number,
-            head,
-            source,
-        })
+    let located = match buffers.outside {
+        Some(_) => status_of(buffers).map(|status| Located::Outside { status }),
+        None => frame(buffers).map(Located::Frame),
+    };
+    located.map_err(|source| StopReason::Request {
+        queue: number,
+        head,
+        source,
+    })
 }
 
 /// Every part of a chain with the access the device needs.

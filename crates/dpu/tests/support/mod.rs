@@ -582,6 +582,7 @@ impl BlkRequest {
     }
 }
 
+pub const S_IOERR: u8 = 1;
 pub const T_IN: u32 = 0;
 pub const T_OUT: u32 = 1;
 pub const T_FLUSH: u32 = 4;
