@@ -190,6 +190,21 @@ pub struct SetReport {
     pub sections: u64,
 }
 
+/// A RAM file of a VM: a region of its address space.
+#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
+pub struct RegionReport {
+    /// The file, by device and inode number.
+    pub file: String,
+    /// Its first page in the address space.
+    pub first_page: u64,
+    /// Number of its pages.
+    pub pages: u64,
+    /// Memory it takes up now.
+    pub resident_bytes: u64,
+    /// Pages of it that are away.
+    pub stored_pages: u64,
+}
+
 report! {
     /// State and figures of one VM.
     pub struct VmReport in "pagetide_vm" {
@@ -255,6 +270,8 @@ report! {
         reader_cpu_seconds: f64 => counter,
         /// Sections in each of the hot and cold sets.
         sections: Vec<SetReport> => per_set,
+        /// The RAM files, each a region of the address space.
+        regions: Vec<RegionReport> => skip,
     }
 }
 

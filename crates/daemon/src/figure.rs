@@ -263,6 +263,7 @@ mod tests {
             "vmm",
             "state",
             "eviction_bars",
+            "regions",
             "socket",
             "kind",
             "image",

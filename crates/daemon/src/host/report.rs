@@ -2,10 +2,11 @@
 //! What is told of a VM.
 
 use super::{core::lock, devices::Devices, vm::Vm};
-use crate::control::{SetReport, VmReport};
+use crate::control::{RegionReport, SetReport, VmReport};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_gmem::State;
 use pagetide_swap::Counter;
+use pagetide_vmm::layout::RamFile;
 use std::sync::atomic::Ordering::Relaxed;
 
 impl Vm {
@@ -19,12 +20,16 @@ impl Vm {
             tiers.lz4_pages.load(Relaxed),
             tiers.verbatim_pages.load(Relaxed),
         );
-        let stored_pages = self.stored_pages();
+        let layout = core.layout.now();
+        let regions: Vec<_> = layout.files().iter().map(|f| self.region(f)).collect();
+        let stored_pages = regions
+            .iter()
+            .map(|region| region.stored_pages)
+            .sum::<u64>();
         let mut bars = core.bars();
         bars.extend(core.incidents.stopped());
         bars.extend(lock(&core.suspended).clone());
         let sets = lock(&core.sets).clone();
-        let layout = core.layout.now();
         let files = layout
             .files()
             .iter()
@@ -77,18 +82,22 @@ impl Vm {
                     sections,
                 })
                 .collect(),
+            regions,
         }
     }
 
-    fn stored_pages(&self) -> u64 {
+    fn region(&self, file: &RamFile) -> RegionReport {
         let table = self.core.memory.table();
         let stored = |section| {
-            table
-                .pages_in_state(section, |state| matches!(state, State::Stored(_)))
-                .len()
+            let set = table.pages_in_state(section, |state| matches!(state, State::Stored(_)));
+            set.len()
         };
-        (0..table.section_count())
-            .map(|number| stored(pagetide_addr::SectionNo(number)))
-            .sum()
+        RegionReport {
+            file: file.key().to_string(),
+            first_page: file.pages().start.0,
+            pages: file.pages().len(),
+            resident_bytes: file.file().allocated_bytes().unwrap_or(0),
+            stored_pages: file.pages().sections().map(stored).sum(),
+        }
     }
 }
