@@ -23,8 +23,12 @@ use super::segments::{Owner, SEGMENTS_MAX, Seg, Segments};
 /// Pieces of a chunk: the bits of a word.
 const PIECES_MAX: u64 = 64;
 
-/// Largest chunk in quanta: 16 pieces of the default's largest size.
+/// Largest chunk in quanta.
 const CHUNK_QUANTA_MAX: u64 = 1024;
+
+/// Fewest pieces for which a chunk is worth it. Larger pieces are taken one by one: they are seldom many,
+/// and what is left at a chunk's end would be much.
+const PIECES_MIN: u64 = 8;
 
 /// One chunk.
 #[derive(Debug)]
@@ -65,10 +69,14 @@ impl Shape {
         }
     }
 
+    /// None if a piece is larger than a chunk may be.
+    fn pieces(&self) -> u64 {
+        self.chunk_bytes / self.piece_bytes
+    }
+
     /// Bits of all pieces.
     fn all(&self) -> u64 {
-        let pieces = self.chunk_bytes / self.piece_bytes;
-        u64::MAX >> (PIECES_MAX - pieces)
+        u64::MAX >> (PIECES_MAX - self.pieces())
     }
 
     fn base(&self, start: u64) -> u64 {
@@ -96,7 +104,7 @@ impl Segments {
         while pieces.len() < wanted {
             let partial = self.chunks.partial.get(&class);
             let Some(&base) = partial.and_then(BTreeSet::first) else {
-                if self.open_chunk(&shape) {
+                if shape.pieces() >= PIECES_MIN && self.open_chunk(&shape) {
                     continue;
                 }
                 let request = Request::plain(shape.piece_bytes - 1, self.quantum);

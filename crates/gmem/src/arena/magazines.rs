@@ -3,12 +3,12 @@
 //! segments nor what another thread touches (Bonwick & Adams, section 3).
 //!
 //! Threads are spread over *stripes*, a lock each that nobody else is likely to
-//! want. A stripe has for each size (1, 2, … quanta) two *magazines* of up to
-//! [`ROUNDS`] starts, loaded and previous, as in the paper: with two of them a
-//! thread that frees and allocates in turn at the border of a magazine does not
-//! exchange one each time. Full magazines are exchanged with the *depot*, under
-//! one lock for all stripes; a depot that has enough gives a magazine's pieces
-//! back to the segments.
+//! want. A stripe has for each size (1, 2, … quanta) two *magazines* of up to 63
+//! starts (fewer of large pieces), loaded and previous, as in the paper: with
+//! two of them a thread that frees and allocates in turn at the border of a
+//! magazine does not exchange one each time. Full magazines are exchanged with
+//! the *depot*, under one lock for all stripes; a depot that has enough gives a
+//! magazine's pieces back to the segments.
 //!
 //! ```text
 //!  stripe (lock)            depot (lock)               segments (lock)
@@ -29,14 +29,21 @@ use std::sync::atomic::AtomicUsize;
 
 use crate::sync::{Mutex, MutexGuard, lock};
 
-/// Starts in a magazine: 63 and their count fill eight cache lines.
-pub(super) const ROUNDS: usize = if cfg!(loom) { 1 } else { 63 };
+/// Starts in a magazine of small pieces: 63 and their count fill eight cache lines.
+const ROUNDS_MAX: usize = if cfg!(loom) { 1 } else { 63 };
+
+/// Starts in a magazine of the largest pieces: enough to bridge some turns.
+const ROUNDS_MIN: usize = if cfg!(loom) { 1 } else { 4 };
+
+/// Quanta that one magazine may hold, between the two limits above: what is kept ready of large pieces
+/// is not more than of small ones.
+const MAGAZINE_QUANTA: usize = 1024;
 
 /// Most sizes that are cached, in quanta.
 ///
-/// With all of them in use a stripe holds 128 magazines, 64 KiB, and the depot
-/// at most 2,048, 1 MiB.
-pub const CACHED_QUANTA_LIMIT: u32 = 128;
+/// That many would fill, in a stripe, 1,024 magazines of 74 KiB together, which hold 1.2 Mi quanta, and
+/// in the depot 590 KiB of magazines with 10 Mi quanta: the most that is kept ready.
+pub const CACHED_QUANTA_LIMIT: u32 = 512;
 
 /// Full magazines of one size that the depot keeps.
 ///
@@ -65,13 +72,22 @@ pub(super) trait PieceSource {
 type Magazine = Vec<u64>;
 
 /// The magazines of one size in one stripe.
-#[derive(Default)]
 struct Pair {
     loaded: Magazine,
     previous: Magazine,
+    /// Starts in a full magazine of this size.
+    rounds: usize,
 }
 
 impl Pair {
+    fn new(class: usize) -> Self {
+        Self {
+            loaded: Magazine::new(),
+            previous: Magazine::new(),
+            rounds: (MAGAZINE_QUANTA / (class + 1)).clamp(ROUNDS_MIN, ROUNDS_MAX),
+        }
+    }
+
     #[inline]
     fn take(&mut self) -> Option<u64> {
         if self.loaded.is_empty() {
@@ -80,17 +96,17 @@ impl Pair {
         self.loaded.pop()
     }
 
-    /// False if both are full.
+    /// Keeps `start` unless both are full.
     #[inline]
     fn put(&mut self, start: u64) -> Put {
-        if self.loaded.len() == ROUNDS {
-            if self.previous.len() == ROUNDS {
+        if self.loaded.len() == self.rounds {
+            if self.previous.len() == self.rounds {
                 return Put::Full;
             }
             std::mem::swap(&mut self.loaded, &mut self.previous);
         }
         if self.loaded.capacity() == 0 {
-            self.loaded.reserve_exact(ROUNDS);
+            self.loaded.reserve_exact(self.rounds);
         }
         self.loaded.push(start);
         Put::Done
@@ -200,6 +216,16 @@ impl Caches {
         then()
     }
 
+    /// Whether a magazine holds this piece of `class + 1` quanta.
+    pub(super) fn holds(&self, class: usize, start: u64) -> bool {
+        let all = self.lock_all();
+        let pairs = all.stripes.iter().filter_map(|pairs| pairs.get(class));
+        let mut own = pairs.flat_map(|pair| [&pair.loaded, &pair.previous]);
+        let mut shared = all.depot.full.get(class).into_iter().flatten();
+        own.any(|magazine| magazine.contains(&start))
+            || shared.any(|magazine| magazine.contains(&start))
+    }
+
     /// Calls `then` with the class and starts of every magazine, all locked meanwhile.
     pub(super) fn look<R>(&self, then: impl FnOnce(&[(usize, Vec<u64>)]) -> R) -> R {
         let all = self.lock_all();
@@ -236,7 +262,7 @@ impl Caches {
             pair.loaded = full;
         } else {
             if pair.loaded.capacity() == 0 {
-                pair.loaded.reserve_exact(ROUNDS);
+                pair.loaded.reserve_exact(pair.rounds);
             }
             let count = (REFILL_QUANTA / (class + 1)).max(1);
             source.take(class, count, &mut pair.loaded);
@@ -266,7 +292,7 @@ impl Caches {
 
     fn pair<'a>(&self, pairs: &'a mut Vec<Pair>, class: usize) -> &'a mut Pair {
         if pairs.is_empty() {
-            pairs.resize_with(self.classes, Pair::default);
+            pairs.extend((0..self.classes).map(Pair::new));
         }
         &mut pairs[class]
     }
