@@ -7,6 +7,7 @@
 
 pub mod blk;
 pub mod fault;
+pub mod gmem_va;
 pub mod sim;
 
 use serde::Serialize;
@@ -71,6 +72,7 @@ pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
     match name {
         BenchName::Fault => fault::run(&fault::FaultBenchOptions::default()),
         BenchName::Blk => blk::run(),
+        BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
         BenchName::Sim => sim::run(),
     }
 }

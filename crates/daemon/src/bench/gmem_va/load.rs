@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the allocators are asked to do: the same for all.
+
+use std::hint::black_box;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+/// Pages that may be given: 2^48 bytes.
+pub(super) const SPACE_PAGES: u64 = 1 << 36;
+
+/// Sizes in pages: allocations of a thousand, smallest, largest, even in between.
+///
+/// What DMA buffers and mappings look like: a page is a packet buffer or a file
+/// system's block, 2 to 4 jumbo frames and receive buffers, up to 16 the 64 KiB
+/// of segmentation offload, of a pipe and of read-ahead, up to 64 a large block
+/// request, up to 512 a ring or a huge page, more a heap's growth or a file.
+pub(super) const MIX: [(u64, u64, u64); 6] = [
+    (500, 1, 1),
+    (250, 2, 4),
+    (170, 5, 16),
+    (60, 17, 64),
+    (15, 65, 512),
+    (5, 513, 4096),
+];
+
+/// Steps between two looks at the clock.
+const BATCH: usize = 64;
+
+/// An allocator of addresses, called from several threads.
+pub(super) trait Allocator: Send + Sync {
+    /// Address of `pages` free pages.
+    fn alloc(&self, pages: u64) -> Option<u64>;
+    /// Frees them; false if the allocator does not know them.
+    fn free(&self, start: u64, pages: u64) -> bool;
+}
+
+/// An allocator said no, though there is room for all.
+#[derive(Debug, thiserror::Error)]
+#[error("an allocator failed though there is room: {0}")]
+pub(super) struct Refused(&'static str);
+
+/// A live region: its address and its pages.
+type Region = (u64, u64);
+
+/// An allocator with its live regions.
+pub(super) struct Load {
+    allocator: Box<dyn Allocator>,
+    threads: Vec<ThreadLoad>,
+}
+
+/// What one thread has.
+struct ThreadLoad {
+    live: Vec<Region>,
+    random: Random,
+}
+
+impl Load {
+    /// `live` regions shared out among `threads`.
+    pub(super) fn new(
+        allocator: Box<dyn Allocator>,
+        live: usize,
+        threads: usize,
+    ) -> Result<Self, Refused> {
+        let mut load = Self {
+            threads: Vec::new(),
+            allocator,
+        };
+        for seed in 1..=threads {
+            let mut random = Random(0x9E37_79B9_7F4A_7C15_u64.wrapping_mul(seed as u64));
+            let regions = (0..live / threads).map(|_| {
+                let pages = random.pages();
+                let start = load.allocator.alloc(pages).ok_or(Refused("alloc"))?;
+                Ok((start, pages))
+            });
+            let live = regions.collect::<Result<Vec<_>, Refused>>()?;
+            load.threads.push(ThreadLoad { live, random });
+        }
+        Ok(load)
+    }
+
+    /// All threads step for `slice`; operations a second of all together.
+    pub(super) fn run(&mut self, slice: Duration) -> Result<f64, Refused> {
+        let barrier = Barrier::new(self.threads.len());
+        let (allocator, barrier) = (&*self.allocator, &barrier);
+        let rates = std::thread::scope(|scope| {
+            let threads: Vec<_> = self
+                .threads
+                .iter_mut()
+                .map(|thread| {
+                    scope.spawn(move || {
+                        barrier.wait();
+                        thread.steps_for(allocator, slice)
+                    })
+                })
+                .collect();
+            let rates = threads.into_iter().map(|thread| match thread.join() {
+                Ok(rate) => rate,
+                Err(panic) => std::panic::resume_unwind(panic),
+            });
+            rates.collect::<Result<Vec<_>, _>>()
+        })?;
+        Ok(rates.iter().sum())
+    }
+
+    /// Nanoseconds of an operation of the first thread, the harness's work taken out.
+    pub(super) fn operation_ns(&mut self, slice: Duration) -> Result<f64, Refused> {
+        let (mut steps, mut inside) = (0_u32, Duration::ZERO);
+        while inside < slice {
+            inside += self.threads[0].batch_apart(&*self.allocator)?;
+            steps += 1;
+        }
+        let operations = f64::from(steps) * (2 * BATCH) as f64;
+        Ok(inside.as_secs_f64() * 1e9 / operations)
+    }
+
+    /// At least `steps` steps of the first thread.
+    pub(super) fn step_apart(&mut self, steps: usize) -> Result<(), Refused> {
+        for _ in 0..steps.div_ceil(BATCH) {
+            self.threads[0].batch_apart(&*self.allocator)?;
+        }
+        Ok(())
+    }
+
+    /// All live regions.
+    #[cfg(test)]
+    pub(super) fn regions(&self) -> Vec<Region> {
+        let threads = self.threads.iter();
+        threads.flat_map(|thread| thread.live.clone()).collect()
+    }
+}
+
+impl ThreadLoad {
+    /// Steps for `slice`; operations a second.
+    fn steps_for(&mut self, allocator: &dyn Allocator, slice: Duration) -> Result<f64, Refused> {
+        let (begin, mut steps) = (Instant::now(), 0_u32);
+        loop {
+            for _ in 0..BATCH {
+                let index = self.random.below(self.live.len());
+                let (start, pages) = self.live[index];
+                if !allocator.free(start, pages) {
+                    return Err(Refused("free"));
+                }
+                let pages = self.random.pages();
+                let start = allocator.alloc(pages).ok_or(Refused("alloc"))?;
+                self.live[index] = (start, pages);
+            }
+            steps += 1;
+            let elapsed = begin.elapsed();
+            if elapsed >= slice {
+                let operations = f64::from(steps) * (2 * BATCH) as f64;
+                return Ok(operations / elapsed.as_secs_f64());
+            }
+        }
+    }
+
+    /// A batch of steps of which everything was drawn before; how long it took.
+    fn batch_apart(&mut self, allocator: &dyn Allocator) -> Result<Duration, Refused> {
+        let mut regions: [(Region, u64); BATCH] = [((0, 0), 0); BATCH];
+        for (victim, pages) in &mut regions {
+            let index = self.random.below(self.live.len());
+            *victim = self.live.swap_remove(index);
+            *pages = self.random.pages();
+        }
+        let mut refused = false;
+        let begin = Instant::now();
+        for (region, pages) in black_box(&mut regions) {
+            refused |= !allocator.free(region.0, region.1);
+            let start = allocator.alloc(*pages);
+            refused |= start.is_none();
+            *region = (start.unwrap_or(0), *pages);
+        }
+        let inside = begin.elapsed();
+        if refused {
+            return Err(Refused("alloc or free"));
+        }
+        self.live.extend(regions.iter().map(|(region, _)| *region));
+        Ok(inside)
+    }
+}
+
+/// Xorshift (Marsaglia), multiplied.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    /// Below `limit`, without a division.
+    fn below(&mut self, limit: usize) -> usize {
+        let product = u128::from(self.next()) * limit as u128;
+        usize::try_from(product >> 64).unwrap_or(0)
+    }
+
+    /// A size from [`MIX`].
+    fn pages(&mut self) -> u64 {
+        let mut drawn = self.below(1000) as u64;
+        for (share, smallest, largest) in MIX {
+            if drawn < share {
+                let span = usize::try_from(largest - smallest + 1).unwrap_or(1);
+                return smallest + self.below(span) as u64;
+            }
+            drawn -= share;
+        }
+        1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mix_adds_up_and_sizes_stay_within_it() {
+        assert_eq!(MIX.iter().map(|(share, _, _)| share).sum::<u64>(), 1000);
+        let mut random = Random(1);
+        let sizes: Vec<u64> = (0..10_000).map(|_| random.pages()).collect();
+        assert!(sizes.iter().all(|pages| (1..=4096).contains(pages)));
+        let single = sizes.iter().filter(|&&pages| pages == 1).count();
+        assert!((4_500..5_500).contains(&single), "{single}");
+    }
+}
