@@ -115,13 +115,15 @@ impl Device {
                 by: "an address space that the device is attached to",
             });
         }
-        if share(&self.pools).iter().any(|pool| pool.used_bytes() > 0) {
+        // Owned, so that no fault takes a frame meanwhile.
+        let mut pools = own(&self.pools);
+        if pools.iter().any(|pool| pool.used_bytes() > 0) {
             return Err(GmError::InUse {
                 by: "pages that lie in the device's memory",
             });
         }
         standing.destroyed = true;
-        own(&self.pools).clear();
+        pools.clear();
         Ok(())
     }
 
@@ -139,7 +141,8 @@ impl Device {
         memory: Arc<dyn PhysicalMemory>,
     ) -> Result<(), GmError> {
         let pool = FramePool::new(self.id, begin, end, memory)?;
-        if lock(&self.standing).destroyed {
+        let standing = lock(&self.standing);
+        if standing.destroyed {
             return Err(GmError::Destroyed);
         }
         let mut pools = own(&self.pools);

@@ -500,6 +500,15 @@ impl Region {
     }
 }
 
+/// Two are equal if they are the same region, not if they lie in the same place.
+impl PartialEq for Region {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.core, &other.core)
+    }
+}
+
+impl Eq for Region {}
+
 impl std::fmt::Debug for Region {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Region({} bytes at {})", self.len_bytes(), self.start())

@@ -265,12 +265,13 @@ impl AddressSpace {
 
     /// See [`Device::detach`].
     pub(crate) fn detach(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
+        // Before the device is locked: a callback that runs here may use it.
+        self.wait_for_changes();
         let mut standing = lock(&device.standing);
         if !standing.is_attached(self) {
             let device = device.id();
             return Err(GmError::NotAttached { device });
         }
-        self.wait_for_changes();
         self.leave(device, &mut standing)
     }
 
