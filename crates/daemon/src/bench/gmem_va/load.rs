@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 pub(super) const SPACE_PAGES: u64 = 1 << 36;
 
 /// Sizes in pages: allocations of a thousand, smallest, largest, even in between.
-///
+pub(super) type Mix = &'static [(u64, u64, u64)];
+
 /// What DMA buffers and mappings look like: a page is a packet buffer or a file
 /// system's block, 2 to 4 jumbo frames and receive buffers, up to 16 the 64 KiB
 /// of segmentation offload, of a pipe and of read-ahead, up to 64 a large block
 /// request, up to 512 a ring or a huge page, more a heap's growth or a file.
-pub(super) const MIX: [(u64, u64, u64); 6] = [
+pub(super) const MIXED: Mix = &[
     (500, 1, 1),
     (250, 2, 4),
     (170, 5, 16),
@@ -22,6 +23,9 @@ pub(super) const MIX: [(u64, u64, u64); 6] = [
     (15, 65, 512),
     (5, 513, 4096),
 ];
+
+/// Only what Linux's magazines take as well.
+pub(super) const SMALL: Mix = &[(550, 1, 1), (250, 2, 4), (150, 5, 16), (50, 17, 32)];
 
 /// Steps between two looks at the clock.
 const BATCH: usize = 64;
@@ -52,12 +56,14 @@ pub(super) struct Load {
 struct ThreadLoad {
     live: Vec<Region>,
     random: Random,
+    mix: Mix,
 }
 
 impl Load {
-    /// `live` regions shared out among `threads`.
+    /// `live` regions with sizes of `mix`, shared out among `threads`.
     pub(super) fn new(
         allocator: Box<dyn Allocator>,
+        mix: Mix,
         live: usize,
         threads: usize,
     ) -> Result<Self, Refused> {
@@ -68,12 +74,12 @@ impl Load {
         for seed in 1..=threads {
             let mut random = Random(0x9E37_79B9_7F4A_7C15_u64.wrapping_mul(seed as u64));
             let regions = (0..live / threads).map(|_| {
-                let pages = random.pages();
+                let pages = random.pages(mix);
                 let start = load.allocator.alloc(pages).ok_or(Refused("alloc"))?;
                 Ok((start, pages))
             });
             let live = regions.collect::<Result<Vec<_>, Refused>>()?;
-            load.threads.push(ThreadLoad { live, random });
+            load.threads.push(ThreadLoad { live, random, mix });
         }
         Ok(load)
     }
@@ -140,7 +146,7 @@ impl ThreadLoad {
                 if !allocator.free(start, pages) {
                     return Err(Refused("free"));
                 }
-                let pages = self.random.pages();
+                let pages = self.random.pages(self.mix);
                 let start = allocator.alloc(pages).ok_or(Refused("alloc"))?;
                 self.live[index] = (start, pages);
             }
@@ -159,7 +165,7 @@ impl ThreadLoad {
         for (victim, pages) in &mut regions {
             let index = self.random.below(self.live.len());
             *victim = self.live.swap_remove(index);
-            *pages = self.random.pages();
+            *pages = self.random.pages(self.mix);
         }
         let mut refused = false;
         let begin = Instant::now();
@@ -195,10 +201,10 @@ impl Random {
         usize::try_from(product >> 64).unwrap_or(0)
     }
 
-    /// A size from [`MIX`].
-    fn pages(&mut self) -> u64 {
+    /// A size from `mix`.
+    fn pages(&mut self, mix: Mix) -> u64 {
         let mut drawn = self.below(1000) as u64;
-        for (share, smallest, largest) in MIX {
+        for &(share, smallest, largest) in mix {
             if drawn < share {
                 let span = usize::try_from(largest - smallest + 1).unwrap_or(1);
                 return smallest + self.below(span) as u64;
@@ -215,11 +221,13 @@ mod tests {
 
     #[test]
     fn mix_adds_up_and_sizes_stay_within_it() {
-        assert_eq!(MIX.iter().map(|(share, _, _)| share).sum::<u64>(), 1000);
-        let mut random = Random(1);
-        let sizes: Vec<u64> = (0..10_000).map(|_| random.pages()).collect();
-        assert!(sizes.iter().all(|pages| (1..=4096).contains(pages)));
-        let single = sizes.iter().filter(|&&pages| pages == 1).count();
-        assert!((4_500..5_500).contains(&single), "{single}");
+        for (mix, largest) in [(MIXED, 4096), (SMALL, 32)] {
+            assert_eq!(mix.iter().map(|(share, _, _)| share).sum::<u64>(), 1000);
+            let mut random = Random(1);
+            let sizes: Vec<u64> = (0..10_000).map(|_| random.pages(mix)).collect();
+            assert!(sizes.iter().all(|pages| (1..=largest).contains(pages)));
+            let single = sizes.iter().filter(|&&pages| pages == 1).count();
+            assert!((4_500..6_000).contains(&single), "{single}");
+        }
     }
 }

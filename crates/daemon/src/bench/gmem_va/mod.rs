@@ -10,12 +10,16 @@
 //!
 //! **Load.** [`LIVE`] regions are live in all, shared out among the threads. A
 //! step frees one that is drawn at random and allocates one of a size drawn from
-//! [`load::MIX`]; both count as an operation. Every allocator gets the same
+//! [`load::MIXED`]; both count as an operation. Every allocator gets the same
 //! space (2^48 bytes), the same seeds and the same harness, whose own work
 //! (drawing, its table) is inside the measured time, so that ratios are a
 //! little nearer to 1 than the allocators are. Ours is set up as it is by
 //! default. Its caches reach to 512 pages, Linux's to 32: 5 and 60 of 1,000
 //! allocations are past them.
+//!
+//! `peers.linux_like.ours_over_it_up_to_32_pages` is the same with sizes that
+//! Linux's magazines take, too ([`load::SMALL`]): there both do the same work, and
+//! what is left of the ratio is how they do it.
 //!
 //! **Order.** Each number of threads and each allocator has an instance of its
 //! own, filled once. All take turns in slices, round after round, so that a slow
@@ -39,7 +43,7 @@ use serde_json::{Map, Value, json};
 
 use super::{BenchError, BenchReport};
 use linux_like::LinuxLike;
-use load::{Allocator, Load, SPACE_PAGES};
+use load::{Allocator, Load, MIXED, Mix, SMALL, SPACE_PAGES};
 use mutexed::{BestFit, VmAllocator};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_gmem::arena::{Arena, ArenaSettings};
@@ -109,9 +113,27 @@ impl Allocator for Ours {
 /// Operations a second of one allocator with one number of threads, a value for each round.
 struct Rates {
     kind: &'static str,
+    mix: Mix,
     threads: usize,
     load: Load,
     per_second: Vec<f64>,
+}
+
+impl Rates {
+    fn new(
+        kind: &'static str,
+        allocator: Box<dyn Allocator>,
+        mix: Mix,
+        threads: usize,
+    ) -> Result<Self, BenchError> {
+        Ok(Self {
+            kind,
+            mix,
+            threads,
+            load: Load::new(allocator, mix, LIVE, threads).map_err(failed)?,
+            per_second: Vec::new(),
+        })
+    }
 }
 
 /// Runs the bench.
@@ -120,12 +142,10 @@ pub fn run(options: &GmemVaBenchOptions) -> Result<BenchReport, BenchError> {
     let mut all = Vec::new();
     for threads in THREADS {
         for (kind, make) in KINDS {
-            all.push(Rates {
-                kind,
-                threads,
-                load: Load::new(make(), LIVE, threads).map_err(failed)?,
-                per_second: Vec::new(),
-            });
+            all.push(Rates::new(kind, make(), MIXED, threads)?);
+            if kind == "ours" || kind == "linux_like" {
+                all.push(Rates::new(kind, make(), SMALL, threads)?);
+            }
         }
     }
     for round in 0..=options.rounds {
@@ -146,7 +166,7 @@ pub fn run(options: &GmemVaBenchOptions) -> Result<BenchReport, BenchError> {
 fn few_and_many(options: &GmemVaBenchOptions) -> Result<[f64; 2], BenchError> {
     let mut loads = Vec::new();
     for live in FEW_AND_MANY {
-        let mut load = Load::new(Box::new(Ours::new()), live, 1).map_err(failed)?;
+        let mut load = Load::new(Box::new(Ours::new()), MIXED, live, 1).map_err(failed)?;
         // Nearly every region has been freed and allocated before it counts.
         load.step_apart(4 * live).map_err(failed)?;
         loads.push((load, Vec::new()));
@@ -165,28 +185,26 @@ fn few_and_many(options: &GmemVaBenchOptions) -> Result<[f64; 2], BenchError> {
 
 fn report(all: &[Rates], [few_ns, many_ns]: [f64; 2]) -> BenchReport {
     let mut report = BenchReport::new(NAME);
-    let rate = |kind: &str, threads: usize| {
-        all.iter()
-            .find(|rates| rates.kind == kind && rates.threads == threads)
-            .map_or(f64::NAN, |rates| median(&mut rates.per_second.clone()))
-    };
-    let key = |threads: usize| format!("threads_{threads}");
     for (kind, _) in KINDS {
-        let rates = THREADS.map(|threads| (key(threads), rate(kind, threads).round().into()));
-        let rates: Value = Map::from_iter(rates).into();
+        let rates = by_threads(|threads| rate(all, kind, MIXED, threads).round().into());
         if kind == "ours" {
             let figures = &mut report.figures;
             figures.insert("operations_per_second".into(), rates);
             continue;
         }
-        let ratio = |threads| rate("ours", threads) / rate(kind, threads);
-        let worst = THREADS.map(ratio).into_iter().fold(f64::INFINITY, f64::min);
-        let each = THREADS.map(|threads| (key(threads), rounded(ratio(threads))));
-        report.peers.insert(
-            kind.into(),
-            json!({"operations_per_second": rates, "ours_over_it": Map::from_iter(each)}),
-        );
+        let ratio = |mix, threads| rate(all, "ours", mix, threads) / rate(all, kind, mix, threads);
+        let worst = THREADS.map(|threads| ratio(MIXED, threads));
+        let worst = worst.into_iter().fold(f64::INFINITY, f64::min);
         report.ratios.insert(format!("over_{kind}"), rounded(worst));
+        let mut peer = json!({
+            "operations_per_second": rates,
+            "ours_over_it": by_threads(|threads| rounded(ratio(MIXED, threads))),
+        });
+        if kind == "linux_like" {
+            peer["ours_over_it_up_to_32_pages"] =
+                by_threads(|threads| rounded(ratio(SMALL, threads)));
+        }
+        report.peers.insert(kind.into(), peer);
     }
     let figures = &mut report.figures;
     figures.insert("live_regions".into(), LIVE.into());
@@ -195,6 +213,19 @@ fn report(all: &[Rates], [few_ns, many_ns]: [f64; 2]) -> BenchReport {
     let ratio = rounded(many_ns / few_ns);
     report.ratios.insert("million_over_thousand".into(), ratio);
     report
+}
+
+/// Median of the rounds; not a number if this was not measured.
+fn rate(all: &[Rates], kind: &str, mix: Mix, threads: usize) -> f64 {
+    all.iter()
+        .find(|rates| (rates.kind, rates.mix, rates.threads) == (kind, mix, threads))
+        .map_or(f64::NAN, |rates| median(&mut rates.per_second.clone()))
+}
+
+/// An object with a value for each number of threads.
+fn by_threads(value: impl Fn(usize) -> Value) -> Value {
+    let values = THREADS.map(|threads| (format!("threads_{threads}"), value(threads)));
+    Map::from_iter(values).into()
 }
 
 fn median(values: &mut [f64]) -> f64 {
@@ -227,14 +258,9 @@ mod tests {
         let mut all = Vec::new();
         for (kind, make) in KINDS {
             for threads in THREADS {
-                let mut load = Load::new(make(), 64, threads).unwrap();
-                let per_second = vec![load.run(options.slice).unwrap()];
-                all.push(Rates {
-                    kind,
-                    threads,
-                    load,
-                    per_second,
-                });
+                let mut rates = Rates::new(kind, make(), MIXED, threads).unwrap();
+                rates.per_second = vec![rates.load.run(options.slice).unwrap()];
+                all.push(rates);
             }
         }
         let report = report(&all, [2.0, 3.0]);
@@ -247,7 +273,7 @@ mod tests {
     #[test]
     fn every_allocator_keeps_what_it_gives_apart() {
         for (kind, make) in KINDS {
-            let mut load = Load::new(make(), 500, 3).unwrap();
+            let mut load = Load::new(make(), MIXED, 500, 3).unwrap();
             load.step_apart(5_000).unwrap();
             let mut regions = load.regions();
             regions.sort_unstable();
