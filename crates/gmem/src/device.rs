@@ -197,9 +197,9 @@ impl Device {
     /// error the access may be tried again.
     ///
     /// # Errors
-    /// [`GmError::NotActive`], [`GmError::NotAllocated`], [`GmError::Denied`],
-    /// [`GmError::CannotRecover`], [`GmError::NoMemory`], [`GmError::Lost`], [`GmError::Device`],
-    /// [`GmError::Busy`].
+    /// [`GmError::NotActive`], [`GmError::NotAllocated`], [`GmError::NotMapped`] (the region is being
+    /// unmapped), [`GmError::Denied`], [`GmError::CannotRecover`], [`GmError::NoMemory`],
+    /// [`GmError::Lost`], [`GmError::Device`], [`GmError::Busy`], [`GmError::Destroyed`].
     #[doc(alias = "gm_dev_fault")]
     pub fn fault(self: &Arc<Self>, addr: Va, access: Access) -> Result<(), GmError> {
         let space = {

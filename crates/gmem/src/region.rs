@@ -406,10 +406,11 @@ impl Region {
     /// freed. When this returns without error, no device can reach it.
     ///
     /// # Errors
-    /// [`GmError::NotMapped`], [`GmError::Destroyed`]; [`GmError::Device`] or [`GmError::Busy`], after
-    /// which some devices may still reach it: nothing is freed, unmap again.
+    /// [`GmError::NotMapped`] (also while another thread unmaps it), [`GmError::Destroyed`],
+    /// [`GmError::Unsupported`] for paged memory; [`GmError::Device`] or [`GmError::Busy`], after which some devices may still reach it: nothing is freed, unmap again.
     #[doc(alias = "gm_region_unmap")]
     pub fn unmap(&self) -> Result<(), GmError> {
+        self.refuse_if_freed()?;
         self.settle_queued();
         let mut results = self.space.unmap_together(&[Arc::clone(&self.core)]);
         results.pop().unwrap_or(Ok(()))
@@ -563,6 +564,11 @@ impl SetCore {
 }
 
 impl RegionCore {
+    /// True if no mapping of it is being taken away, or would not go.
+    pub(crate) fn is_at_rest(&self) -> bool {
+        !matches!(self.lock().state, State::Leaving | State::Stuck(_))
+    }
+
     fn is_mapped_as(&self, serial: u64) -> bool {
         match &self.lock().state {
             State::Mapped(Content::Wired(wired)) | State::Stuck(Content::Wired(wired)) => {

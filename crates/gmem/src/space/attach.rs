@@ -131,7 +131,7 @@ impl AddressSpace {
     /// Grants all wired mappings in a new table; in one that is shared they are already, but the
     /// device must know their page sizes.
     fn replicate(&self, device: &Arc<Device>, table: &Table, made: LastUse) -> Result<(), GmError> {
-        for core in self.cores() {
+        for core in self.frame_cores() {
             let mut inner = core.lock();
             let protection = inner.protection;
             let State::Mapped(Content::Wired(wired)) = &mut inner.state else {
@@ -143,8 +143,12 @@ impl AddressSpace {
                 });
             }
             let access = allowed(protection, wired.access);
-            if let (LastUse::Yes, Some(access)) = (made, access) {
-                wired.tables.insert(table);
+            if made == LastUse::No {
+                continue;
+            }
+            // Also where nothing is allowed now: a protection that allows it later looks here.
+            wired.tables.insert(table);
+            if let Some(access) = access {
                 for (pages, first) in &wired.runs {
                     table.grant(*pages, access, wired.backing(*first))?;
                 }
@@ -155,7 +159,7 @@ impl AddressSpace {
 
     /// Destroys a table that nobody uses.
     fn discard(&self, table: &Table) {
-        for core in self.cores() {
+        for core in self.frame_cores() {
             if let State::Mapped(content) | State::Stuck(content) = &mut core.lock().state {
                 content.forget(table);
             }

@@ -280,6 +280,17 @@ impl List {
 }
 
 impl List {
+    /// Lets devices that cannot fault forget what they have cached of `ranges`: they would be denied
+    /// what they may do by now.
+    ///
+    /// # Errors
+    /// The first that failed.
+    pub(crate) fn refresh(&self, ranges: &[PageRange], of: TableMask) -> Result<(), GmError> {
+        let stale = |known: &&Attachment| of.contains(&known.table) && !known.device.recovers();
+        let mut all = self.0.iter().filter(stale);
+        all.try_for_each(|known| known.invalidate(ranges))
+    }
+
     /// Lets every active device forget what it has cached of `ranges`.
     ///
     /// # Errors

@@ -75,12 +75,17 @@ impl AddressSpace {
         }
         let list = self.devices.share();
         let mut inner = core.lock();
+        while matches!(inner.state, State::Leaving) {
+            // Somebody unmaps it, which does not take long.
+            drop(inner);
+            crate::sync::yield_now();
+            inner = core.lock();
+        }
         // First, so that a device that fails cannot fault its way back in.
         inner.protection = protection;
         let (ranges, tables) = match &inner.state {
-            State::Empty => return Ok(()),
+            State::Empty | State::Leaving => return Ok(()),
             State::Freed => return Err(GmError::Destroyed),
-            State::Leaving => return Err(GmError::NotMapped { va: core.start() }),
             State::Mapped(content) | State::Stuck(content) => {
                 let mut ranges = Vec::new();
                 content.add_ranges(&mut ranges);
@@ -88,7 +93,10 @@ impl AddressSpace {
             }
         };
         let to = match protection {
-            Protection::ReadWrite => return regrant_wired(&list, &inner),
+            Protection::ReadWrite => {
+                regrant_wired(&list, &inner)?;
+                return list.refresh(&ranges, tables);
+            }
             Protection::ReadOnly => Restrict::ReadOnly,
             Protection::Nothing => Restrict::NoAccess,
         };

@@ -286,7 +286,7 @@ impl Drop for AddressSpace {
                 // It goes on using frames that the regions hold: those are never given back.
                 std::mem::forget(std::mem::take(&mut *own(&self.regions)));
             }
-            if last == attachments::LastUse::Yes {
+            if last == attachments::LastUse::Yes && !stays {
                 gone.table.destroy();
             }
         }

@@ -24,7 +24,11 @@ use crate::{
     sync::{Arc, Condvar, Mutex, MutexGuard, lock, wait},
 };
 use pagetide_addr::{Pa, PageRange};
-use std::{cell::Cell, collections::VecDeque};
+use std::{
+    cell::Cell,
+    collections::VecDeque,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+};
 
 /// Called when an asynchronous operation is complete, with what became of it.
 pub type Callback = Box<dyn FnOnce(Result<(), GmError>) + Send>;
@@ -79,9 +83,13 @@ impl Unmaps {
         results: &mut impl Iterator<Item = Result<(), GmError>>,
     ) -> Result<(), GmError> {
         let mut outcome = Ok(());
-        for (region, result) in self.regions.iter().zip(results) {
-            if let (Err(_), Some(set)) = (&result, &self.set) {
+        for (region, mut result) in self.regions.iter().zip(results) {
+            if let (Err(error), Some(set)) = (&result, &self.set) {
                 set.put_back(region);
+                // One that went on its own before its turn is not missed.
+                if matches!(error, GmError::NotMapped { .. }) && region.is_at_rest() {
+                    result = Ok(());
+                }
             }
             outcome = outcome.and(result);
             region.operation_done();
@@ -360,7 +368,8 @@ impl Drop for Calling<'_> {
     }
 }
 
-/// Calls back without any lock held, so that a callback may use the whole interface.
+/// Calls back without any lock held, so that a callback may use the whole interface. If some panic
+/// the others are called none the less, and the first panic goes on from here.
 fn call_back(due: Vec<Due>) {
     struct Leave;
     impl Drop for Leave {
@@ -368,11 +377,17 @@ fn call_back(due: Vec<Due>) {
             IN_CALLBACK.with(|depth| depth.set(depth.get() - 1));
         }
     }
+    let mut panicked = None;
     for (callback, result) in due {
         if let Some(callback) = callback {
             IN_CALLBACK.with(|depth| depth.set(depth.get() + 1));
             let _leave = Leave;
-            callback(result);
+            // Nothing of ours is in the closure but the result, which it takes.
+            let called = catch_unwind(AssertUnwindSafe(|| callback(result)));
+            panicked = panicked.or(called.err());
         }
+    }
+    if let Some(panic) = panicked {
+        resume_unwind(panic);
     }
 }

@@ -6,6 +6,7 @@ use crate::{
     arena::{ArenaError, Constraints},
     device::Device,
     error::GmError,
+    paging::GrowthError,
     region::{Kind, Origin, Region, RegionCore, State},
     sync::{Arc, own, share},
 };
@@ -83,7 +84,9 @@ impl AddressSpace {
         };
         let core = RegionCore::new(pages, origin, kind);
         if let Err(error) = self.insert(&core) {
-            self.give_addresses_back(&core);
+            if !self.knows(&core) {
+                self.give_addresses_back(&core);
+            }
             return Err(error);
         }
         Ok(Region {
@@ -93,15 +96,34 @@ impl AddressSpace {
     }
 
     fn insert(&self, core: &Arc<RegionCore>) -> Result<(), GmError> {
-        if let Some(memory) = &self.memory {
-            memory.allocate(core.pages)?;
+        // Held so that nobody who looks the region up gives it back half made.
+        let _making = core.lock();
+        {
+            let mut regions = own(&self.regions);
+            if regions.destroyed == Destroyed::Yes {
+                return Err(GmError::Destroyed);
+            }
+            regions.by_start.insert(core.pages.start, Arc::clone(core));
         }
-        let mut regions = own(&self.regions);
-        if regions.destroyed == Destroyed::Yes {
-            return Err(GmError::Destroyed);
+        let Some(memory) = &self.memory else {
+            return Ok(());
+        };
+        // Known first: this wakes whoever faulted too early, and they ask the space again.
+        let Err(error) = memory.allocate(core.pages) else {
+            return Ok(());
+        };
+        if matches!(error, GrowthError::Place { .. }) {
+            // The sections before are part of the memory. If they will not go the region stays.
+            memory.deallocate(core.pages)?;
         }
-        regions.by_start.insert(core.pages.start, Arc::clone(core));
-        Ok(())
+        own(&self.regions).by_start.remove(&core.pages.start);
+        Err(error.into())
+    }
+
+    fn knows(&self, core: &Arc<RegionCore>) -> bool {
+        let regions = share(&self.regions);
+        let known = regions.by_start.get(&core.pages.start);
+        known.is_some_and(|known| Arc::ptr_eq(known, core))
     }
 
     fn guard_bytes(&self) -> u64 {
@@ -205,6 +227,13 @@ impl AddressSpace {
         regions.by_start.values().map(Arc::clone).collect()
     }
 
+    /// Those whose pages are frames. Others have no mappings to look after, and their lock is held
+    /// while their memory takes access from devices: before the list of devices, not after it.
+    pub(super) fn frame_cores(&self) -> impl Iterator<Item = Arc<RegionCore>> {
+        let all = self.cores().into_iter();
+        all.filter(|core| core.kind == Kind::Frames)
+    }
+
     /// The region that holds all of `pages`.
     pub(super) fn region_over(&self, pages: PageRange) -> Option<Arc<RegionCore>> {
         let regions = share(&self.regions);
@@ -234,16 +263,18 @@ impl AddressSpace {
     /// Unmaps the region and marks it as no more, in one step against whoever would map it meanwhile.
     fn free_frames(&self, core: &Arc<RegionCore>) -> Result<(), GmError> {
         loop {
-            {
-                let mut inner = core.lock();
-                match &inner.state {
-                    State::Freed => return Err(GmError::Destroyed),
-                    State::Empty => {
-                        inner.state = State::Freed;
-                        return Ok(());
-                    }
-                    State::Mapped(_) | State::Stuck(_) => {}
-                    State::Leaving => crate::sync::yield_now(),
+            let mut inner = core.lock();
+            match &inner.state {
+                State::Freed => return Err(GmError::Destroyed),
+                State::Empty => {
+                    inner.state = State::Freed;
+                    return Ok(());
+                }
+                State::Mapped(_) | State::Stuck(_) => drop(inner),
+                State::Leaving => {
+                    drop(inner);
+                    crate::sync::yield_now();
+                    continue;
                 }
             }
             let unmapped = self.unmap_together(std::slice::from_ref(core)).pop();

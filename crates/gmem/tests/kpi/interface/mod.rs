@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Every function of the interface, every error, and the cases at the borders (GMEM 4.1).
+
+mod devices;
+mod faults;
+mod paged;
+mod regions;
+mod sets;
+mod spaces;
