@@ -7,7 +7,7 @@ pub(crate) use loom::sync::{
     atomic::{AtomicU64, Ordering},
 };
 #[cfg(loom)]
-pub(crate) use loom::{thread::yield_now, thread_local};
+pub(crate) use loom::thread::yield_now;
 #[cfg(not(loom))]
 pub(crate) use std::sync::{
     Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
@@ -15,6 +15,19 @@ pub(crate) use std::sync::{
 };
 #[cfg(not(loom))]
 pub(crate) use std::{thread::yield_now, thread_local};
+
+/// The checker's macro does not know that an initialiser can be a constant.
+#[cfg(loom)]
+macro_rules! checked_thread_local {
+    ($(#[$attribute:meta])* static $name:ident: $type:ty = const { $initial:expr };) => {
+        loom::thread_local! {
+            $(#[$attribute])*
+            static $name: $type = $initial;
+        }
+    };
+}
+#[cfg(loom)]
+pub(crate) use checked_thread_local as thread_local;
 
 // The checker has an `Arc` as well, but it cannot hold a `dyn Trait`; counting references is not what
 // is checked here.

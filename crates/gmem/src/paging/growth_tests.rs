@@ -172,7 +172,19 @@ impl Mmu for Fake {
     }
 }
 
-fn memory(table: PageTable) -> (Fake, Arc<PagedMemory>) {
+/// The memory, and the space that keeps its devices.
+#[derive(Clone)]
+struct Memory(Arc<AddressSpace>);
+
+impl std::ops::Deref for Memory {
+    type Target = PagedMemory;
+
+    fn deref(&self) -> &PagedMemory {
+        self.0.memory().unwrap()
+    }
+}
+
+fn memory(table: PageTable) -> (Fake, Memory) {
     let fake = Fake::default();
     let memory = PagedMemory::new(MemoryParts {
         table,
@@ -186,10 +198,10 @@ fn memory(table: PageTable) -> (Fake, Arc<PagedMemory>) {
     let space = AddressSpace::over(memory, Va(0), end, AllocPolicy::default()).unwrap();
     let device = Device::with_id(DEVICE, Arc::new(fake.clone()));
     (space.attach(&device, Mode::Coherent, Activation::Now)).unwrap();
-    (fake, Arc::clone(space.memory().unwrap()))
+    (fake, Memory(space))
 }
 
-fn empty() -> (Fake, Arc<PagedMemory>) {
+fn empty() -> (Fake, Memory) {
     let words = VolatileWords::with_capacity(CAPACITY);
     memory(PageTable::growing(Box::new(words)))
 }

@@ -8,10 +8,10 @@
 //! of memory that was removed nothing is ever reached.
 
 use crate::{
-    Activation, AddressSpace, AllocPolicy, Backing, Device, Mode, TableId,
-    Committed, Content, ContentStore, Fault, FaultOutcome, GrowthError, Incidents, Installed,
-    MemoryParts, Mmu, MmuError, MmuLimits, PageTable, PageWord, PagedMemory, Place, PlaceError,
-    Restrict, Restricted, State, StoreError, Unlimited, VolatileWords,
+    Activation, AddressSpace, AllocPolicy, Backing, Committed, Content, ContentStore, Device,
+    Fault, FaultOutcome, GrowthError, Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits,
+    Mode, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict, Restricted, State,
+    StoreError, TableId, Unlimited, VolatileWords,
 };
 use loom::sync::Mutex;
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo, Va};
@@ -189,7 +189,19 @@ impl Mmu for Dpu {
     }
 }
 
-fn space(kernel: Kernel, state: State) -> (Model, Arc<PagedMemory>) {
+/// The memory, and the space that keeps its devices.
+#[derive(Clone)]
+struct Memory(Arc<AddressSpace>);
+
+impl std::ops::Deref for Memory {
+    type Target = PagedMemory;
+
+    fn deref(&self) -> &PagedMemory {
+        self.0.memory().unwrap()
+    }
+}
+
+fn space(kernel: Kernel, state: State) -> (Model, Memory) {
     let model = Model(Arc::new(Mutex::new(kernel)));
     let words = VolatileWords::new(1, PageWord::new(state));
     let memory = PagedMemory::new(MemoryParts {
@@ -208,10 +220,11 @@ fn space(kernel: Kernel, state: State) -> (Model, Arc<PagedMemory>) {
     ];
     for (id, mmu) in devices {
         let device = Device::with_id(id, mmu);
-        space.attach(&device, Mode::Coherent, Activation::Now).unwrap();
+        space
+            .attach(&device, Mode::Coherent, Activation::Now)
+            .unwrap();
     }
-    let memory = Arc::clone(space.memory().unwrap());
-    (model, memory)
+    (model, Memory(space))
 }
 
 fn fault(device: DeviceId) -> Fault {
