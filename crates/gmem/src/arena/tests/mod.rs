@@ -2,6 +2,7 @@
 //! The arena against a naive model, at its borders, and under many threads.
 
 mod boundaries;
+mod fit;
 mod naive;
 mod random;
 mod threads;

@@ -62,17 +62,27 @@ fn wrong_free_of_a_cached_size_is_an_error_where_frees_are_doubted() {
 
 #[test]
 fn wrong_free_of_a_cached_size_is_dropped_and_counted_where_frees_are_trusted() {
-    let mut arena = arena(Fit::Instant, 16, 8, (0, 0xfff));
-    arena.doubts_frees = false;
-    let start = arena.alloc(64).unwrap();
-    arena.free(start, 64).unwrap();
-    arena.free(start, 64).unwrap();
-    arena.free(0xff0, 16).unwrap();
-    assert!(arena.check().is_err(), "check tells");
-    arena.reap();
-    assert_eq!(arena.usage().foreign_frees, 2);
-    assert_eq!(arena.usage().free_bytes, 0x1000);
-    arena.check().unwrap();
+    // In the larger one pieces are cut from chunks, in the smaller they are segments of their own.
+    for last in [0xf_ffff, 0xfff] {
+        let mut arena = arena(Fit::Instant, 16, 8, (0, last));
+        arena.doubts_frees = false;
+        let start = arena.alloc(64).unwrap();
+        let neighbour = arena.alloc(64).unwrap();
+        arena.free(start, 64).unwrap();
+        arena.free(start, 64).unwrap();
+        arena.free(neighbour + 16, 64).unwrap();
+        arena.free(start + 64, 32).unwrap();
+        arena.free(last - 15, 16).unwrap();
+        assert!(arena.check().is_err(), "check tells");
+        arena.reap();
+        assert_eq!(arena.usage().foreign_frees, 4);
+        assert_eq!(arena.usage().allocated_bytes, 64);
+        arena.check().unwrap();
+        arena.free(neighbour, 64).unwrap();
+        arena.reap();
+        assert_eq!(arena.usage().free_bytes, last + 1);
+        arena.check().unwrap();
+    }
 }
 
 #[test]
