@@ -124,13 +124,13 @@ impl Rates {
         kind: &'static str,
         allocator: Box<dyn Allocator>,
         mix: Mix,
-        threads: usize,
+        (live, threads): (usize, usize),
     ) -> Result<Self, BenchError> {
         Ok(Self {
             kind,
             mix,
             threads,
-            load: Load::new(allocator, mix, LIVE, threads).map_err(failed)?,
+            load: Load::new(allocator, mix, live, threads).map_err(failed)?,
             per_second: Vec::new(),
         })
     }
@@ -142,9 +142,9 @@ pub fn run(options: &GmemVaBenchOptions) -> Result<BenchReport, BenchError> {
     let mut all = Vec::new();
     for threads in THREADS {
         for (kind, make) in KINDS {
-            all.push(Rates::new(kind, make(), MIXED, threads)?);
+            all.push(Rates::new(kind, make(), MIXED, (LIVE, threads))?);
             if kind == "ours" || kind == "linux_like" {
-                all.push(Rates::new(kind, make(), SMALL, threads)?);
+                all.push(Rates::new(kind, make(), SMALL, (LIVE, threads))?);
             }
         }
     }
@@ -258,7 +258,7 @@ mod tests {
         let mut all = Vec::new();
         for (kind, make) in KINDS {
             for threads in THREADS {
-                let mut rates = Rates::new(kind, make(), MIXED, threads).unwrap();
+                let mut rates = Rates::new(kind, make(), MIXED, (64, threads)).unwrap();
                 rates.per_second = vec![rates.load.run(options.slice).unwrap()];
                 all.push(rates);
             }
