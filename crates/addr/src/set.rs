@@ -18,9 +18,16 @@ impl PageSet {
     /// The pages of `range` that lie in `section`.
     #[must_use]
     pub fn of_range(section: SectionNo, range: PageRange) -> Self {
+        let within = range.intersect(section.pages(u64::MAX / 2));
         let mut set = Self::EMPTY;
-        for page in range.intersect(section.pages(u64::MAX / 2)).iter() {
-            set.insert(page);
+        let mut page = within.start;
+        while page < within.end {
+            // As many as lie in the same word.
+            let (word, first) = Self::place(page);
+            let room = WORD_BITS as u64 - page.0 % WORD_BITS as u64;
+            let count = room.min(within.end.0 - page.0);
+            set.0[word] |= first * (u64::MAX >> (WORD_BITS as u64 - count));
+            page.0 += count;
         }
         set
     }
@@ -84,9 +91,14 @@ impl PageSet {
     /// The pages as numbers of `section`, ascending.
     pub fn pages(&self, section: SectionNo) -> impl Iterator<Item = PageNo> + '_ {
         let base = section.0 * SECTION_PAGES;
-        (0..SECTION_PAGES)
-            .map(move |i| PageNo(base + i))
-            .filter(|page| self.contains(*page))
+        let words = (base..).step_by(WORD_BITS).zip(self.0);
+        words.flat_map(|(base, mut left)| {
+            std::iter::from_fn(move || {
+                let first = PageNo(base + u64::from(left.trailing_zeros()));
+                left &= left.checked_sub(1)?;
+                Some(first)
+            })
+        })
     }
 
     /// Maximal runs of neighbouring pages, ascending.
@@ -143,6 +155,20 @@ mod tests {
             set.runs(section).iter().map(|r| r.len()).sum::<u64>(),
             set.len()
         );
+    }
+
+    #[test]
+    fn set_of_any_range_holds_its_pages_within_the_section_and_no_others() {
+        let section = SectionNo(1);
+        for start in 500..SECTION_PAGES * 2 + 12 {
+            for end in start..SECTION_PAGES * 2 + 12 {
+                let range = PageRange::new(PageNo(start), PageNo(end));
+                let within = range.intersect(section.pages(u64::MAX / 2));
+                let set = PageSet::of_range(section, range);
+                assert_eq!(set.len(), within.len(), "{range:?}");
+                assert!(set.pages(section).eq(within.iter()), "{range:?}");
+            }
+        }
     }
 
     #[test]
