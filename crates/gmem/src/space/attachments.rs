@@ -378,15 +378,16 @@ impl Attachments {
 
 /// Ascending, and those that touch joined: one command instead of two.
 pub(crate) fn coalesce(mut ranges: Vec<PageRange>) -> Vec<PageRange> {
+    ranges.retain(|range| !range.is_empty());
     ranges.sort_unstable_by_key(|range| range.start);
-    let mut joined: Vec<PageRange> = Vec::with_capacity(ranges.len());
-    for range in ranges.into_iter().filter(|range| !range.is_empty()) {
-        match joined.last_mut() {
-            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
-            _ => joined.push(range),
+    ranges.dedup_by(|next, last| {
+        let touches = next.start <= last.end;
+        if touches {
+            last.end = last.end.max(next.end);
         }
-    }
-    joined
+        touches
+    });
+    ranges
 }
 
 #[cfg(test)]

@@ -69,32 +69,65 @@ struct Queued {
     callback: Option<Callback>,
 }
 
-/// Regions that are unmapped for one callback.
-struct Unmaps {
+/// Unmaps that follow one another and are carried out together.
+#[derive(Default)]
+struct Gathered {
+    /// What is unmapped, operation after operation.
     regions: Vec<Arc<RegionCore>>,
+    operations: Vec<Unmap>,
+}
+
+/// One of them.
+struct Unmap {
+    /// How many of the regions are its.
+    region_count: usize,
     set: Option<Arc<SetCore>>,
     callback: Option<Callback>,
 }
 
-impl Unmaps {
-    /// Takes the result of each region off `results`; the first failure counts.
-    fn finish(
-        &self,
-        results: &mut impl Iterator<Item = Result<(), GmError>>,
-    ) -> Result<(), GmError> {
-        let mut outcome = Ok(());
-        for (region, mut result) in self.regions.iter().zip(results) {
-            if let (Err(error), Some(set)) = (&result, &self.set) {
-                set.put_back(region);
-                // One that went on its own before its turn is not missed.
-                if matches!(error, GmError::NotMapped { .. }) && region.is_at_rest() {
-                    result = Ok(());
+impl Gathered {
+    fn add_region(&mut self, region: Arc<RegionCore>, callback: Option<Callback>) {
+        self.regions.push(region);
+        self.operations.push(Unmap {
+            region_count: 1,
+            set: None,
+            callback,
+        });
+    }
+
+    fn add_set(&mut self, set: Arc<SetCore>, callback: Option<Callback>) {
+        let mut mapped = set.take_mapped();
+        self.operations.push(Unmap {
+            region_count: mapped.len(),
+            set: Some(set),
+            callback,
+        });
+        self.regions.append(&mut mapped);
+    }
+
+    /// Tells each operation what became of its regions; of several failures the first counts.
+    fn finish(self, results: Vec<Result<(), GmError>>, due: &mut Vec<Due>) {
+        let mut parts = self.regions.iter().zip(results);
+        for Unmap {
+            region_count,
+            set,
+            callback,
+        } in self.operations
+        {
+            let mut outcome = Ok(());
+            for (region, mut result) in parts.by_ref().take(region_count) {
+                if let (Err(error), Some(set)) = (&result, &set) {
+                    set.put_back(region);
+                    // One that went on its own before its turn is not missed.
+                    if matches!(error, GmError::NotMapped { .. }) && region.is_at_rest() {
+                        result = Ok(());
+                    }
                 }
+                outcome = outcome.and(result);
+                region.operation_done();
             }
-            outcome = outcome.and(result);
-            region.operation_done();
+            due.push((callback, outcome));
         }
-        outcome
     }
 }
 
@@ -109,6 +142,11 @@ struct Queue {
     changing: Vec<u64>,
     calling: Vec<u64>,
     stopped: Stopped,
+    /// Threads that serve the queue and sleep, and that nobody has called yet. It may be more than
+    /// there are, as a thread may wake for no reason, and is never less.
+    idle: u32,
+    /// Threads that wait for callbacks to return.
+    watching: u32,
     /// What failed since the last [`AddressSpace::synchronize`] that told of it.
     failure: Option<GmError>,
 }
@@ -137,8 +175,10 @@ impl Queue {
 /// The queue of a space.
 pub(crate) struct Operations {
     queue: Mutex<Queue>,
-    /// Signalled when something is queued, done, or stopped.
-    moved: Condvar,
+    /// Signalled when there is work for one more thread, or no more ever.
+    queued: Condvar,
+    /// Signalled when callbacks have returned.
+    returned: Condvar,
     /// Held by whoever carries a batch out: batches take effect in order.
     draining: Mutex<()>,
 }
@@ -147,13 +187,24 @@ impl Operations {
     pub(crate) fn new() -> Self {
         Self {
             queue: Mutex::new(Queue::default()),
-            moved: Condvar::new(),
+            queued: Condvar::new(),
+            returned: Condvar::new(),
             draining: Mutex::new(()),
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
         lock(&self.queue)
+    }
+
+    /// Calls a thread that serves the queue, if one sleeps: a system call, so nobody else is called
+    /// who has something to do already.
+    fn call_server(&self, mut queue: MutexGuard<'_, Queue>) {
+        if queue.idle > 0 {
+            queue.idle -= 1;
+            drop(queue);
+            self.queued.notify_one();
+        }
     }
 }
 
@@ -165,13 +216,16 @@ impl AddressSpace {
             if queue.waiting.len() < QUEUED_MAX {
                 let serial = queue.next_serial;
                 queue.next_serial += 1;
+                let was_empty = queue.waiting.is_empty();
                 queue.waiting.push_back(Queued {
                     serial,
                     operation,
                     callback,
                 });
-                drop(queue);
-                self.operations.moved.notify_all();
+                // Whoever was called for the first takes the others along.
+                if was_empty {
+                    self.operations.call_server(queue);
+                }
                 return;
             }
             drop(queue);
@@ -192,7 +246,9 @@ impl AddressSpace {
         let serial = queue.next_serial;
         while !in_callback && !queue.are_called(serial) {
             if queue.are_changed(serial) {
-                queue = wait(&self.operations.moved, queue);
+                queue.watching += 1;
+                queue = wait(&self.operations.returned, queue);
+                queue.watching -= 1;
             } else {
                 // Queued since by others: not ours to wait for, but quickly done.
                 drop(queue);
@@ -219,7 +275,8 @@ impl AddressSpace {
                 if queue.stopped == Stopped::Yes {
                     return;
                 }
-                queue = wait(&self.operations.moved, queue);
+                queue.idle += 1;
+                queue = wait(&self.operations.queued, queue);
             }
             drop(queue);
             self.drain();
@@ -229,7 +286,7 @@ impl AddressSpace {
     /// Lets [`Self::serve_operations`] return once nothing is queued any more.
     pub fn stop_operations(&self) {
         self.operations.lock().stopped = Stopped::Yes;
-        self.operations.moved.notify_all();
+        self.operations.queued.notify_all();
     }
 
     /// Carries out one batch.
@@ -243,6 +300,9 @@ impl AddressSpace {
                 return;
             };
             queue.changing.push(first);
+            if !queue.waiting.is_empty() {
+                self.operations.call_server(queue);
+            }
             (batch, first)
         };
         let due = self.carry_out(batch);
@@ -256,7 +316,6 @@ impl AddressSpace {
             }
         }
         drop(draining);
-        self.operations.moved.notify_all();
         let _called = Calling {
             operations: &self.operations,
             first,
@@ -267,20 +326,12 @@ impl AddressSpace {
     /// Makes the changes of a batch, unmaps that follow one another together.
     fn carry_out(&self, batch: Vec<Queued>) -> Vec<Due> {
         let mut due: Vec<Due> = Vec::with_capacity(batch.len());
-        let mut unmaps: Vec<Unmaps> = Vec::new();
+        let mut unmaps = Gathered::default();
         for queued in batch {
             let callback = queued.callback;
             match queued.operation {
-                Operation::Unmap { region } => unmaps.push(Unmaps {
-                    regions: vec![region],
-                    set: None,
-                    callback,
-                }),
-                Operation::UnmapSet { set } => unmaps.push(Unmaps {
-                    regions: set.take_mapped(),
-                    set: Some(set),
-                    callback,
-                }),
+                Operation::Unmap { region } => unmaps.add_region(region, callback),
+                Operation::UnmapSet { set } => unmaps.add_set(set, callback),
                 Operation::Map {
                     region,
                     frames,
@@ -305,30 +356,20 @@ impl AddressSpace {
         due
     }
 
-    fn unmap_gathered(&self, unmaps: &mut Vec<Unmaps>, due: &mut Vec<Due>) {
-        if unmaps.is_empty() {
-            return;
-        }
-        let all: Vec<Arc<RegionCore>> = unmaps
-            .iter()
-            .flat_map(|unmap| unmap.regions.iter().map(Arc::clone))
-            .collect();
-        let mut results = self.unmap_together(&all).into_iter();
-        for unmap in unmaps.drain(..) {
-            let outcome = unmap.finish(&mut results);
-            due.push((unmap.callback, outcome));
+    fn unmap_gathered(&self, unmaps: &mut Gathered, due: &mut Vec<Due>) {
+        let unmaps = std::mem::take(unmaps);
+        if !unmaps.operations.is_empty() {
+            let results = self.unmap_together(&unmaps.regions);
+            unmaps.finish(results, due);
         }
     }
 
     /// Unmaps all of a set now.
     pub(crate) fn unmap_set(&self, set: &Arc<SetCore>) -> Result<(), GmError> {
-        let unmap = Unmaps {
-            regions: set.take_mapped(),
-            set: Some(Arc::clone(set)),
-            callback: None,
-        };
-        let mut results = self.unmap_together(&unmap.regions).into_iter();
-        unmap.finish(&mut results)
+        let (mut unmaps, mut due) = (Gathered::default(), Vec::new());
+        unmaps.add_set(Arc::clone(set), None);
+        self.unmap_gathered(&mut unmaps, &mut due);
+        due.pop().map_or(Ok(()), |(_, outcome)| outcome)
     }
 
     /// Unmaps regions with one invalidation a device; a result for each.
@@ -363,8 +404,11 @@ impl Drop for Calling<'_> {
     fn drop(&mut self) {
         let mut queue = self.operations.lock();
         queue.calling.retain(|known| *known != self.first);
+        let watched = queue.watching > 0;
         drop(queue);
-        self.operations.moved.notify_all();
+        if watched {
+            self.operations.returned.notify_all();
+        }
     }
 }
 
