@@ -11,6 +11,7 @@
 //!         gmem       sys        │
 //!           └── addr ─┴─────────┘
 //! ```
+//! and `capi`, on `gmem` alone.
 //! The table names direct neighbours below; what they may use is allowed too.
 
 use std::collections::BTreeSet;
@@ -18,10 +19,11 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates just below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 13] = [
+const BELOW: [(&str, &[&str]); 14] = [
     ("pagetide-addr", &[]),
     ("pagetide-sys", &["pagetide-addr"]),
     ("pagetide-gmem", &["pagetide-addr"]),
+    ("pagetide-capi", &["pagetide-gmem"]),
     ("pagetide-swap", &["pagetide-gmem", "pagetide-sys"]),
     ("pagetide-vpri", &["pagetide-gmem", "pagetide-sys"]),
     ("pagetide-dpu", &["pagetide-vpri", "pagetide-sys"]),

@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Cpu`]: the MMU of the host's CPUs, for a program that has no kernel to ask (`gm_mmu_CPU`).
+//!
+//! In the paper the CPU's MMU is the hardware. A process cannot hand its own page
+//! tables to a library, so here the CPU has a table like any device's, and a
+//! program reaches memory at addresses of the space through [`Cpu::copy_out`] and
+//! [`Cpu::copy_in`], which translate, copy, and say where a fault is.
+//!
+//! ```text
+//!    va ──► table of the active space ──► pa ──► window ──► memory of this process
+//! ```
+//! What a physical address is, the program says by *windows*: this range of
+//! physical addresses is that memory. So a page that lies in a device's memory can
+//! be reached where a window shows it, and cannot where none does; nothing else
+//! is ever dereferenced.
+//!
+//! One lock guards table and windows. It is held, shared, while a page is copied,
+//! and owned while a translation is taken away: so when that returns no access is
+//! under way, and there is no TLB to invalidate.
+
+#![expect(
+    unsafe_code,
+    reason = "memory that the caller has named is copied and cleared"
+)]
+
+use crate::{
+    driver::inherited_of_c,
+    failure::{Failure, wrong},
+    types::gm_mapping_t,
+};
+use gmem::{
+    Backing, Inherited, Mmu, MmuError, MmuLimits, OnAbsent, PageSizes, PhysicalMemory, Restrict,
+    Restricted, TableId,
+};
+use pagetide_addr::{
+    Access, PAGE_BYTES, PAGE_SHIFT, Pa, PageNo, PageRange, PageSet, SectionNo, Va,
+};
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+};
+
+/// Said of a physical address that no window shows.
+pub(crate) const NO_WINDOW: i32 = -14;
+
+/// A mapping of one page.
+#[derive(Clone, Copy)]
+struct Entry {
+    frame: Pa,
+    access: Access,
+}
+
+/// A range of physical addresses, and the memory it is.
+struct Window {
+    pa: Pa,
+    bytes: u64,
+    memory: *mut u8,
+}
+
+// SAFETY: gmem.h demands that the memory of a window is good for any thread until the window is removed.
+unsafe impl Send for Window {}
+// SAFETY: as above.
+unsafe impl Sync for Window {}
+
+#[derive(Default)]
+struct State {
+    tables: HashMap<TableId, BTreeMap<PageNo, Entry>>,
+    last_table: u64,
+    active: Option<TableId>,
+    windows: Vec<Window>,
+}
+
+/// See the module.
+pub(crate) struct Cpu {
+    on_absent: OnAbsent,
+    inherited: Vec<Inherited>,
+    state: RwLock<State>,
+}
+
+/// Where an access did not go on.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Stopped {
+    /// This page is not mapped, or not for that access.
+    Fault(Va),
+    /// No window shows the page's frame.
+    NoWindow(Pa),
+}
+
+impl Cpu {
+    /// The CPU, with mappings that spaces take over when it is attached.
+    ///
+    /// # Errors
+    /// [`Failure`] if one of the mappings allows nothing.
+    pub(crate) fn new(mappings: &[gm_mapping_t], on_absent: OnAbsent) -> Result<Self, Failure> {
+        let inherited = mappings.iter().map(inherited_of_c).collect::<Option<_>>();
+        let inherited =
+            inherited.ok_or_else(|| wrong("mappings", "one of them allows no access"))?;
+        Ok(Self {
+            on_absent,
+            inherited,
+            state: RwLock::default(),
+        })
+    }
+
+    fn share(&self) -> RwLockReadGuard<'_, State> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn own(&self) -> RwLockWriteGuard<'_, State> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on the physical addresses from `pa` on are `bytes` of `memory`.
+    ///
+    /// # Errors
+    /// [`Failure`] if part of them is shown already, or the range is none.
+    pub(crate) fn add_window(&self, pa: Pa, bytes: u64, memory: *mut u8) -> Result<(), Failure> {
+        let fits = |start: u64| start.checked_add(bytes).is_some();
+        if bytes == 0 || !fits(pa.0) || !fits(memory.addr() as u64) {
+            return Err(wrong(
+                "size",
+                "it must not be 0, nor pass the end of memory",
+            ));
+        }
+        if memory.is_null() {
+            return Err(wrong("memory", "it must not be NULL"));
+        }
+        let mut state = self.own();
+        let end = pa.0 + bytes;
+        let meets = |known: &Window| known.pa.0 < end && pa.0 < known.pa.0 + known.bytes;
+        if state.windows.iter().any(meets) {
+            return Err(wrong("pa", "a window shows part of that already"));
+        }
+        state.windows.push(Window { pa, bytes, memory });
+        Ok(())
+    }
+
+    /// Takes a window away. When this returns, its memory is not touched any more.
+    ///
+    /// # Errors
+    /// [`Failure`] if there is none that begins at `pa`.
+    pub(crate) fn remove_window(&self, pa: Pa) -> Result<(), Failure> {
+        let mut state = self.own();
+        match state.windows.iter().position(|known| known.pa == pa) {
+            Some(at) => {
+                state.windows.swap_remove(at);
+                Ok(())
+            }
+            None => Err(wrong("pa", "no window begins there")),
+        }
+    }
+
+    /// Reads `bytes`, which lie in one page, from `va` on.
+    ///
+    /// # Safety
+    /// `to` must have room for so many.
+    pub(crate) unsafe fn copy_out(&self, va: Va, to: *mut u8, bytes: u64) -> Result<(), Stopped> {
+        let state = self.share();
+        let from = state.memory_at(va, bytes, Access::Read)?;
+        // SAFETY: the window has the bytes and stays while the lock is held; the caller has the room;
+        // `copy` minds that both may be the same memory.
+        unsafe { from.copy_to(to, length(bytes)) };
+        Ok(())
+    }
+
+    /// Writes `bytes`, which lie in one page, from `va` on.
+    ///
+    /// # Safety
+    /// `from` must have so many.
+    pub(crate) unsafe fn copy_in(
+        &self,
+        va: Va,
+        from: *const u8,
+        bytes: u64,
+    ) -> Result<(), Stopped> {
+        let state = self.share();
+        let to = state.memory_at(va, bytes, Access::Write)?;
+        // SAFETY: as in `copy_out`, the other way.
+        unsafe { from.copy_to(to, length(bytes)) };
+        Ok(())
+    }
+}
+
+impl State {
+    fn active(&self) -> Option<&BTreeMap<PageNo, Entry>> {
+        self.active.and_then(|table| self.tables.get(&table))
+    }
+
+    /// The memory behind `bytes` of one page.
+    fn memory_at(&self, va: Va, bytes: u64, access: Access) -> Result<*mut u8, Stopped> {
+        let page = PageNo(va.0 >> PAGE_SHIFT);
+        let entry = self.active().and_then(|table| table.get(&page));
+        let fault = Stopped::Fault(va);
+        let Some(entry) = entry else {
+            return Err(fault);
+        };
+        if access == Access::Write && entry.access != Access::Write {
+            return Err(fault);
+        }
+        let pa = Pa(entry.frame.0 + va.0 % PAGE_BYTES);
+        self.window_at(pa, bytes).ok_or(Stopped::NoWindow(pa))
+    }
+
+    /// The memory that `bytes` from `pa` on are, if one window shows all of them.
+    fn window_at(&self, pa: Pa, bytes: u64) -> Option<*mut u8> {
+        let end = pa.0.checked_add(bytes)?;
+        let shows = |known: &&Window| known.pa <= pa && end <= known.pa.0 + known.bytes;
+        let window = self.windows.iter().find(shows)?;
+        Some(window.memory.wrapping_add(length(pa.0 - window.pa.0)))
+    }
+
+    fn windowed(&self, operation: &'static str, pa: Pa, bytes: u64) -> Result<*mut u8, MmuError> {
+        let code = NO_WINDOW;
+        let missing = MmuError::Driver { operation, code };
+        self.window_at(pa, bytes).ok_or(missing)
+    }
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "64-bit targets only, as asserted in handle.rs"
+)]
+const fn length(bytes: u64) -> usize {
+    bytes as usize
+}
+
+impl Mmu for Cpu {
+    fn limits(&self) -> MmuLimits {
+        MmuLimits {
+            on_absent: self.on_absent,
+            page_sizes: PageSizes::of_bits(u64::MAX),
+            ..MmuLimits::PAGED
+        }
+    }
+
+    fn create_table(&self) -> Result<TableId, MmuError> {
+        let mut state = self.own();
+        state.last_table += 1;
+        let table = TableId(state.last_table);
+        state.tables.insert(table, BTreeMap::new());
+        Ok(table)
+    }
+
+    fn destroy_table(&self, table: TableId) {
+        self.own().tables.remove(&table);
+    }
+
+    fn activate(&self, table: TableId) -> Result<(), MmuError> {
+        self.own().active = Some(table);
+        Ok(())
+    }
+
+    fn deactivate(&self, _table: TableId) -> Result<(), MmuError> {
+        self.own().active = None;
+        Ok(())
+    }
+
+    fn restrict(
+        &self,
+        table: TableId,
+        section: SectionNo,
+        pages: &PageSet,
+        to: Restrict,
+    ) -> Result<Restricted, MmuError> {
+        let mut state = self.own();
+        let table = state.tables.get_mut(&table).ok_or(MmuError::Gone)?;
+        for page in pages.pages(section) {
+            match to {
+                Restrict::NoAccess => {
+                    table.remove(&page);
+                }
+                Restrict::ReadOnly => {
+                    if let Some(entry) = table.get_mut(&page) {
+                        entry.access = Access::Read;
+                    }
+                }
+            }
+        }
+        Ok(Restricted::Done)
+    }
+
+    fn grant(
+        &self,
+        table: TableId,
+        pages: PageRange,
+        access: Access,
+        backing: Backing,
+    ) -> Result<(), MmuError> {
+        let Backing::Frames { first, .. } = backing else {
+            // Pages without frames are in spaces over paged memory only, which C does not make.
+            return Err(MmuError::Gone);
+        };
+        let mut state = self.own();
+        let table = state.tables.get_mut(&table).ok_or(MmuError::Gone)?;
+        for (number, page) in (0_u64..).zip(pages.iter()) {
+            let frame = Pa(first.0 + number * PAGE_BYTES);
+            table.insert(page, Entry { frame, access });
+        }
+        Ok(())
+    }
+
+    fn inherited(&self) -> Result<Vec<Inherited>, MmuError> {
+        Ok(self.inherited.clone())
+    }
+}
+
+impl PhysicalMemory for Cpu {
+    fn prepare(&self, frame: Pa, bytes: u64) -> Result<(), MmuError> {
+        let state = self.share();
+        let memory = state.windowed("prepare", frame, bytes)?;
+        // SAFETY: the window has the bytes and stays while the lock is held; the frame is nobody's yet.
+        unsafe { memory.write_bytes(0, length(bytes)) };
+        Ok(())
+    }
+
+    fn copy(&self, from: Pa, to: Pa, bytes: u64) -> Result<(), MmuError> {
+        let state = self.share();
+        let from = state.windowed("copy", from, bytes)?;
+        let to = state.windowed("copy", to, bytes)?;
+        // SAFETY: windows have the bytes and stay while the lock is held; nobody maps either frame now.
+        unsafe { from.copy_to(to, length(bytes)) };
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: PageNo = PageNo(4);
+    const VA: Va = Va(PAGE.0 << PAGE_SHIFT);
+
+    fn cpu_over(memory: &mut [u8], pa: Pa) -> Cpu {
+        let cpu = Cpu::new(&[], OnAbsent::Recovers).unwrap();
+        cpu.add_window(pa, memory.len() as u64, memory.as_mut_ptr())
+            .unwrap();
+        let table = cpu.create_table().unwrap();
+        cpu.activate(table).unwrap();
+        cpu
+    }
+
+    fn read(cpu: &Cpu, va: Va) -> Result<u8, Stopped> {
+        let mut byte = 0;
+        // SAFETY: there is room for one byte.
+        unsafe { cpu.copy_out(va, &raw mut byte, 1) }.map(|()| byte)
+    }
+
+    fn write(cpu: &Cpu, va: Va, byte: u8) -> Result<(), Stopped> {
+        // SAFETY: there is one byte.
+        unsafe { cpu.copy_in(va, &raw const byte, 1) }
+    }
+
+    #[test]
+    fn access_goes_by_table_and_window_and_stops_where_either_ends() {
+        let mut memory = vec![7_u8; 8192];
+        let cpu = cpu_over(&mut memory, Pa(0x10_0000));
+        let table = TableId(1);
+        assert_eq!(read(&cpu, VA), Err(Stopped::Fault(VA)));
+        let backing = |pa| Backing::Frames {
+            first: Pa(pa),
+            page_bytes: PAGE_BYTES,
+        };
+        cpu.grant(table, PAGE.single(), Access::Read, backing(0x10_1000))
+            .unwrap();
+        assert_eq!(read(&cpu, VA), Ok(7));
+        assert_eq!(write(&cpu, VA, 1), Err(Stopped::Fault(VA)));
+        cpu.grant(table, PAGE.single(), Access::Write, backing(0x10_1000))
+            .unwrap();
+        assert_eq!(write(&cpu, VA, 1), Ok(()));
+        cpu.grant(table, PAGE.single(), Access::Write, backing(0x10_2000))
+            .unwrap();
+        assert_eq!(read(&cpu, VA), Err(Stopped::NoWindow(Pa(0x10_2000))));
+        cpu.deactivate(table).unwrap();
+        assert_eq!(read(&cpu, VA), Err(Stopped::Fault(VA)));
+        drop(cpu);
+        assert_eq!(memory[4096], 1);
+    }
+
+    #[test]
+    fn windows_that_overlap_are_empty_or_pass_the_end_are_refused() {
+        let mut memory = vec![0_u8; 8192];
+        let cpu = cpu_over(&mut memory, Pa(0x10_0000));
+        let place = memory.as_mut_ptr();
+        for (pa, bytes) in [(0x10_1000, 1), (0xf_f000, 0x1001), (0, 0), (u64::MAX, 2)] {
+            assert!(cpu.add_window(Pa(pa), bytes, place).is_err(), "{pa:#x}");
+        }
+        assert!(cpu.add_window(Pa(0), 1, std::ptr::null_mut()).is_err());
+        assert!(cpu.remove_window(Pa(0x10_1000)).is_err());
+        cpu.remove_window(Pa(0x10_0000)).unwrap();
+        assert!(cpu.prepare(Pa(0x10_0000), PAGE_BYTES).is_err());
+        assert!(cpu.copy(Pa(0x10_0000), Pa(0x10_1000), PAGE_BYTES).is_err());
+        cpu.add_window(Pa(0x10_1000), 1, place).unwrap();
+    }
+}

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Devices: `gm_dev_…`.
+
+use crate::{
+    border::{Out, array, call},
+    cpu::Cpu,
+    driver::{Driver, access_of_c, on_absent, operations},
+    failure::{Failure, wrong},
+    handle::Handle,
+    interface::cpu::{FORMAT_CPU, is_predefined, refuse_predefined},
+    objects::{DEVICES, Dev, Operations, Space},
+    types::*,
+};
+use gmem::Device;
+use pagetide_addr::{DeviceId, Pa, Va};
+use std::{ffi::c_void, sync::Arc};
+
+/// Creates a device with the operations of `mmu`, which are given `mmu_data`, and the capabilities
+/// `cap`: a combination of GM_DEV_CAP_ flags. Virtual functions of a device are devices of their own.
+///
+/// `mmu` is copied. `mmu_data` must be good until gm_dev_destroy() has returned GM_RET_OK. With
+/// gm_mmu_CPU it is NULL, or a gm_cpu_space_t, which is copied.
+///
+/// Fails with GM_RET_INVALID_ARGUMENT, GM_RET_UNSUPPORTED (operations of a later version).
+///
+/// # Safety
+/// `mmu` must be NULL or a gm_mmu_t as its description says, `new_dev` NULL or a place for a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_dev_create(
+    mmu: *const gm_mmu_t,
+    mmu_data: *mut c_void,
+    cap: gm_dev_cap_t,
+    new_dev: *mut *mut gm_dev_t,
+) -> gm_ret_t {
+    call(|| {
+        let out = Out::new(new_dev)?;
+        let on_absent = on_absent(cap)?;
+        // SAFETY: the header demands of the caller what this does.
+        let mmu = unsafe { operations(mmu)? };
+        let handle = if mmu.format == FORMAT_CPU {
+            // SAFETY: with this MMU the argument is such a space, says the header.
+            let mappings = unsafe { mappings_of(mmu_data.cast()) }?;
+            let cpu = Arc::new(Cpu::new(mappings, on_absent)?);
+            let device = Device::with_id(DeviceId::VCPUS, Arc::clone(&cpu) as _);
+            Dev::publish(device, Operations::Cpu(cpu))?
+        } else {
+            let driver = Arc::new(Driver::new(mmu, mmu_data, on_absent)?);
+            let device = Device::create(Arc::clone(&driver) as _);
+            Dev::publish(device, Operations::Driver(driver))?
+        };
+        out.put(handle.to_c());
+        Ok(())
+    })
+}
+
+/// The mappings of a space of the host.
+///
+/// # Safety
+/// `space` must be NULL, or a space whose mappings are there.
+unsafe fn mappings_of<'a>(space: *const gm_cpu_space_t) -> Result<&'a [gm_mapping_t], Failure> {
+    if !space.is_aligned() {
+        return Err(wrong("mmu_data", "it must be a gm_cpu_space_t"));
+    }
+    // SAFETY: aligned; the caller says that it is such a space, or NULL.
+    match unsafe { space.as_ref() } {
+        None => Ok(&[]),
+        // SAFETY: the caller says that so many mappings are there.
+        Some(space) => unsafe { array("mappings", space.mappings, space.count) },
+    }
+}
+
+/// Destroys the device, which must be attached nowhere; no page may lie in its memory, and no other
+/// device share a page table of its making. Its operations are not called again then.
+///
+/// Fails with GM_RET_IN_USE, GM_RET_UNSUPPORTED (gm_dev_CPU).
+///
+/// # Safety
+/// None beyond the handle's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_dev_destroy(dev: *mut gm_dev_t) -> gm_ret_t {
+    call(|| {
+        let device = Dev::of_c(dev)?;
+        if is_predefined(dev) {
+            return Err(refuse_predefined());
+        }
+        device.destroy()?;
+        DEVICES.remove(Handle::of_c(dev));
+        Ok(())
+    })
+}
+
+/// Activates the device in the virtual address space, to which it is attached; it is active nowhere else
+/// then.
+///
+/// Fails with GM_RET_NOT_ATTACHED; GM_RET_DEVICE, and is then active nowhere or where it was.
+///
+/// # Safety
+/// None beyond the handles'.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_dev_switch(dev: *mut gm_dev_t, r#as: *mut gm_as_t) -> gm_ret_t {
+    call(|| {
+        let device = Dev::of_c(dev)?;
+        let space = Space::of_c(r#as)?;
+        device.device.switch(&space.space)?;
+        Ok(())
+    })
+}
+
+/// Detaches the device from the virtual address space. Its page table is destroyed, unless others share
+/// it. Pages that lie in its memory stay there.
+///
+/// Fails with GM_RET_NOT_ATTACHED; GM_RET_DEVICE if it would not let go: it is then attached still.
+///
+/// # Safety
+/// None beyond the handles'.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_dev_detach(dev: *mut gm_dev_t, r#as: *mut gm_as_t) -> gm_ret_t {
+    call(|| {
+        let device = Dev::of_c(dev)?;
+        let space = Space::of_c(r#as)?;
+        device.device.detach(&space.space)?;
+        Ok(())
+    })
+}
+
+/// Serves an address translation fault of the device at `addr`, which wanted `access`: GM_PROT_READ or
+/// GM_PROT_WRITE. GM_RET_OK says that the device should repeat the access. It is not promised that the
+/// mapping still is there then, as others may have faulted meanwhile.
+///
+/// Fails with GM_RET_NOT_ACTIVE, GM_RET_CANNOT_RECOVER, GM_RET_NOT_ALLOCATED, GM_RET_DENIED,
+/// GM_RET_NOT_MAPPED (the region is being unmapped, or has to be unmapped again after a failure),
+/// GM_RET_NO_MEMORY, GM_RET_BUSY, GM_RET_DEVICE.
+///
+/// # Safety
+/// None beyond the handle's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_dev_fault(
+    dev: *mut gm_dev_t,
+    addr: gm_va_t,
+    access: gm_prot_t,
+) -> gm_ret_t {
+    call(|| {
+        let device = Dev::of_c(dev)?;
+        let access = access_of_c(access)
+            .ok_or_else(|| wrong("access", "it must be GM_PROT_READ or GM_PROT_WRITE"))?;
+        device.device.fault(Va(addr), access)?;
+        Ok(())
+    })
+}
+
+/// Registers memory of the device, from `begin` to before `end`, in whole frames of 4 KiB: pages that
+/// it faults on are placed there (gm_region_set_policy). Memory that is registered with the CPU is the
+/// host's, where pages of devices without memory are placed; windows must show it (gm_cpu_add_window).
+/// It is given back by gm_dev_destroy().
+///
+/// Fails with GM_RET_INVALID_ARGUMENT (also if part of it is registered already), GM_RET_UNSUPPORTED
+/// (the driver has no `prepare` or no `copy`).
+///
+/// # Safety
+/// None beyond the handle's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_dev_register_physmem(
+    dev: *mut gm_dev_t,
+    begin: gm_pa_t,
+    end: gm_pa_t,
+) -> gm_ret_t {
+    call(|| {
+        let device = Dev::of_c(dev)?;
+        let memory = device.memory()?;
+        device.device.register_physmem(Pa(begin), Pa(end), memory)?;
+        Ok(())
+    })
+}
+
+/// Tells how many bytes of the device's registered memory hold pages. (Ours.)
+///
+/// # Safety
+/// `bytes` must be NULL or a place for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_dev_used_physmem(dev: *const gm_dev_t, bytes: *mut u64) -> gm_ret_t {
+    call(|| {
+        let out = Out::new(bytes)?;
+        out.put(Dev::of_c(dev)?.device.used_memory_bytes());
+        Ok(())
+    })
+}

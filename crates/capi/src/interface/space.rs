@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Virtual address spaces: `gm_as_…`.
+
+use crate::{
+    border::{Out, call},
+    failure::{Failure, wrong},
+    objects::{Dev, Space},
+    types::*,
+};
+use gmem::{
+    Activation, AddressFit, AddressSpace, AllocPolicy, Caching, GmError, Guard, Mode, Region,
+    RegionRequest,
+};
+use pagetide_addr::Va;
+use std::sync::Arc;
+
+fn policy_of_c(policy: gm_as_alloc_t) -> Result<AllocPolicy, Failure> {
+    const ALL: gm_as_alloc_t = GM_AS_ALLOC_FIRST_FIT | GM_AS_ALLOC_GUARDED | GM_AS_ALLOC_CACHED;
+    if policy & !ALL != 0 {
+        return Err(wrong("policy", "a bit of it is unknown"));
+    }
+    let has = |flag| policy & flag != 0;
+    Ok(AllocPolicy {
+        fit: if has(GM_AS_ALLOC_FIRST_FIT) {
+            AddressFit::First
+        } else {
+            AddressFit::Instant
+        },
+        guard: if has(GM_AS_ALLOC_GUARDED) {
+            Guard::Guarded
+        } else {
+            Guard::Unguarded
+        },
+        cache: if has(GM_AS_ALLOC_CACHED) {
+            Caching::Cached
+        } else {
+            Caching::Uncached
+        },
+    })
+}
+
+/// Creates a virtual address space of the addresses from `begin` to before `end`, which begin and end
+/// pages of 4 KiB. Addresses are allocated as `policy` says: a combination of GM_AS_ALLOC_ flags.
+///
+/// Fails with GM_RET_INVALID_ARGUMENT.
+///
+/// # Safety
+/// `new_as` must be NULL or a place for a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_as_create(
+    begin: gm_va_t,
+    end: gm_va_t,
+    policy: gm_as_alloc_t,
+    new_as: *mut *mut gm_as_t,
+) -> gm_ret_t {
+    call(|| {
+        let out = Out::new(new_as)?;
+        let space = AddressSpace::create(Va(begin), Va(end), policy_of_c(policy)?)?;
+        out.put(Space::publish(space)?.to_c());
+        Ok(())
+    })
+}
+
+/// Destroys the virtual address space, which must have neither regions nor attached devices, and its
+/// mapping sets. Asynchronous operations are complete and their callbacks have returned when this
+/// returns (but one from within which it is called).
+///
+/// Fails with GM_RET_IN_USE.
+///
+/// # Safety
+/// None beyond the handle's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_as_destroy(r#as: *mut gm_as_t) -> gm_ret_t {
+    call(|| Space::of_c(r#as)?.end())
+}
+
+/// Attaches the device to the virtual address space, to use a page table of the kind that `mode` says.
+/// The space's wired mappings are entered in it; mappings that the device has already (`inherit` of
+/// gm_mmu_t) become wired regions of the space. A device can be attached to many spaces and is active
+/// in one at a time: if `activate` is true, it is active here and nowhere else any more.
+///
+/// Fails with GM_RET_ALREADY_ATTACHED, GM_RET_NO_ADDRESSES (an inherited mapping lies where a region is),
+/// GM_RET_UNSUPPORTED (the page size of a wired mapping; more than 64 page tables), GM_RET_DEVICE. The
+/// device is then not attached, and active where it was.
+///
+/// # Safety
+/// `activate` must be a bool of C.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_as_attach(
+    r#as: *mut gm_as_t,
+    dev: *mut gm_dev_t,
+    mode: gm_mmu_mode_t,
+    activate: bool,
+) -> gm_ret_t {
+    call(|| {
+        let space = Space::of_c(r#as)?;
+        let device = Dev::of_c(dev)?;
+        let mode = match mode {
+            GM_MMU_MODE_SHARED => Mode::Shared,
+            GM_MMU_MODE_COHERENT => Mode::Coherent,
+            _ => return Err(wrong("mode", "there is no such mode")),
+        };
+        let activation = if activate {
+            Activation::Now
+        } else {
+            Activation::Later
+        };
+        let _held = device.hold();
+        space.space.attach(&device.device, mode, activation)?;
+        Ok(())
+    })
+}
+
+/// Allocates a region of `size` bytes, rounded up to whole pages of 4 KiB.
+///
+/// It begins at `hint` if that is not 0 and free there; else above it, if there is room; else anywhere.
+/// It begins at a multiple of `align` and does not lie across a multiple of `no_cross`, which are powers
+/// of two, or 0 for no such wish. `max_va` is the last address it may hold, 0 for any.
+///
+/// Fails with GM_RET_INVALID_ARGUMENT, GM_RET_NO_ADDRESSES.
+///
+/// # Safety
+/// `new_region` must be NULL or a place for a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_as_alloc(
+    r#as: *mut gm_as_t,
+    hint: gm_va_t,
+    size: gm_va_t,
+    align: gm_va_t,
+    no_cross: gm_va_t,
+    max_va: gm_va_t,
+    new_region: *mut *mut gm_region_t,
+) -> gm_ret_t {
+    call(|| {
+        let out = Out::new(new_region)?;
+        let space = Space::of_c(r#as)?;
+        let region = space.space.alloc(&RegionRequest {
+            hint: (hint != 0).then_some(Va(hint)),
+            align,
+            no_cross,
+            max: (max_va != 0).then_some(Va(max_va)),
+            ..RegionRequest::of_bytes(size)
+        })?;
+        out.put(publish(&space, &region)?);
+        Ok(())
+    })
+}
+
+/// A new region that gets no handle is given back.
+fn publish(space: &Arc<Space>, region: &Region) -> Result<*mut gm_region_t, Failure> {
+    match space.handle_of(region) {
+        Ok(Some(handle)) => Ok(handle.to_c()),
+        // Somebody has looked it up and freed it meanwhile.
+        Ok(None) => Err(GmError::Destroyed.into()),
+        Err(failure) => {
+            region.dealloc()?;
+            Err(failure)
+        }
+    }
+}
+
+/// Searches the virtual address space for the allocated region that contains `addr`. A region that was
+/// inherited gets its handle by this.
+///
+/// Fails with GM_RET_NOT_ALLOCATED.
+///
+/// # Safety
+/// `out_region` must be NULL or a place for a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_as_lookup(
+    r#as: *mut gm_as_t,
+    addr: gm_va_t,
+    out_region: *mut *mut gm_region_t,
+) -> gm_ret_t {
+    call(|| {
+        let out = Out::new(out_region)?;
+        let space = Space::of_c(r#as)?;
+        loop {
+            let found = space.space.lookup(Va(addr))?;
+            // Else it was freed just now, and the next look tells whether another is there: every turn
+            // but the last is somebody's progress.
+            if let Some(handle) = space.handle_of(&found)? {
+                out.put(handle.to_c());
+                return Ok(());
+            }
+        }
+    })
+}
+
+/// Waits until all asynchronous operations that were queued before are complete and their callbacks have
+/// returned. (Within a callback it does not wait for callbacks.)
+///
+/// Fails with the first failure of an asynchronous operation since the last call of this function, which
+/// is told once. All operations are complete then, too.
+///
+/// # Safety
+/// None beyond the handle's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_as_synchronize(r#as: *mut gm_as_t) -> gm_ret_t {
+    call(|| Ok(Space::of_c(r#as)?.space.synchronize()?))
+}
