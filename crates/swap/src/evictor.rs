@@ -130,6 +130,10 @@ impl Evictor {
         report: &mut EvictReport,
     ) -> Result<(), EvictorError> {
         let candidates = round.candidates();
+        // Needed meanwhile, all of them, or taken out of the VM: then there is nothing to read even.
+        if !pages.iter().any(|page| candidates.contains(page)) {
+            return Ok(());
+        }
         let bytes = &mut self.pages[..PageNo(pages.bytes()).index()];
         round.read(pages, bytes)?;
         let mut batch: Vec<(PageNo, Content)> = Vec::with_capacity(PageNo(pages.len()).index());

@@ -6,13 +6,18 @@
 //!            │ cell 0  magic     3 page count     6 content room      │ 8-byte cells,
 //!            │      1  version   4 words at       7 CRC seed          │ native byte order
 //!            │      2  sizes     5 content at     8 limit  9 restarts │
-//!            │ cell 32…  counters                                     │
-//!   4 KiB    │ identity of the VM: JSON, length in cell 10            │
-//!   64 KiB   ├ page words, 8 bytes each ──────────────────────────────┤
+//!            │     14  capacity  32… counters                         │
+//!   4 KiB    │ identity of the VM, JSON, twice (see `pool/identity`)  │
+//!   64 KiB   ├ page words, 8 bytes each, for the whole capacity ──────┤
+//!            │ (a hole where no page was ever allocated)              │
 //!   …        ├ content, in chunks of 64 KiB ──────────────────────────┤
 //!            │ (a hole until a chunk is first used)                   │
 //!            └────────────────────────────────────────────────────────┘
 //! ```
+//! A VM's memory may grow, so there are words and content room for many more
+//! pages than it has ([`capacity_for`]): a pool for 1 TiB is a file, and a
+//! mapping, of 1.1 TiB, of which only what is used takes up memory.
+//!
 //! The file lies on tmpfs with mode 0600: it holds guest memory, and it must
 //! survive the daemon but not the host. Writing through a mapping to a tmpfs
 //! that is full kills by SIGBUS, so every part is given memory by `fallocate`
@@ -23,19 +28,24 @@
 //! address of this process. A newer version may use cells that are 0 here, and
 //! finds all parts by the sizes in the header.
 
+mod file;
+mod identity;
+mod words;
+
+pub use words::PoolWords;
+
 use crate::slots::CHUNK_BYTES;
-use pagetide_addr::{PAGE_BYTES, PageNo};
-use pagetide_gmem::WordArray;
+use file::{at, keep_as, map, open_locked, remove_quietly};
+use pagetide_addr::{PAGE_BYTES, SECTION_PAGES};
 use pagetide_sys::{
     mapping::{MappingError, SharedMapping},
-    memory_file::{FileError, GuestFile, LockWait, Locked},
+    memory_file::{FileError, GuestFile},
 };
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::OFlags;
 use std::{
-    os::fd::AsFd,
     path::{Path, PathBuf},
     sync::{
-        Arc,
+        Mutex,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -44,10 +54,10 @@ const MAGIC: u64 = u64::from_le_bytes(*b"PAGETIDE");
 const VERSION: u64 = 1;
 const HEADER_BYTES: u64 = 64 << 10;
 const HEADER_CELLS: usize = 512;
-const IDENTITY_AT: u64 = 4096;
-const IDENTITY_BYTES_MAX: u64 = HEADER_BYTES - IDENTITY_AT;
 /// Most pages of a VM: 16 TiB.
 pub const PAGES_MAX: u64 = 1 << 32;
+/// Pages there is room for at least: 1 TiB.
+const CAPACITY_PAGES_MIN: u64 = 1 << 28;
 const NO_LIMIT: u64 = u64::MAX;
 /// Ending of a pool's file name.
 pub const POOL_SUFFIX: &str = "pool";
@@ -65,10 +75,12 @@ enum Cell {
     Seed = 7,
     Limit = 8,
     Restarts = 9,
-    IdentityBytes = 10,
+    Identity = 10,
     UserfaultfdNumber = 11,
     Phase = 12,
     PauseUs = 13,
+    /// 0 in a pool that was made before memory could grow: then it is the page count.
+    CapacityPages = 14,
 }
 const FIRST_COUNTER: usize = 32;
 
@@ -161,6 +173,21 @@ pub enum PoolError {
     IdentityTooLong(usize),
 }
 
+/// Pages a pool should have room for, given how many a VM has now: four times as many, and 1 TiB at
+/// least.
+#[must_use]
+pub fn capacity_for(page_count: u64) -> u64 {
+    let capacity = page_count.saturating_mul(4).max(CAPACITY_PAGES_MIN);
+    capacity.min(PAGES_MAX)
+}
+
+/// Pages that a new pool has words for, and pages it has room for.
+#[derive(Clone, Copy)]
+struct Extent {
+    page_count: u64,
+    capacity_pages: u64,
+}
+
 /// An open pool, locked by this process.
 #[derive(Debug)]
 pub struct Pool {
@@ -168,14 +195,18 @@ pub struct Pool {
     file: GuestFile,
     mapping: SharedMapping,
     page_count: u64,
+    capacity_pages: u64,
     words_at: u64,
     content_at: u64,
     content_bytes: u64,
+    /// Held while the identity is replaced or words get memory.
+    changing: Mutex<()>,
 }
 
 impl Pool {
-    /// Makes the pool of a VM of `page_count` pages at `path`; its words are all 0 (and to be set by
-    /// the caller before anyone reads them). `seed` should be random.
+    /// Makes the pool of a VM of `page_count` pages at `path`, with room for [`capacity_for`] so many;
+    /// its words are all 0 (and to be set by the caller before anyone reads them). `seed` should be
+    /// random.
     ///
     /// # Errors
     /// [`PoolError`]; nothing is left behind.
@@ -185,18 +216,55 @@ impl Pool {
         seed: u32,
         identity: &[u8],
     ) -> Result<Self, PoolError> {
-        if page_count == 0 || page_count > PAGES_MAX {
+        if page_count == 0 {
             return Err(PoolError::TooLarge(page_count));
         }
-        let identity_bytes = identity.len() as u64;
-        if identity_bytes > IDENTITY_BYTES_MAX {
-            return Err(PoolError::IdentityTooLong(identity.len()));
+        let capacity_pages = capacity_for(page_count);
+        let extent = Extent {
+            page_count,
+            capacity_pages,
+        };
+        Self::create_with(path, extent, seed, identity)
+    }
+
+    /// Makes a pool at `path` with room for `capacity_pages` and words for none: a page has one when
+    /// it is allocated. `seed` should be random.
+    ///
+    /// # Errors
+    /// [`PoolError`]; nothing is left behind.
+    pub fn create_empty(
+        path: &Path,
+        capacity_pages: u64,
+        seed: u32,
+        identity: &[u8],
+    ) -> Result<Self, PoolError> {
+        let extent = Extent {
+            page_count: 0,
+            capacity_pages,
+        };
+        Self::create_with(path, extent, seed, identity)
+    }
+
+    fn create_with(
+        path: &Path,
+        extent: Extent,
+        seed: u32,
+        identity: &[u8],
+    ) -> Result<Self, PoolError> {
+        // Words are given memory by whole sections.
+        let capacity_pages = extent.capacity_pages.next_multiple_of(SECTION_PAGES);
+        if extent.page_count > capacity_pages || !(1..=PAGES_MAX).contains(&capacity_pages) {
+            return Err(PoolError::TooLarge(extent.page_count.max(capacity_pages)));
         }
+        let extent = Extent {
+            capacity_pages,
+            ..extent
+        };
         let unfinished = path.with_extension("new");
-        let made = Self::build(&unfinished, page_count).and_then(|pool| {
+        let made = Self::build(&unfinished, extent).and_then(|pool| {
             pool.cell(Cell::Seed)
                 .store(u64::from(seed), Ordering::Relaxed);
-            pool.write_identity(identity)?;
+            pool.set_identity(identity)?;
             pool.cell(Cell::Magic).store(MAGIC, Ordering::Release);
             keep_as(&unfinished, path)?;
             Ok(Self {
@@ -210,7 +278,7 @@ impl Pool {
         made
     }
 
-    fn build(path: &Path, page_count: u64) -> Result<Self, PoolError> {
+    fn build(path: &Path, extent: Extent) -> Result<Self, PoolError> {
         remove_quietly(path);
         let file = open_locked(path, OFlags::CREATE | OFlags::EXCL)?;
         if !file.is_tmpfs().map_err(|source| PoolError::File {
@@ -219,27 +287,35 @@ impl Pool {
         })? {
             return Err(PoolError::NotTmpfs(path.to_owned()));
         }
+        let Extent {
+            page_count,
+            capacity_pages,
+        } = extent;
         let words_at = HEADER_BYTES;
-        let content_at = (words_at + page_count * 8).next_multiple_of(CHUNK_BYTES);
+        let content_at = (words_at + capacity_pages * 8).next_multiple_of(CHUNK_BYTES);
         // Every page verbatim in slots of 65 units, 15 to a chunk, and a chunk for each slot size.
-        let content_bytes = (page_count.div_ceil(15) + 128) * CHUNK_BYTES;
+        let content_bytes = (capacity_pages.div_ceil(15) + 128) * CHUNK_BYTES;
         let length = content_at + content_bytes;
         rustix::fs::ftruncate(&file, length).map_err(|source| at(path, "ftruncate", source))?;
         let failed = |source| PoolError::File {
             path: path.to_owned(),
             source,
         };
-        file.allocate(0, content_at).map_err(failed)?;
+        let words_end = words_at + page_count.next_multiple_of(SECTION_PAGES) * 8;
+        file.allocate(0, words_end).map_err(failed)?;
         let mapping = map(path, &file, length)?;
         let pool = Self {
             path: path.to_owned(),
             file,
             mapping,
             page_count,
+            capacity_pages,
             words_at,
             content_at,
             content_bytes,
+            changing: Mutex::new(()),
         };
+        pool.mark_words_past_the_last_page();
         for (cell, value) in [
             (Cell::Version, VERSION),
             (Cell::HeaderBytes, HEADER_BYTES),
@@ -247,6 +323,7 @@ impl Pool {
             (Cell::WordsAt, words_at),
             (Cell::ContentAt, content_at),
             (Cell::ContentBytes, content_bytes),
+            (Cell::CapacityPages, capacity_pages),
             (Cell::Limit, NO_LIMIT),
         ] {
             pool.cell(cell).store(value, Ordering::Relaxed);
@@ -291,12 +368,16 @@ impl Pool {
         }
         let (page_count, words_at) = (cell(Cell::PageCount), cell(Cell::WordsAt));
         let (content_at, content_bytes) = (cell(Cell::ContentAt), cell(Cell::ContentBytes));
-        let whole = page_count > 0
-            && page_count <= PAGES_MAX
+        let capacity_pages = match cell(Cell::CapacityPages) {
+            0 => page_count,
+            capacity => capacity,
+        };
+        let whole = page_count <= capacity_pages
+            && (1..=PAGES_MAX).contains(&capacity_pages)
             && words_at >= HEADER_BYTES
-            && words_at.is_multiple_of(8)
+            && words_at.is_multiple_of(PAGE_BYTES)
             && words_at
-                .checked_add(page_count * 8)
+                .checked_add(capacity_pages * 8)
                 .is_some_and(|end| end <= content_at)
             && content_at.is_multiple_of(PAGE_BYTES)
             && content_at
@@ -311,9 +392,11 @@ impl Pool {
             file,
             mapping,
             page_count,
+            capacity_pages,
             words_at,
             content_at,
             content_bytes,
+            changing: Mutex::new(()),
         })
     }
 
@@ -323,10 +406,16 @@ impl Pool {
         &self.path
     }
 
-    /// Number of pages it tells of.
+    /// Number of pages it was made with words for.
     #[must_use]
     pub fn page_count(&self) -> u64 {
         self.page_count
+    }
+
+    /// Number of pages it has room for.
+    #[must_use]
+    pub fn capacity_pages(&self) -> u64 {
+        self.capacity_pages
     }
 
     /// Seed of its CRCs.
@@ -334,38 +423,6 @@ impl Pool {
     pub fn seed(&self) -> crate::tier::Seed {
         let bits = self.cell(Cell::Seed).load(Ordering::Relaxed);
         crate::tier::Seed(u32::try_from(bits & u64::from(u32::MAX)).unwrap_or(0))
-    }
-
-    /// Whose pool it is, as its maker wrote it.
-    ///
-    /// # Errors
-    /// [`PoolError::Damaged`].
-    pub fn identity(&self) -> Result<Vec<u8>, PoolError> {
-        let bytes = self.cell(Cell::IdentityBytes).load(Ordering::Relaxed);
-        if bytes > IDENTITY_BYTES_MAX {
-            return Err(PoolError::Damaged {
-                path: self.path.clone(),
-                why: format!("its identity has {bytes} bytes"),
-            });
-        }
-        let mut identity = vec![0; PageNo(bytes).index()];
-        let read = self.mapping.copy_from(IDENTITY_AT, &mut identity);
-        read.map_err(|source| PoolError::Map {
-            path: self.path.clone(),
-            source,
-        })?;
-        Ok(identity)
-    }
-
-    fn write_identity(&self, identity: &[u8]) -> Result<(), PoolError> {
-        let written = self.mapping.copy_to(IDENTITY_AT, identity);
-        written.map_err(|source| PoolError::Map {
-            path: self.path.clone(),
-            source,
-        })?;
-        self.cell(Cell::IdentityBytes)
-            .store(identity.len() as u64, Ordering::Relaxed);
-        Ok(())
     }
 
     /// The VM's limit, in bytes.
@@ -512,80 +569,18 @@ impl Pool {
     }
 }
 
-/// The page words of a pool.
-#[derive(Debug, Clone)]
-pub struct PoolWords(pub Arc<Pool>);
-
-impl WordArray for PoolWords {
-    fn page_count(&self) -> u64 {
-        self.0.page_count
-    }
-
-    fn cell(&self, page: PageNo) -> &AtomicU64 {
-        assert!(
-            page.0 < self.0.page_count,
-            "{page} is past the end of the VM"
-        );
-        match self.0.mapping.atomic_u64s(self.0.words_at + page.0 * 8, 1) {
-            Some([cell]) => cell,
-            _ => unreachable!("sizes were checked when the pool was opened"),
-        }
-    }
-}
-
-fn open_locked(path: &Path, flags: OFlags) -> Result<GuestFile, PoolError> {
-    let flags = flags | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let fd = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
-        .map_err(|source| at(path, "open", source))?;
-    let file = GuestFile::from(fd);
-    match file.lock_exclusive(LockWait::Try) {
-        Ok(Locked::Ours) => Ok(file),
-        Ok(Locked::HeldByAnother) => Err(PoolError::InUse(path.to_owned())),
-        Err(source) => Err(PoolError::File {
-            path: path.to_owned(),
-            source,
-        }),
-    }
-}
-
-/// Gives a finished pool its name, unless there is one of that name: it may be a VM's only memory.
-fn keep_as(unfinished: &Path, path: &Path) -> Result<(), PoolError> {
-    use rustix::fs::{CWD, RenameFlags, renameat_with};
-    match renameat_with(CWD, unfinished, CWD, path, RenameFlags::NOREPLACE) {
-        Ok(()) => Ok(()),
-        Err(rustix::io::Errno::EXIST) => Err(PoolError::Exists(path.to_owned())),
-        Err(source) => Err(at(path, "rename", source)),
-    }
-}
-
-fn map(path: &Path, file: &GuestFile, length: u64) -> Result<SharedMapping, PoolError> {
-    SharedMapping::new(file.as_fd(), length).map_err(|source| PoolError::Map {
-        path: path.to_owned(),
-        source,
-    })
-}
-
-fn at(path: &Path, operation: &'static str, source: rustix::io::Errno) -> PoolError {
-    PoolError::Path {
-        path: path.to_owned(),
-        operation,
-        source: source.into(),
-    }
-}
-
-/// Removes a half-made pool; that it is not there is fine, and any other failure shows when its
-/// name is used next.
-fn remove_quietly(path: &Path) {
-    if let Err(error) = rustix::fs::unlink(path)
-        && error != rustix::io::Errno::NOENT
-    {
-        tracing::warn!(path = %path.display(), %error, "a half-made pool could not be removed");
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_addr::PageNo;
+    use pagetide_gmem::WordArray;
+    use std::sync::Arc;
+
+    /// Small enough for its file to be read whole.
+    const SMALL: Extent = Extent {
+        page_count: 10,
+        capacity_pages: 512,
+    };
 
     fn directory() -> tempfile::TempDir {
         tempfile::tempdir_in("/dev/shm").unwrap()
@@ -662,7 +657,7 @@ mod tests {
     fn damaged_or_foreign_files_are_refused_with_a_reason() {
         let dir = directory();
         let path = dir.path().join("vm.pool");
-        drop(Pool::create(&path, 10, 0, b"x").unwrap());
+        drop(Pool::create_with(&path, SMALL, 0, b"x").unwrap());
         let good = std::fs::read(&path).unwrap();
         let with = |cell: Cell, value: u64| {
             let mut bytes = good.clone();
@@ -674,10 +669,11 @@ mod tests {
             vec![0; 200_000],
             with(Cell::Version, 99),
             with(Cell::PageCount, u64::MAX),
-            with(Cell::PageCount, 0),
             with(Cell::WordsAt, u64::MAX - 7),
             with(Cell::ContentAt, 8),
             with(Cell::ContentBytes, u64::MAX),
+            with(Cell::CapacityPages, 9),
+            with(Cell::CapacityPages, u64::MAX / 16),
         ];
         for (number, bytes) in cases.into_iter().enumerate() {
             std::fs::write(&path, bytes).unwrap();
@@ -686,11 +682,13 @@ mod tests {
                 "case {number}"
             );
         }
-        std::fs::write(&path, with(Cell::IdentityBytes, 1 << 40)).unwrap();
-        assert!(matches!(
-            Pool::open(&path).unwrap().identity(),
-            Err(PoolError::Damaged { .. })
-        ));
+        for identity in [1 << 40, 61 << 10, 1 << 32 | 31 << 10] {
+            std::fs::write(&path, with(Cell::Identity, identity)).unwrap();
+            assert!(matches!(
+                Pool::open(&path).unwrap().identity(),
+                Err(PoolError::Damaged { .. })
+            ));
+        }
     }
 
     #[test]

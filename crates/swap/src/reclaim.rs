@@ -109,7 +109,8 @@ impl Reclaimer {
     /// A reclaimer that knows nothing yet of what is cold.
     #[must_use]
     pub fn new(evictor: Evictor, limit: Arc<Limit>, tracker: Box<dyn AccessTracker>) -> Self {
-        let sets = HotColdSets::new(evictor.space().table().section_count());
+        let mut sets = HotColdSets::default();
+        sets.follow(evictor.space().table().sections());
         Self {
             evictor,
             limit,
@@ -132,14 +133,14 @@ impl Reclaimer {
         self.scanned_at
     }
 
-    /// Looks at every section and moves it among the sets. `clock` is read when all are unmapped.
+    /// Looks at every section there is now and moves it among the sets. `clock` is read when all are
+    /// unmapped.
     ///
     /// # Errors
-    /// The tracker's; the sets are then as before.
+    /// The tracker's; what is known of a section is then as before.
     pub fn scan(&mut self, clock: impl Fn() -> Duration) -> Result<(), TrackerError> {
-        let sections: Vec<SectionNo> = (0..self.evictor.space().table().section_count())
-            .map(SectionNo)
-            .collect();
+        let sections: Vec<SectionNo> = self.evictor.space().table().sections().collect();
+        self.sets.follow(sections.iter().copied());
         // A look that fails half-way has unmapped some pages just now.
         self.scanned_at = None;
         let touched = self.tracker.look(&sections)?;
@@ -186,16 +187,27 @@ impl Reclaimer {
         for section in order {
             let left = pages.saturating_sub(done.evicted_pages);
             let in_reach =
-                reach == Reach::AllResting || self.sets.level(section) <= Level::Inactive;
+                reach == Reach::AllResting || self.sets.level(section) <= Some(Level::Inactive);
             if left == 0 || !in_reach || !go_on() {
                 break;
             }
-            if let Err(stop) = self.reclaim_section(section, left, &mut done) {
-                done.stopped = Some(stop);
-                break;
+            let table = self.evictor.space().table();
+            let scanned = table.pages_of(section).len();
+            match self.reclaim_section(section, left, &mut done) {
+                // Memory that was taken out of the VM meanwhile is no trouble.
+                Err(ReclaimStop::Kernel(_)) if self.is_shorter(section, scanned) => {}
+                Err(stop) => {
+                    done.stopped = Some(stop);
+                    break;
+                }
+                Ok(()) => {}
             }
         }
         done
+    }
+
+    fn is_shorter(&self, section: SectionNo, pages: u64) -> bool {
+        self.evictor.space().table().pages_of(section).len() < pages
     }
 
     fn reclaim_section(

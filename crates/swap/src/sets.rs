@@ -15,6 +15,9 @@
 //! the cold side that is touched goes to Active at once, for a mistake there
 //! costs faults. Within a set the order of arrival tells the temperature: the
 //! head of Cold is coldest.
+//!
+//! Memory comes and goes while the VM runs: sections that are new begin Active,
+//! and those that are no more leave the sets ([`HotColdSets::follow`]).
 
 use pagetide_addr::SectionNo;
 use std::collections::BTreeSet;
@@ -67,11 +70,18 @@ impl Level {
     }
 }
 
+/// Where a section is, and since when.
+#[derive(Clone, Copy, Debug)]
+struct Standing {
+    level: Level,
+    arrival: u64,
+}
+
 /// The sets of one VM.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct HotColdSets {
-    level: Vec<Level>,
-    arrival: Vec<u64>,
+    /// By section; `None` for one that is not there.
+    standing: Vec<Option<Standing>>,
     ordered: BTreeSet<(Level, u64, SectionNo)>,
     arrivals: u64,
 }
@@ -80,33 +90,62 @@ impl HotColdSets {
     /// `section_count` sections, all Active: nothing is known yet.
     #[must_use]
     pub fn new(section_count: u64) -> Self {
-        let sections = (0..section_count).map(SectionNo);
-        Self {
-            level: sections.clone().map(|_| Level::Active).collect(),
-            arrival: sections.clone().map(|s| s.0).collect(),
-            ordered: sections.map(|s| (Level::Active, s.0, s)).collect(),
-            arrivals: section_count,
-        }
+        let mut sets = Self::default();
+        sets.follow((0..section_count).map(SectionNo));
+        sets
     }
 
-    /// Moves `section` by what a scan saw.
-    pub fn saw(&mut self, section: SectionNo, seen: Seen) {
-        let (from, index) = (self.level[section.index()], section.index());
-        let to = from.after(seen);
-        if to == from {
-            return;
+    /// From now on there are just these sections, given in ascending order. Those that are new are
+    /// Active: nothing is known of them yet.
+    pub fn follow(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
+        let mut next = SectionNo(0);
+        for section in sections {
+            (next.0..section.0).for_each(|gone| self.leave(SectionNo(gone)));
+            if self.standing(section).is_none() {
+                self.enter(section, Level::Active);
+            }
+            next = SectionNo(section.0 + 1);
         }
-        self.ordered.remove(&(from, self.arrival[index], section));
-        self.level[index] = to;
-        self.arrival[index] = self.arrivals;
+        (next.0..self.standing.len() as u64).for_each(|gone| self.leave(SectionNo(gone)));
+    }
+
+    fn standing(&self, section: SectionNo) -> Option<Standing> {
+        self.standing.get(section.index()).copied().flatten()
+    }
+
+    fn enter(&mut self, section: SectionNo, level: Level) {
+        let arrival = self.arrivals;
         self.arrivals += 1;
-        self.ordered.insert((to, self.arrival[index], section));
+        if self.standing.len() <= section.index() {
+            self.standing.resize(section.index() + 1, None);
+        }
+        self.standing[section.index()] = Some(Standing { level, arrival });
+        self.ordered.insert((level, arrival, section));
     }
 
-    /// Set of a section.
+    fn leave(&mut self, section: SectionNo) {
+        let standing = self.standing.get_mut(section.index());
+        if let Some(Standing { level, arrival }) = standing.and_then(Option::take) {
+            self.ordered.remove(&(level, arrival, section));
+        }
+    }
+
+    /// Moves `section` by what a scan saw; one that is in no set stays in none.
+    pub fn saw(&mut self, section: SectionNo, seen: Seen) {
+        let Some(Standing { level, .. }) = self.standing(section) else {
+            return;
+        };
+        let to = level.after(seen);
+        if to != level {
+            self.leave(section);
+            self.enter(section, to);
+        }
+    }
+
+    /// Set of a section, if it is in one.
     #[must_use]
-    pub fn level(&self, section: SectionNo) -> Level {
-        self.level[section.index()]
+    pub fn level(&self, section: SectionNo) -> Option<Level> {
+        self.standing(section).map(|standing| standing.level)
     }
 
     /// All sections, coldest first.
@@ -118,10 +157,9 @@ impl HotColdSets {
     #[must_use]
     pub fn counts(&self) -> [(Level, u64); 6] {
         LEVELS.map(|level| {
-            (
-                level,
-                self.level.iter().filter(|l| **l == level).count() as u64,
-            )
+            let in_set = |standing: &&Standing| standing.level == level;
+            let count = self.standing.iter().flatten().filter(in_set).count();
+            (level, count as u64)
         })
     }
 }
@@ -136,19 +174,19 @@ mod tests {
         for _ in 0..3 {
             sets.saw(SectionNo(1), Seen::Touched);
         }
-        assert_eq!(sets.level(SectionNo(1)), Level::Hot);
+        assert_eq!(sets.level(SectionNo(1)), Some(Level::Hot));
         for _ in 0..4 {
             sets.saw(SectionNo(1), Seen::Untouched);
         }
         assert_eq!(
             sets.level(SectionNo(1)),
-            Level::Cool,
+            Some(Level::Cool),
             "one quiet scan is not enough for Cold"
         );
         sets.saw(SectionNo(1), Seen::Untouched);
-        assert_eq!(sets.level(SectionNo(1)), Level::Cold);
+        assert_eq!(sets.level(SectionNo(1)), Some(Level::Cold));
         sets.saw(SectionNo(1), Seen::Touched);
-        assert_eq!(sets.level(SectionNo(1)), Level::Active);
+        assert_eq!(sets.level(SectionNo(1)), Some(Level::Active));
     }
 
     #[test]
@@ -180,9 +218,32 @@ mod tests {
             sets.saw(SectionNo((state >> 33) % 50), seen);
         }
         let mut all: Vec<u64> = sets.coldest_first().map(|s| s.0).collect();
-        let levels: Vec<Level> = sets.coldest_first().map(|s| sets.level(s)).collect();
+        let levels: Vec<_> = sets.coldest_first().map(|s| sets.level(s)).collect();
         assert!(levels.is_sorted());
         all.sort_unstable();
         assert_eq!(all, (0..50).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn new_sections_are_active_and_those_that_went_are_in_no_set() {
+        let mut sets = HotColdSets::new(4);
+        for section in 0..4 {
+            sets.saw(SectionNo(section), Seen::Untouched);
+        }
+        sets.follow([1, 3, 900].map(SectionNo));
+        sets.saw(SectionNo(0), Seen::Touched);
+        let order: Vec<u64> = sets.coldest_first().map(|section| section.0).collect();
+        assert_eq!(order, [1, 3, 900]);
+        assert_eq!(sets.level(SectionNo(0)), None);
+        assert_eq!(sets.level(SectionNo(3)), Some(Level::Inactive));
+        assert_eq!(sets.level(SectionNo(900)), Some(Level::Active));
+        sets.follow([0, 1].map(SectionNo));
+        assert_eq!(sets.level(SectionNo(0)), Some(Level::Active));
+        assert_eq!(
+            sets.counts()[2..4],
+            [(Level::Inactive, 1), (Level::Active, 1)]
+        );
+        sets.follow([]);
+        assert_eq!(sets.coldest_first().count(), 0);
     }
 }

@@ -291,7 +291,7 @@ impl PagedMemory {
                 let end = fault
                     .pages
                     .end
-                    .min(section_end(page))
+                    .min(self.table.pages_of(page.section()).end)
                     .min(PageNo(page.0 + FILL_PAGES_MAX));
                 self.fill(PageRange::new(page, end))
             }
@@ -591,10 +591,6 @@ impl PagedMemory {
             }
         }
     }
-}
-
-fn section_end(page: PageNo) -> PageNo {
-    PageNo((page.section().0 + 1) * pagetide_addr::SECTION_PAGES)
 }
 
 impl std::fmt::Debug for PagedMemory {

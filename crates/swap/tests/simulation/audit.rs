@@ -5,12 +5,13 @@
 use crate::{
     content::Stamps,
     daemon::{Daemon, has_room},
+    dimm::{BASE, PAGE_COUNT, Phase, SLOT},
     random::Random,
     state::State,
 };
 use pagetide_addr::{PAGE_BYTES, PageNo};
 use pagetide_gmem::{
-    Content, ContentStore, PageWord, State as WordState, StoreError, WordArray,
+    Content, ContentStore, PageTable, PageWord, State as WordState, StoreError,
     paging::word::{Presence, Recovered},
 };
 use pagetide_swap::{
@@ -24,17 +25,27 @@ use std::sync::atomic::Ordering::Relaxed;
 const HEADER_BYTES: u64 = 64 << 10;
 const SPARE_CHUNKS: u64 = 4;
 
-fn words(store: &PoolStore) -> PoolWords {
-    PoolWords(store.pool().clone())
+/// The words as whoever opens the pool finds them.
+pub fn words(store: &PoolStore) -> PageTable {
+    PageTable::reopen(Box::new(PoolWords(store.pool().clone()))).expect("a pool")
 }
 
-fn word(words: &PoolWords, page: PageNo) -> PageWord {
-    let bits = words.cell(page).load(Relaxed);
-    PageWord::from_bits(bits).unwrap_or_else(|error| panic!("{page:?}: {error}"))
+fn pages() -> impl Iterator<Item = PageNo> {
+    (0..PAGE_COUNT).map(PageNo)
 }
 
-fn pages(state: &State) -> impl Iterator<Item = PageNo> + use<> {
-    (0..state.knobs.page_count).map(PageNo)
+/// A page is no part of the space where nobody may reach it; and it is one, if it should be and nothing
+/// is under way.
+fn check_membership(state: &State, page: PageNo, word: PageWord) {
+    let member = word.state() != WordState::Unallocated;
+    let removed = state.pages[page.index()].removed;
+    assert!(!(member && removed), "{page:?} is removed, and {word:?}");
+    let whole = if BASE.contains(page) {
+        state.base_allocated
+    } else {
+        state.dimm.phase == Phase::Allocated && state.dimm.pages.contains(page)
+    };
+    assert!(member || !whole, "{page:?} is not part of the space");
 }
 
 fn is_present(state: &State, page: PageNo) -> bool {
@@ -45,13 +56,16 @@ fn is_present(state: &State, page: PageNo) -> bool {
 /// stored content belongs to two pages.
 pub fn audit(state: &State, store: &PoolStore) {
     let words = words(store);
-    for page in pages(state) {
+    // What is in the slot may be other memory than the words are of; a successor sees that.
+    let known = state.knows_the_slot(store.pool());
+    for page in pages().filter(|page| known || !SLOT.contains(*page)) {
+        check_membership(state, page, words.word(page));
         let presence = if is_present(state, page) {
             Presence::Present
         } else {
             Presence::Absent
         };
-        match word(&words, page).recover(presence) {
+        match words.word(page).recover(presence) {
             Recovered::Intruder => panic!("{page:?} is present though its word says stored"),
             Recovered::Word { word, .. } => check_content(state, store, page, word),
         }
@@ -65,6 +79,10 @@ fn check_content(state: &State, store: &PoolStore, number: PageNo, word: PageWor
         WordState::Stored(content) => {
             let adopted = content.is_zero() || store.adopt(content).is_ok();
             assert!(adopted, "{number:?} shares its stored content with another");
+            if page.unmapped {
+                // What it held matters to nobody.
+                return;
+            }
             let Some(held) = load(store, number, content) else {
                 assert!(page.damaged, "stored content of {number:?} is damaged");
                 return;
@@ -75,6 +93,7 @@ fn check_content(state: &State, store: &PoolStore, number: PageNo, word: PageWor
                 "{held:?} is stored for {number:?}, which may hold {versions:?}"
             );
         }
+        WordState::Unallocated => {}
         _ => assert!(page.content.is_some(), "{number:?} is nowhere"),
     }
 }
@@ -107,11 +126,13 @@ pub fn audit_at_rest(state: &State, daemon: &Daemon) {
     );
     let words = words(&daemon.store);
     let (mut contents, mut bytes) = (state.quarantined, 0);
-    for page in pages(state) {
-        let content = match word(&words, page).state() {
+    for page in pages() {
+        check_membership(state, page, words.word(page));
+        let content = match words.word(page).state() {
             WordState::Filling(_) | WordState::Discarding => panic!("{page:?} is left half done"),
             WordState::Evicting(content) => {
-                assert!(state.coverage.errors > 0, "{page:?} is left half evicted");
+                let right = state.coverage.errors + state.coverage.unplugs > 0;
+                assert!(right, "{page:?} is left half evicted");
                 content
             }
             WordState::Stored(content) => {
@@ -160,6 +181,9 @@ fn audit_limit(state: &State, daemon: &Daemon) {
     if state.coverage.discards + state.coverage.errors > 0 || !state.devices.is_empty() {
         return;
     }
+    if matches!(state.dimm.phase, Phase::Plugged | Phase::Unplugged) {
+        return;
+    }
     let resident = state.resident_pages();
     let over = match limit.checked_sub(resident) {
         Some(free) => has_room(&daemon.limit, free + 1),
@@ -173,9 +197,9 @@ fn audit_limit(state: &State, daemon: &Daemon) {
 
 /// No device may use a page that is stored, unless it kept it for its rings: then the guest gave the
 /// page up, and the device's own mapping faults.
-fn audit_restrictions(state: &State, words: &PoolWords) {
-    for page in pages(state) {
-        let stored = matches!(word(words, page).state(), WordState::Stored(_));
+fn audit_restrictions(state: &State, words: &PageTable) {
+    for page in pages() {
+        let stored = matches!(words.word(page).state(), WordState::Stored(_));
         for device in &state.devices {
             let may = device.may[page.index()] && !device.once_wired.contains(&page);
             assert!(
@@ -187,9 +211,11 @@ fn audit_restrictions(state: &State, words: &PoolWords) {
 }
 
 /// Outside a round every device may use every present page, and no absent one.
-fn audit_grants(state: &State, words: &PoolWords) {
-    for page in pages(state) {
-        let present = word(words, page).state() == WordState::Present;
+fn audit_grants(state: &State, words: &PageTable) {
+    // Not in the middle of a removal, though.
+    let under_way = state.dimm.phase == Phase::Unplugged;
+    for page in pages().filter(|page| !under_way || BASE.contains(*page)) {
+        let present = words.word(page).state() == WordState::Present;
         let protected = state.pages[page.index()].protected;
         assert!(!(present && protected), "{page:?} is left protected");
         for device in &state.devices {
@@ -204,7 +230,7 @@ pub fn audit_nothing_stored(state: &State, store: &PoolStore) {
     let stored = counts.lz4_pages.load(Relaxed) + counts.verbatim_pages.load(Relaxed);
     assert_eq!(stored, state.quarantined, "contents left behind");
     store.trim().expect("a pool that can be punched");
-    let words = (state.knobs.page_count * 8).next_multiple_of(CHUNK_BYTES);
+    let words = words(store).sections().count() as u64 * PAGE_BYTES;
     let most = HEADER_BYTES + words + (SPARE_CHUNKS + state.quarantined) * CHUNK_BYTES;
     let bytes = store.pool().allocated_bytes().expect("a file");
     assert!(
@@ -215,7 +241,7 @@ pub fn audit_nothing_stored(state: &State, store: &PoolStore) {
 
 /// Damages the stored content of `page`, if it has any; true if so.
 pub fn flip_stored_bit(store: &PoolStore, page: PageNo, random: &mut Random) -> bool {
-    let WordState::Stored(content) = word(&words(store), page).state() else {
+    let WordState::Stored(content) = words(store).word(page).state() else {
         return false;
     };
     if content.is_zero() {

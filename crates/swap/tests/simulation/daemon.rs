@@ -2,6 +2,7 @@
 //! The daemon: the real address space, store, limit, evictor and reclaimer over the simulated kernel.
 
 use crate::{
+    dimm::{CAPACITY_PAGES, forget_what_is_gone},
     guest::Message,
     kernel::{Call, DeviceMmu, Life, Tracker, VcpuMmu, Words, World},
     knobs::{Eviction, Room},
@@ -9,8 +10,9 @@ use crate::{
 };
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo, Va};
 use pagetide_gmem::{
-    Activation, AddressSpace, Admission, AllocPolicy, Device, Mode, Content, ContentStore, EvictionError, Fault, FaultOutcome, Incidents, MemoryParts,
-    PageTable, PagedMemory, StoreError, recovery::recover_words, recovery::set_initial_words,
+    Activation, AddressSpace, Admission, AllocPolicy, Content, ContentStore, Device, EvictionError,
+    Fault, FaultOutcome, Incidents, MemoryParts, Mode, PageTable, PagedMemory, StoreError,
+    recovery::recover_words,
 };
 use pagetide_swap::{
     Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer,
@@ -53,6 +55,10 @@ pub enum Task {
     },
     Trim,
     CorrectLimit,
+    /// Memory was plugged.
+    Grow,
+    /// Memory is unplugged.
+    Shrink,
 }
 
 impl Task {
@@ -109,16 +115,10 @@ pub struct Daemon {
 impl Daemon {
     /// The first daemon of a VM.
     pub fn found(world: &Arc<World>, path: &Path) -> Arc<Self> {
-        let page_count = world.lock().knobs.page_count;
-        let pool = Arc::new(Pool::create(path, page_count, 4711, b"{}").expect("a pool"));
+        let pool = Arc::new(Pool::create_empty(path, CAPACITY_PAGES, 4711, b"").expect("a pool"));
         let life = begin_life(world);
-        let plain = PageTable::new(Box::new(PoolWords(pool.clone())));
-        let troubles = calm_while(world, || {
-            set_initial_words(&plain, &life).expect("a kernel without errors")
-        });
-        assert_eq!(troubles, world.lock().resident_pages());
-        let store = Arc::new(PoolStore::new(pool));
-        Self::assemble(life, store)
+        let table = PageTable::growing(hooked_words(&life, &pool));
+        Self::assemble(life, table, Arc::new(PoolStore::new(pool)))
     }
 
     /// A successor; `None` if the kernel failed it and another try is due.
@@ -126,7 +126,8 @@ impl Daemon {
         let pool = Arc::new(Pool::open(path).expect("the pool of a dead daemon"));
         pool.count_restart();
         let life = begin_life(world);
-        let table = hooked_table(&life, &pool);
+        let table = PageTable::reopen(hooked_words(&life, &pool)).expect("a pool");
+        forget_what_is_gone(&life, &pool, &table);
         let store = Arc::new(PoolStore::new(pool));
         let mut stored = Vec::new();
         let report = match recover_words(&table, &life, |_, content| stored.push(content)) {
@@ -140,14 +141,13 @@ impl Daemon {
             store.adopt(content).expect("content of one page each");
         }
         store.finish_adoption().expect("a pool that can be punched");
-        assert_eq!(
-            report.present_pages + report.stored_pages + report.poisoned_pages,
-            table.page_count()
-        );
-        Some(Self::assemble(life, store))
+        let known = report.present_pages + report.stored_pages + report.poisoned_pages;
+        let most: u64 = table.sections().map(|s| table.pages_of(s).len()).sum();
+        assert!(known <= most, "{known} pages of {most}");
+        Some(Self::assemble(life, table, store))
     }
 
-    fn assemble(life: Life, store: Arc<PoolStore>) -> Arc<Self> {
+    fn assemble(life: Life, table: PageTable, store: Arc<PoolStore>) -> Arc<Self> {
         let knobs = life.world.lock().knobs.clone();
         let limit = Arc::new(Limit::new());
         // Nothing waits for time to pass here.
@@ -155,7 +155,7 @@ impl Daemon {
         let resident = life.world.lock().resident_pages();
         limit.set(knobs.limit_pages, resident);
         let memory = PagedMemory::new(MemoryParts {
-            table: hooked_table(&life, store.pool()),
+            table,
             place: Arc::new(life.clone()),
             store: Arc::new(Checked {
                 life: life.clone(),
@@ -172,12 +172,7 @@ impl Daemon {
             .expect("a range of pages");
         let space = whole.memory().expect("it is over one").clone();
         let vcpus = Device::with_id(DeviceId::VCPUS, Arc::new(VcpuMmu(life.clone())));
-        {
-            let _frame = life.frame(Frame::Setup);
-            if let Err(error) = whole.attach(&vcpus, Mode::Coherent, Activation::Now) {
-                life.expect_trouble(&error);
-            }
-        }
+        attach_to_the_end(&life, &whole, &vcpus);
         let evictor = Evictor::new(space.clone(), store.clone());
         let tracker = Box::new(Tracker(life.clone()));
         let daemon = Arc::new(Self {
@@ -192,8 +187,16 @@ impl Daemon {
         });
         daemon.take_room(knobs.room);
         daemon.life.world.set_daemon(Some(daemon.clone()));
+        // What a device is granted: by its own attachment, or by the allocation.
+        let devices_first = daemon.life.world.lock().random.coin();
+        if !devices_first {
+            daemon.allocate_base();
+        }
         for device in 0..knobs.devices {
             daemon.attach(device);
+        }
+        if devices_first {
+            daemon.allocate_base();
         }
         daemon
     }
@@ -209,14 +212,18 @@ impl Daemon {
             device,
         });
         let attached = Device::with_id(device_id(device), mmu);
-        let _frame = self.life.frame(Frame::Setup);
-        match self.whole.attach(&attached, Mode::Coherent, Activation::Now) {
-            Ok(()) => {
-                let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
-                devices.insert(device, attached);
-            }
-            Err(error) => self.life.expect_trouble(&error),
+        // A device that cannot be attached gets none of its requests answered: it comes again. Memory
+        // that the VMM has unmapped must be out of the space for that.
+        while let Err(error) = {
+            let _frame = self.life.frame(Frame::Setup);
+            self.whole
+                .attach(&attached, Mode::Coherent, Activation::Now)
+        } {
+            self.life.expect_trouble(&error);
+            self.shrink();
         }
+        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        devices.insert(device, attached);
     }
 
     fn take_room(&self, room: Room) {
@@ -262,6 +269,8 @@ impl Daemon {
                 let resident = self.life.world.lock().resident_pages();
                 self.limit.correct(resident);
             }
+            Task::Grow => self.grow(),
+            Task::Shrink => self.shrink(),
         }
     }
 
@@ -373,24 +382,20 @@ fn begin_life(world: &Arc<World>) -> Life {
     }
 }
 
-fn calm_while<R>(world: &World, act: impl FnOnce() -> R) -> R {
-    let knobs = world.lock().knobs.clone();
-    {
-        let mut state = world.lock();
-        state.knobs.calm();
-        state.knobs.bustle = 0;
+/// Without its vCPUs a VM is not taken over. Nothing else goes on before.
+fn attach_to_the_end(life: &Life, whole: &Arc<AddressSpace>, device: &Arc<Device>) {
+    let _frame = life.frame(Frame::Grow);
+    while let Err(error) = whole.attach(device, Mode::Coherent, Activation::Now) {
+        life.expect_trouble(&error);
     }
-    let done = act();
-    world.lock().knobs = knobs;
-    done
 }
 
-fn hooked_table(life: &Life, pool: &Arc<Pool>) -> PageTable {
-    PageTable::new(Box::new(Words {
+fn hooked_words(life: &Life, pool: &Arc<Pool>) -> Box<Words> {
+    Box::new(Words {
         life: life.clone(),
         pool: PoolWords(pool.clone()),
         nowhere: AtomicU64::new(0),
-    }))
+    })
 }
 
 fn device_id(device: usize) -> DeviceId {
@@ -413,10 +418,10 @@ impl Life {
     }
 
     /// Something failed; that is only right if something was made to.
-    fn expect_trouble<E: std::fmt::Display + ?Sized>(&self, error: &E) {
+    pub fn expect_trouble<E: std::fmt::Display + ?Sized>(&self, error: &E) {
         if !std::thread::panicking() {
             let state = self.world.lock();
-            let right = state.coverage.errors > 0 || state.gone;
+            let right = state.coverage.errors + state.coverage.unplugs > 0 || state.gone;
             assert!(right, "{error}, although nothing was made to fail");
         }
     }

@@ -12,7 +12,14 @@
 //! land later, until the successor holds the ring's lock; it then does every
 //! unfinished request again.
 
-use crate::{content::Sectors, guest::Write, knobs::LeaseUnit, state::State};
+use crate::{
+    content::Sectors,
+    dimm::{BASE, SLOT},
+    guest::Write,
+    knobs::LeaseUnit,
+    random::OneIn,
+    state::State,
+};
 use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo};
 use pagetide_gmem::{FaultOutcome, Restricted};
 
@@ -91,9 +98,16 @@ impl State {
     }
 
     fn pop(&mut self) {
-        let start = self.active_page();
+        // Now and then the guest names memory that it has given back, or never had.
+        let astray = self.knobs.plugging != OneIn(0) && self.random.below(12) == 0;
+        let start = if astray {
+            PageNo(SLOT.start.0 + self.random.below(SLOT.len()))
+        } else {
+            self.active_page()
+        };
+        let memory = if BASE.contains(start) { BASE } else { SLOT };
         let len = self.random.pick(&[1, 1, 2, 5, 18]);
-        let end = PageNo((start.0 + len).min(self.knobs.page_count));
+        let end = PageNo((start.0 + len).min(memory.end.0));
         let write = self.random.coin().then(|| self.write());
         let request = Request {
             id: self.number(),
@@ -112,6 +126,10 @@ impl State {
         match request.phase {
             Phase::Parked | Phase::Faulted => {}
             Phase::Popped if self.devices[request.device].allows(request.pages) => {
+                for page in request.pages.iter() {
+                    let removed = self.pages[page.index()].removed;
+                    assert!(!removed, "a device reaches {page:?}, which is removed");
+                }
                 request.phase = Phase::Leased;
             }
             Phase::Popped => {
@@ -130,8 +148,10 @@ impl State {
         let request = &mut self.requests[at];
         let next = PageNo(request.pages.start.0 + request.pins.len() as u64);
         let page = &mut self.pages[next.index()];
+        assert!(!page.removed, "DMA reaches {next:?}, which is removed");
         page.dma = true;
-        if page.content.is_some() {
+        // What the VMM has unmapped is still in our own mapping, and harms nobody there.
+        if page.content.is_some() || page.unmapped {
             request.pins.push(page.instance);
             return;
         }
@@ -168,6 +188,13 @@ impl State {
         request.phase = match (outcome, request.phase) {
             (FaultOutcome::Present, Phase::Parked) => Phase::Popped,
             (FaultOutcome::Present, Phase::Faulted) => Phase::Leased,
+            (FaultOutcome::OutOfRange, Phase::Parked | Phase::Faulted) => {
+                let request = self.requests.swap_remove(at);
+                let right = !BASE.contains(request.pages.start) || !self.base_allocated;
+                assert!(right, "request {id} is refused: {:?}", request.pages);
+                self.coverage.refused_requests += 1;
+                return;
+            }
             // The guest gets an I/O error; its memory is as it was.
             (FaultOutcome::Lost | FaultOutcome::Gone, Phase::Parked | Phase::Faulted) => {
                 self.requests.swap_remove(at);
@@ -264,6 +291,18 @@ impl State {
         }
         let granted = (0..self.devices.len()).find(|d| self.devices[*d].may[number.index()]);
         granted.map(|device| format!("device {device} may use it"))
+    }
+
+    /// No device may use a page of the range, nor is using one.
+    pub fn assert_out_of_reach(&self, pages: PageRange) {
+        for request in self.requests.iter().filter(|r| r.holds_lease()) {
+            let apart = request.pages.end <= pages.start || request.pages.start >= pages.end;
+            assert!(apart, "request {} has a lease of {pages:?}", request.id);
+        }
+        for (number, device) in self.devices.iter().enumerate() {
+            let may = pages.iter().find(|page| device.may[page.index()]);
+            assert_eq!(may, None, "device {number} may use a page of {pages:?}");
+        }
     }
 
     /// The daemon's process is gone: bits, leases and parked requests with it.

@@ -17,12 +17,13 @@ use crate::{
     aside::Aside,
     content::Stamps,
     daemon::{Daemon, Task},
-    state::{Frame, State},
+    dimm::{PAGE_COUNT, SLOT},
+    state::{Frame, Page, State},
 };
 use pagetide_addr::{Access, PageNo, PageRange, PageSet, SectionNo};
 use pagetide_gmem::{
-    Backing, Installed, Mmu, MmuError, MmuLimits, Place, PlaceError, Restrict, Restricted, TableId,
-    WordArray,
+    Backing, Installed, Mmu, MmuError, MmuLimits, NoRoom, Place, PlaceError, Restrict, Restricted,
+    TableId, WordArray,
 };
 use pagetide_swap::{AccessTracker, PoolWords, Touched, reclaim::TrackerError};
 use std::{
@@ -118,7 +119,7 @@ fn may_nest(frames: &[Frame], call: Call) -> bool {
             (Some(Frame::Evict), call) => call == Call::Unlocked,
             (Some(Frame::VcpuFault(_)), _) => true,
             (Some(Frame::DeviceFault | Frame::Setup), call) => call != Call::Word,
-            (None, _) => false,
+            (Some(Frame::Grow) | None, _) => false,
         }
 }
 
@@ -131,6 +132,13 @@ fn nested_task(state: &mut State, call: Call) -> Option<Task> {
     {
         state.coverage.attached_devices += 1;
         return Some(Task::Attach { device });
+    }
+    if call != Call::Word
+        && state.random.below(4) == 0
+        && let Some(task) = Task::about_memory(state)
+        && may_grow(&state.frames)
+    {
+        return Some(task);
     }
     if call != Call::Word
         && state.random.below(6) == 0
@@ -147,6 +155,15 @@ fn may_evict(frames: &[Frame], task: &Task) -> bool {
     frames.iter().all(|frame| match (frame, task) {
         (Frame::Evict, _) => true,
         (Frame::VcpuFault(shared), Task::Evict { section, .. }) => shared != section,
+        _ => false,
+    })
+}
+
+/// So does whoever changes what memory there is, for sections of the slot.
+fn may_grow(frames: &[Frame]) -> bool {
+    frames.iter().all(|frame| match frame {
+        Frame::Evict => true,
+        Frame::VcpuFault(shared) => SLOT.sections().all(|section| section != *shared),
         _ => false,
     })
 }
@@ -206,6 +223,25 @@ impl Life {
             .ok_or(MmuError::Gone)
     }
 
+    /// Everything the kernel says about memory that is unmapped is an error, but that nobody asks about
+    /// memory that is out of the space.
+    fn memory_call(
+        &self,
+        operation: &'static str,
+        pages: PageRange,
+    ) -> Result<MutexGuard<'_, State>, PlaceError> {
+        let state = self.place_call(Call::Locked)?;
+        let any = |is: fn(&Page) -> bool| pages.iter().any(|p| is(&state.pages[p.index()]));
+        assert!(
+            !any(|page| page.removed),
+            "{operation} of removed {pages:?}"
+        );
+        if any(|page| page.unmapped) {
+            return Err(place_error(operation, pages));
+        }
+        Ok(state)
+    }
+
     /// A task begins; it ends when the value is dropped.
     pub fn frame(&self, frame: Frame) -> OpenFrame<'_> {
         self.world.lock().frames.push(frame);
@@ -243,6 +279,12 @@ fn mmu_error(operation: &'static str) -> MmuError {
 }
 
 impl State {
+    /// True if the section's first page is no memory any more.
+    fn is_unmapped(&self, section: SectionNo) -> bool {
+        let first = section.pages(PAGE_COUNT).start;
+        self.pages[first.index()].unmapped
+    }
+
     fn install(&mut self, number: PageNo, content: Stamps) -> Installed {
         let page = self.page(number);
         if page.content.is_some() {
@@ -292,7 +334,7 @@ fn parse(number: PageNo, bytes: &[u8]) -> Stamps {
 
 impl Place for Life {
     fn install(&self, page: PageNo, content: &[u8; 4096]) -> Result<Installed, PlaceError> {
-        let mut state = self.place_call(Call::Locked)?;
+        let mut state = self.memory_call("install", page.single())?;
         if state.fails() {
             return Err(place_error("install", page.single()));
         }
@@ -300,7 +342,7 @@ impl Place for Life {
     }
 
     fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
-        let mut state = self.place_call(Call::Locked)?;
+        let mut state = self.memory_call("install_zero", page.single())?;
         if state.fails() {
             return Err(place_error("install_zero", page.single()));
         }
@@ -308,7 +350,7 @@ impl Place for Life {
     }
 
     fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
-        let mut state = self.place_call(Call::Locked)?;
+        let mut state = self.memory_call("install_run", pages)?;
         assert_eq!(content.len() as u64, pages.bytes());
         let mut installed = 0;
         for (page, bytes) in pages.iter().zip(content.chunks_exact(4096)) {
@@ -330,7 +372,9 @@ impl Place for Life {
 
     fn read(&self, pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
         let mut state = self.place_call(Call::Unlocked)?;
-        if state.fails() {
+        // A round may be reading when its memory goes.
+        let unmapped = pages.iter().any(|p| state.pages[p.index()].unmapped);
+        if unmapped || state.fails() {
             return Err(place_error("read", pages));
         }
         for (page, bytes) in pages.iter().zip(into.chunks_exact_mut(4096)) {
@@ -342,7 +386,7 @@ impl Place for Life {
     }
 
     fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
-        let mut state = self.place_call(Call::Locked)?;
+        let mut state = self.memory_call("discard", pages)?;
         for page in pages.iter() {
             if state.fails() {
                 return Err(place_error("discard", pages));
@@ -353,7 +397,7 @@ impl Place for Life {
     }
 
     fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
-        let mut state = self.place_call(Call::Locked)?;
+        let mut state = self.memory_call("is_present", page.single())?;
         if state.fails() {
             return Err(place_error("is_present", page.single()));
         }
@@ -361,7 +405,7 @@ impl Place for Life {
     }
 
     fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
-        let mut state = self.place_call(Call::Locked)?;
+        let mut state = self.memory_call("present_runs", pages)?;
         if state.fails() {
             return Err(place_error("present_runs", pages));
         }
@@ -379,12 +423,12 @@ impl Place for Life {
     }
 
     fn wake(&self, pages: PageRange) -> Result<(), PlaceError> {
-        self.place_call(Call::Locked)?.wake(pages);
+        self.memory_call("wake", pages)?.wake(pages);
         Ok(())
     }
 
     fn poison(&self, page: PageNo) -> Result<(), PlaceError> {
-        let mut state = self.place_call(Call::Locked)?;
+        let mut state = self.memory_call("poison", page.single())?;
         let found = state.page(page);
         assert!(found.damaged, "{page:?} is poisoned but was never damaged");
         found.poisoned = true;
@@ -404,7 +448,6 @@ impl Mmu for VcpuMmu {
         }
     }
 
-
     fn restrict(
         &self,
         _table: TableId,
@@ -415,7 +458,9 @@ impl Mmu for VcpuMmu {
         assert_eq!(to, Restrict::ReadOnly, "vCPUs can always read");
         let mut state = self.0.mmu_call()?;
         for page in pages.pages(section) {
-            if state.fails() {
+            let found = state.page(page);
+            assert!(!found.removed, "{page:?} is protected though it is removed");
+            if found.unmapped || state.fails() {
                 return Err(mmu_error("protect"));
             }
             state.page(page).protected = true;
@@ -432,7 +477,8 @@ impl Mmu for VcpuMmu {
         _backing: Backing,
     ) -> Result<(), MmuError> {
         let mut state = self.0.mmu_call()?;
-        if state.fails() {
+        let unmapped = pages.iter().any(|page| state.page(page).unmapped);
+        if unmapped || state.fails() {
             return Err(mmu_error("unprotect"));
         }
         for page in pages.iter() {
@@ -453,6 +499,13 @@ pub struct DeviceMmu {
 impl Mmu for DeviceMmu {
     fn limits(&self) -> MmuLimits {
         MmuLimits::PAGED
+    }
+
+    /// Its bits are gone with it. (The list of devices is locked: no other fault can be let in.)
+    fn destroy_table(&self, _table: TableId) {
+        if let Some(mut state) = self.life.lock_if_alive() {
+            state.devices[self.device].may.fill(false);
+        }
     }
 
     fn wired(&self, section: SectionNo) -> PageSet {
@@ -489,8 +542,10 @@ impl Mmu for DeviceMmu {
         }
         for page in pages.iter() {
             let there = state.page(page).content.is_some();
+            let removed = state.page(page).removed;
+            assert!(!removed, "{page:?} is granted though it is removed");
             assert!(
-                there || state.coverage.discards > 0,
+                there || state.coverage.discards + state.coverage.unplugs > 0,
                 "{page:?} is granted to device {} although it is absent",
                 self.device
             );
@@ -510,11 +565,13 @@ impl AccessTracker for Tracker {
         if state.fails() {
             return Err("injected".into());
         }
-        let count = state.knobs.page_count;
+        if sections.iter().any(|section| state.is_unmapped(*section)) {
+            return Err("unmapped".into());
+        }
         let mut all = Vec::new();
         for section in sections {
             let mut touched = Touched::default();
-            for number in section.pages(count).iter() {
+            for number in section.pages(PAGE_COUNT).iter() {
                 let page = state.page(number);
                 if std::mem::take(&mut page.mapped) {
                     touched.cpu.insert(number);
@@ -531,7 +588,10 @@ impl AccessTracker for Tracker {
     fn mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
         let state = self.0.enter(Call::Unlocked).ok_or("dead")?;
         let mut mapped = PageSet::EMPTY;
-        for page in section.pages(state.knobs.page_count).iter() {
+        if state.is_unmapped(section) {
+            return Err("unmapped".into());
+        }
+        for page in section.pages(PAGE_COUNT).iter() {
             if state.pages[page.index()].mapped {
                 mapped.insert(page);
             }
@@ -550,6 +610,28 @@ pub struct Words {
 impl WordArray for Words {
     fn page_count(&self) -> u64 {
         self.pool.page_count()
+    }
+
+    fn capacity_pages(&self) -> u64 {
+        self.pool.capacity_pages()
+    }
+
+    fn make_room(&self, pages: PageRange) -> Result<(), NoRoom> {
+        let Some(mut state) = self.life.enter(Call::Unlocked) else {
+            return Ok(());
+        };
+        if state.fails() {
+            return Err(NoRoom {
+                start: pages.start,
+                end: pages.end,
+                source: refused(),
+            });
+        }
+        self.pool.make_room(pages)
+    }
+
+    fn sections_with_room(&self) -> Result<Vec<SectionNo>, NoRoom> {
+        self.pool.sections_with_room()
     }
 
     fn cell(&self, page: PageNo) -> &AtomicU64 {

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What kind of run a seed makes: most runs lack most troubles, so that each is also met alone.
 
-use crate::random::{OneIn, Random};
+use crate::{
+    dimm::BASE,
+    random::{OneIn, Random},
+};
 use pagetide_addr::PageNo;
 
 /// Who chooses what is evicted.
@@ -34,7 +37,6 @@ pub struct Knobs {
     pub steps: u32,
     pub vcpus: usize,
     pub devices: usize,
-    pub page_count: u64,
     /// Pages the guest uses.
     pub active: Vec<PageNo>,
     pub eviction: Eviction,
@@ -52,6 +54,8 @@ pub struct Knobs {
     pub busy: OneIn,
     /// Pages given up by the guest, in its steps.
     pub discards: OneIn,
+    /// Memory plugged or unplugged, in steps of guest and devices.
+    pub plugging: OneIn,
     /// Bits flipped in the pool, in steps of the run.
     pub flips: OneIn,
 }
@@ -65,7 +69,6 @@ impl Knobs {
             steps: random.pick(&[60, 150, 300]),
             vcpus: random.pick(&[1, 2, 4]),
             devices: random.pick(&[0, 1, 1, 2]),
-            page_count: PAGE_COUNT,
             active,
             eviction,
             lease_unit: random.pick(&[LeaseUnit::Page, LeaseUnit::Section]),
@@ -81,6 +84,7 @@ impl Knobs {
             errors: OneIn(random.pick(&[0, 0, 200, 40, 12])),
             busy: OneIn(random.pick(&[0, 10])),
             discards: OneIn(random.pick(&[0, 0, 60, 15])),
+            plugging: OneIn(random.pick(&[0, 0, 150, 40])),
             flips: OneIn(random.pick(&[0, 0, 0, 40])),
         }
     }
@@ -92,6 +96,7 @@ impl Knobs {
             &mut self.errors,
             &mut self.busy,
             &mut self.discards,
+            &mut self.plugging,
             &mut self.flips,
         ] {
             *trouble = OneIn(0);
@@ -99,17 +104,14 @@ impl Knobs {
     }
 }
 
-/// Two whole sections and a piece of one.
-const PAGE_COUNT: u64 = 1024 + 21;
-
 /// Clusters of neighbours across both borders, at the end, and a few pages alone.
 fn active_pages(random: &mut Random) -> Vec<PageNo> {
     let cluster = random.pick(&[3, 8, 20]);
     let mut pages: Vec<u64> = (512 - cluster / 2..512 + cluster).collect();
     pages.extend(1024..1024 + cluster);
-    pages.push(PAGE_COUNT - 1);
+    pages.push(BASE.end.0 - 1);
     for _ in 0..cluster {
-        pages.push(random.below(PAGE_COUNT));
+        pages.push(random.below(BASE.end.0));
     }
     pages.sort_unstable();
     pages.dedup();

@@ -11,7 +11,8 @@
 //! ```
 //! What is checked: what the guest and its devices read, at any time and at the
 //! end (`state.rs`); that each page is present or stored whenever a daemon dies,
-//! and that nothing is left half done or behind at rest (`audit.rs`); that
+//! and that nothing is left half done or behind at rest (`audit.rs`); that memory
+//! which was taken out of the VM is out of everybody's reach (`dimm.rs`); that
 //! nothing is punched that somebody may still write to (`kernel.rs`); that nobody
 //! waits for ever and every page request is answered once (`run.rs`).
 
@@ -20,6 +21,7 @@ mod audit;
 mod content;
 mod daemon;
 mod device;
+mod dimm;
 mod guest;
 mod kernel;
 mod knobs;

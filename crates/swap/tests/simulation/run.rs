@@ -5,6 +5,7 @@ use crate::{
     audit::audit,
     daemon::{Daemon, Task},
     device::{Phase, Request},
+    dimm::PAGE_COUNT,
     guest::{Message, PageAccess},
     kernel::{Death, World},
     knobs::Eviction,
@@ -166,7 +167,7 @@ impl Run {
         // Messages that the dead had read are lost; who sleeps must look again.
         let mut state = self.world.lock();
         state.deaths_left = crate::state::DEATHS_MAX;
-        let all = pagetide_addr::PageRange::new(PageNo(0), PageNo(state.knobs.page_count));
+        let all = pagetide_addr::PageRange::new(PageNo(0), PageNo(PAGE_COUNT));
         state.wake(all);
     }
 
@@ -179,6 +180,7 @@ impl Run {
             if state.random.below(4) == 0 {
                 state.land_dead_io();
             }
+            state.change_memory();
         }
         let time_ms = state.random.below(40);
         state.pass_time(time_ms);
@@ -248,10 +250,14 @@ impl Run {
                 for at in (0..state.requests.len()).rev() {
                     state.advance(at);
                 }
-                if state.is_quiet() {
+                let about_memory = Task::about_memory(&state);
+                if state.is_quiet() && about_memory.is_none() {
                     return;
                 }
-                Task::next_fault(&mut state)
+                match about_memory.filter(|_| state.random.coin()) {
+                    Some(task) => Some(task),
+                    None => Task::next_fault(&mut state),
+                }
             };
             if let Some(task) = task {
                 self.perform(task);
@@ -309,6 +315,11 @@ impl Run {
 
 /// What the daemon does next, if anything.
 fn choose(state: &mut State) -> Option<Task> {
+    if state.random.below(4) == 0
+        && let Some(task) = Task::about_memory(state)
+    {
+        return Some(task);
+    }
     match state.random.below(20) {
         0..=10 => Task::next_fault(state),
         11..=14 if state.knobs.eviction == Eviction::AtRandom => Task::random_eviction(state),

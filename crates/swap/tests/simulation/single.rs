@@ -10,7 +10,7 @@ use crate::{
 };
 use pagetide_addr::{Access, PageNo, PageSet};
 use pagetide_gmem::{
-    ContentStore, PageTable, PageWord, State, WordArray,
+    ContentStore, PageWord, State, WordArray,
     recovery::{RecoveryError, recover_words},
 };
 use pagetide_swap::PoolWords;
@@ -98,9 +98,8 @@ fn fault_on_a_stored_page_that_is_present_names_an_intruder_and_keeps_the_copy()
 fn successor_that_finds_a_stored_page_present_refuses_and_changes_nothing() {
     let stage = Stage::with_an_evicted_page();
     stage.intrude();
-    let words = PoolWords(stage.daemon.store.pool().clone());
     let life = stage.daemon.life();
-    let table = PageTable::new(Box::new(words));
+    let table = crate::audit::words(&stage.daemon.store);
     let found = recover_words(&table, &life, |_, _| {});
     assert!(matches!(
         found,

@@ -16,6 +16,7 @@
 use crate::{
     content::Stamps,
     device::{Device, Request},
+    dimm::{BASE, Dimm, PAGE_COUNT},
     guest::{KernelPin, Message, Vcpu},
     knobs::Knobs,
     random::{OneIn, Random},
@@ -40,6 +41,10 @@ pub struct Page {
     pub poisoned: bool,
     /// The run has flipped a bit of its stored content.
     pub damaged: bool,
+    /// There is no memory here, or no more.
+    pub unmapped: bool,
+    /// It is no part of the space: nobody may reach it.
+    pub removed: bool,
     /// See the module.
     pub versions: Vec<Stamps>,
     /// All it ever held.
@@ -91,6 +96,13 @@ coverage! {
     poisoned_reads
     over_limit_pages
     vm_ends
+    plugs
+    unplugs
+    removals
+    busy_removals
+    wired_removals
+    forgotten_regions
+    refused_requests
 }
 
 /// What the daemon is doing, innermost last: it tells which locks are held.
@@ -104,6 +116,8 @@ pub enum Frame {
     Evict,
     /// A section's lock is held shared.
     Setup,
+    /// A section's lock is held exclusively in every call.
+    Grow,
 }
 
 /// See the module.
@@ -111,6 +125,9 @@ pub struct State {
     pub random: Random,
     pub knobs: Knobs,
     pub pages: Vec<Page>,
+    pub dimm: Dimm,
+    /// The memory that is always there has become part of the space.
+    pub base_allocated: bool,
     pub vcpus: Vec<Vcpu>,
     pub messages: VecDeque<Message>,
     pub kernel_pins: Vec<KernelPin>,
@@ -168,17 +185,28 @@ impl State {
             dma: false,
             poisoned: false,
             damaged: false,
+            unmapped: false,
+            removed: false,
             versions: vec![Stamps::ZERO],
             past: vec![Stamps::ZERO],
         };
         let hot = random.pick(&knobs.active);
-        let count = usize::try_from(knobs.page_count).expect("a small VM");
+        let count = PageNo(PAGE_COUNT).index();
+        let nowhere = Page {
+            unmapped: true,
+            removed: true,
+            ..hole.clone()
+        };
+        let mut pages = vec![hole; BASE.end.index()];
+        pages.resize(count, nowhere);
         let devices = (0..knobs.devices).map(|_| Device::new(count)).collect();
         let vcpus = (0..knobs.vcpus).map(|_| Vcpu::default()).collect();
         Self {
             random,
             knobs,
-            pages: vec![hole; count],
+            pages,
+            dimm: Dimm::NONE,
+            base_allocated: false,
             vcpus,
             messages: VecDeque::new(),
             kernel_pins: Vec::new(),
@@ -210,6 +238,7 @@ impl State {
             9..=14 => self.device_step(),
             _ => self.take_kernel_pin(),
         }
+        self.change_memory();
         let discards = self.knobs.discards;
         if self.random.happens(discards) {
             self.give_up_a_page();
@@ -227,6 +256,11 @@ impl State {
         } else {
             self.random.pick(&self.knobs.active)
         }
+    }
+
+    /// It may be no memory any more.
+    pub fn forget_hot_page(&mut self) {
+        self.hot = self.random.pick(&self.knobs.active);
     }
 
     pub fn page(&mut self, page: PageNo) -> &mut Page {
@@ -307,12 +341,13 @@ impl State {
         self.pages.iter().filter(|p| p.content.is_some()).count() as u64
     }
 
-    /// Pages that were present at any time.
+    /// Pages that were present at any time, and are part of the space.
     pub fn pages_ever_used(&self) -> Vec<PageNo> {
-        (0..self.knobs.page_count)
-            .map(PageNo)
-            .filter(|page| self.pages[page.index()].instance > 0)
-            .collect()
+        let used = |page: &PageNo| {
+            let page = &self.pages[page.index()];
+            page.instance > 0 && !page.removed && !page.unmapped
+        };
+        (0..PAGE_COUNT).map(PageNo).filter(used).collect()
     }
 
     /// The daemon dies: what was in its memory is gone, what it had submitted is not.

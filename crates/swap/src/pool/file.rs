@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The file of a pool: locked by its one user, made under another name, mapped whole.
+
+use super::PoolError;
+use pagetide_sys::{
+    mapping::SharedMapping,
+    memory_file::{GuestFile, LockWait, Locked},
+};
+use rustix::fs::{Mode, OFlags};
+use std::{os::fd::AsFd, path::Path};
+
+pub(super) fn open_locked(path: &Path, flags: OFlags) -> Result<GuestFile, PoolError> {
+    let flags = flags | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let fd = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
+        .map_err(|source| at(path, "open", source))?;
+    let file = GuestFile::from(fd);
+    match file.lock_exclusive(LockWait::Try) {
+        Ok(Locked::Ours) => Ok(file),
+        Ok(Locked::HeldByAnother) => Err(PoolError::InUse(path.to_owned())),
+        Err(source) => Err(PoolError::File {
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+/// Gives a finished pool its name, unless there is one of that name: it may be a VM's only memory.
+pub(super) fn keep_as(unfinished: &Path, path: &Path) -> Result<(), PoolError> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    match renameat_with(CWD, unfinished, CWD, path, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(()),
+        Err(rustix::io::Errno::EXIST) => Err(PoolError::Exists(path.to_owned())),
+        Err(source) => Err(at(path, "rename", source)),
+    }
+}
+
+pub(super) fn map(path: &Path, file: &GuestFile, length: u64) -> Result<SharedMapping, PoolError> {
+    SharedMapping::new(file.as_fd(), length).map_err(|source| PoolError::Map {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+pub(super) fn at(path: &Path, operation: &'static str, source: rustix::io::Errno) -> PoolError {
+    PoolError::Path {
+        path: path.to_owned(),
+        operation,
+        source: source.into(),
+    }
+}
+
+/// Removes a half-made pool; that it is not there is fine, and any other failure shows when its
+/// name is used next.
+pub(super) fn remove_quietly(path: &Path) {
+    if let Err(error) = rustix::fs::unlink(path)
+        && error != rustix::io::Errno::NOENT
+    {
+        tracing::warn!(path = %path.display(), %error, "a half-made pool could not be removed");
+    }
+}
