@@ -72,6 +72,7 @@ pub(super) trait PieceSource {
 type Magazine = Vec<u64>;
 
 /// The magazines of one size in one stripe.
+#[repr(align(64))]
 struct Pair {
     loaded: Magazine,
     previous: Magazine,
@@ -251,6 +252,7 @@ impl Caches {
 
     /// Both magazines are empty: a full one from the depot, else some pieces from `source`.
     #[cold]
+    #[inline(never)]
     fn reload(
         &self,
         pairs: &mut Vec<Pair>,
@@ -273,6 +275,7 @@ impl Caches {
 
     /// Both magazines are full, or there are none yet.
     #[cold]
+    #[inline(never)]
     fn unload(&self, pairs: &mut Vec<Pair>, class: usize, start: u64, source: &impl PieceSource) {
         let pair = self.pair(pairs, class);
         if matches!(pair.put(start), Put::Done) {

@@ -416,11 +416,16 @@ impl Arena {
     fn alloc_cached(&self, stripe: usize, class: usize) -> Result<u64, ArenaError> {
         match self.caches.take(stripe, class, &self.source()) {
             Some(start) => Ok(start),
-            None => {
-                let request = Request::plain(self.piece_less(class), self.quantum);
-                self.alloc_from_segments(&request, Owner::Caches)
-            }
+            None => self.alloc_single(class),
         }
+    }
+
+    /// The caches had nothing and could get nothing: the last place, wherever it is.
+    #[cold]
+    #[inline(never)]
+    fn alloc_single(&self, class: usize) -> Result<u64, ArenaError> {
+        let request = Request::plain(self.piece_less(class), self.quantum);
+        self.alloc_from_segments(&request, Owner::Caches)
     }
 
     #[inline]
@@ -450,6 +455,8 @@ impl Arena {
     }
 
     /// What a debug build does at each free of a cached size.
+    #[cold]
+    #[inline(never)]
     fn check_free(&self, start: u64, class: usize) -> Result<(), ArenaError> {
         // In a magazine of another size it could only be if that free had been wrong, and refused.
         if self.caches.holds(class, start) {
