@@ -268,7 +268,9 @@ impl SimulatedMmu {
             return Err(refusal(name));
         }
         let done = act(&mut world, fails);
-        world.after_each_operation();
+        if fails != Some(Fails::Busy) {
+            world.after_each_operation();
+        }
         match fails {
             Some(Fails::After) => Err(refusal(name)),
             _ => Ok(done),

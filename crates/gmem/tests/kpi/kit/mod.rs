@@ -388,6 +388,13 @@ pub fn space_with(pages: u64, policy: AllocPolicy) -> Arc<AddressSpace> {
     AddressSpace::create(Va(SPACE_BEGIN), end, policy).unwrap()
 }
 
+/// A space of other addresses: pages tell which of the two they are of.
+pub fn other_space_of(pages: u64) -> Arc<AddressSpace> {
+    let begin = SPACE_BEGIN * 16;
+    let end = Va(begin + (pages << PAGE_SHIFT));
+    AddressSpace::create(Va(begin), end, AllocPolicy::default()).unwrap()
+}
+
 /// A region of so many pages, anywhere.
 #[track_caller]
 pub fn region_of(space: &Arc<AddressSpace>, pages: u64) -> Region {
