@@ -307,6 +307,8 @@ pub enum BenchName {
     Fault,
     /// 4 KiB I/O of vhost-user-blk, beside qemu-storage-daemon
     Blk,
+    /// Unmaps a second that are queued, beside unmaps that wait for their invalidation
+    GmemAsync,
     /// Allocations and frees a second of virtual addresses, beside three other allocators
     GmemVa,
     /// Translation requests a second that the performance model gets through

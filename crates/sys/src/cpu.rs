@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where the calling thread runs, and may run.
+//! Where the calling thread runs, and may run; how long this process has run.
+
+#![expect(unsafe_code, reason = "getrusage has no safe wrapper")]
 
 use rustix::thread::CpuSet;
+use std::{mem::MaybeUninit, time::Duration};
 
 /// Why a thread could not be placed.
 #[derive(Debug, thiserror::Error)]
@@ -65,9 +68,38 @@ pub fn set_affinity(cpus: &[usize]) -> Result<(), CpuError> {
     })
 }
 
+/// CPU time that all threads of this process have used so far, theirs and the kernel's for them.
+#[must_use]
+pub fn process_time() -> Duration {
+    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: `usage` is writable memory of an `rusage`'s size; who is asked about is ourselves.
+    let status = unsafe { libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) };
+    assert_eq!(
+        status, 0,
+        "getrusage of oneself fails for a bad address only"
+    );
+    // SAFETY: all of it is integers, zeroed above and then written by the kernel.
+    let usage = unsafe { usage.assume_init() };
+    let time = |part: libc::timeval| {
+        let seconds = u64::try_from(part.tv_sec).unwrap_or(0);
+        let micros = u64::try_from(part.tv_usec).unwrap_or(0);
+        Duration::from_secs(seconds) + Duration::from_micros(micros)
+    };
+    time(usage.ru_utime) + time(usage.ru_stime)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn cpu_time_of_the_process_grows_while_it_computes() {
+        let before = process_time();
+        while process_time() == before {
+            std::hint::spin_loop();
+        }
+        assert!(process_time() > before);
+    }
 
     #[test]
     fn a_thread_placed_on_one_cpu_runs_there() {

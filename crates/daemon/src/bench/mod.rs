@@ -7,6 +7,7 @@
 
 pub mod blk;
 pub mod fault;
+pub mod gmem_async;
 pub mod gmem_va;
 pub mod sim;
 
@@ -72,6 +73,9 @@ pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
     match name {
         BenchName::Fault => fault::run(&fault::FaultBenchOptions::default()),
         BenchName::Blk => blk::run(),
+        BenchName::GmemAsync => {
+            gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default())
+        }
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
         BenchName::Sim => sim::run(),
     }

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+//! An IOMMU: a page table, an IOTLB that remembers everything until it is told
+//! to forget, and invalidation commands that take their time.
+//!
+//! A command is what a driver of queued invalidation does: descriptors for the
+//! ranges, one *wait* descriptor behind them, and then it spins until the
+//! hardware has written that it came by. So a command costs the set time once
+//! and [`RANGE_NS`] a range, on the CPU of whoever issued it. Commands of several
+//! threads are served at the same time, which is kinder to unmaps that wait each
+//! for its own than hardware with one queue is.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use pagetide_addr::{Access, PageRange, PageSet, SectionNo};
+use pagetide_gmem::{Backing, Mmu, MmuError, MmuLimits, OnAbsent, Restrict, Restricted, TableId};
+
+/// What each range of a command adds: an assumption, as no source gives it.
+pub(super) const RANGE_NS: u64 = 100;
+
+/// Not in the table, not in the IOTLB.
+const ABSENT: u64 = 0;
+/// In the table.
+const GRANTED: u64 = 1;
+/// In the table no more, but perhaps in the IOTLB.
+const CACHED: u64 = 2;
+
+/// See the module.
+pub(super) struct Iommu {
+    pages: Vec<AtomicU64>,
+    /// What a command takes, without its ranges.
+    command_ns: u64,
+    commands: AtomicU64,
+    /// A page was granted while the table or the IOTLB had it still.
+    granted_too_early: AtomicBool,
+}
+
+impl Iommu {
+    /// For the pages from 0 to before `count`; a command takes `command_ns`, and more for its ranges.
+    pub(super) fn new(count: u64, command_ns: u64) -> Self {
+        Self {
+            pages: (0..count).map(|_| AtomicU64::new(ABSENT)).collect(),
+            command_ns,
+            commands: AtomicU64::new(0),
+            granted_too_early: AtomicBool::new(false),
+        }
+    }
+
+    /// Invalidation commands so far.
+    pub(super) fn commands(&self) -> u64 {
+        self.commands.load(Ordering::Relaxed)
+    }
+
+    /// True if a page was mapped anew before the device had forgotten it.
+    pub(super) fn was_granted_too_early(&self) -> bool {
+        self.granted_too_early.load(Ordering::Relaxed)
+    }
+
+    /// True if the device can reach a page of `range`, by its table or by its IOTLB.
+    pub(super) fn can_reach(&self, range: PageRange) -> bool {
+        let reached = |page: &AtomicU64| page.load(Ordering::Acquire) != ABSENT;
+        self.range(range).iter().any(reached)
+    }
+
+    fn range(&self, range: PageRange) -> &[AtomicU64] {
+        let within = range.start.index()..range.end.index();
+        self.pages.get(within).unwrap_or_default()
+    }
+}
+
+impl Mmu for Iommu {
+    fn limits(&self) -> MmuLimits {
+        MmuLimits {
+            on_absent: OnAbsent::Fails,
+            ..MmuLimits::PAGED
+        }
+    }
+
+    fn restrict(
+        &self,
+        _table: TableId,
+        section: SectionNo,
+        pages: &PageSet,
+        _to: Restrict,
+    ) -> Result<Restricted, MmuError> {
+        for page in pages.pages(section) {
+            if let Some(entry) = self.pages.get(page.index()) {
+                entry.store(CACHED, Ordering::Release);
+            }
+        }
+        Ok(Restricted::Done)
+    }
+
+    fn grant(
+        &self,
+        _table: TableId,
+        pages: PageRange,
+        _access: Access,
+        _backing: Backing,
+    ) -> Result<(), MmuError> {
+        for page in self.range(pages) {
+            if page.swap(GRANTED, Ordering::AcqRel) != ABSENT {
+                self.granted_too_early.store(true, Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    fn invalidate(&self, _table: TableId, ranges: &[PageRange]) -> Result<(), MmuError> {
+        let takes = Duration::from_nanos(self.command_ns + RANGE_NS * ranges.len() as u64);
+        let begun = Instant::now();
+        while begun.elapsed() < takes {
+            std::hint::spin_loop();
+        }
+        for range in ranges {
+            for page in self.range(*range) {
+                page.store(ABSENT, Ordering::Release);
+            }
+        }
+        self.commands.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_addr::{Pa, PageNo};
+
+    #[test]
+    fn a_page_is_reached_until_it_is_restricted_and_invalidated() {
+        let iommu = Iommu::new(16, 500);
+        let (table, range) = (TableId(0), PageRange::new(PageNo(3), PageNo(5)));
+        let frames = Backing::Frames {
+            first: Pa(0),
+            page_bytes: 4096,
+        };
+        iommu.grant(table, range, Access::Write, frames).unwrap();
+        let set = PageSet::of_range(SectionNo(0), range);
+        let restricted = iommu.restrict(table, SectionNo(0), &set, Restrict::NoAccess);
+        assert_eq!(restricted.unwrap(), Restricted::Done);
+        assert!(iommu.can_reach(range));
+        iommu
+            .grant(table, PageNo(4).single(), Access::Write, frames)
+            .unwrap();
+        assert!(iommu.was_granted_too_early());
+        iommu.invalidate(table, &[range]).unwrap();
+        assert!(!iommu.can_reach(range));
+        assert_eq!(iommu.commands(), 1);
+    }
+}

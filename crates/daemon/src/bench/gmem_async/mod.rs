@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `bench gmem-async`: what queued unmaps gain over unmaps that wait (GMEM 5.3).
+//!
+//! Flows ([`flow`]) map DMA buffers and unmap them, over and over, in one space
+//! with one simulated IOMMU ([`iommu`]) whose invalidation commands cost what is
+//! set. A buffer is mapped again only after it was unmapped, and every unmap is
+//! checked: when it is told to be complete, the device must reach none of its
+//! pages, by table or by IOTLB; else the bench fails.
+//!
+//! | way | an unmap | buffers under way |
+//! |---|---|---|
+//! | sync | waits for an invalidation of its own | 1 a flow |
+//! | worker | is queued with a callback; a thread of the bench serves the queue | up to [`flow::BUFFERS`] a flow |
+//! | caller | is queued with a callback; a flow without buffers carries the queue out | the same |
+//!
+//! A *cycle* is a map and an unmap; throughput and CPU time are those of whole
+//! cycles, callbacks and checks included, so the ratios are a little nearer to 1
+//! than those of unmaps alone. CPU time is that of the process (getrusage), the
+//! worker's included. Latency is from the call of unmap to its callback (sync:
+//! to its return) under that load: with all buffers under way it is theirs that
+//! is waited for. What one unmap costs that is waited for at once, nothing else
+//! being under way, is `waiting_flow`: `unmap_later` and `synchronize` against
+//! `unmap`, without a worker and with one that sleeps.
+//!
+//! All costs, numbers of flows and ways take turns in slices, round after round,
+//! so that a slow moment of the machine falls on all; the first round is not
+//! counted, and figures are medians of the rounds. `async_over_sync_throughput`
+//! is the worker's, the worst over the numbers of flows. With `host.cpus` of 2,
+//! four flows and a worker share two CPUs: with sync flows both of them spin.
+
+mod flow;
+mod iommu;
+mod rig;
+
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use super::{BenchError, BenchReport};
+use flow::{BUFFERS, Broken, Way};
+use iommu::RANGE_NS;
+use rig::{Measured, Rig, Worker, percentile_us};
+
+const NAME: &str = "gmem-async";
+/// Costs of an invalidation command, and their names in the report.
+const COSTS: [(&str, u64); 6] = [
+    ("0_5us", 500),
+    ("1us", 1_000),
+    ("2us", 2_000),
+    ("5us", 5_000),
+    (DEFAULT_COST, 10_100),
+    ("20us", 20_000),
+];
+/// Mean time of `intel_iommu_tlb_sync` as published with F&S (SOSP'24).
+const DEFAULT_COST: &str = "10_1us";
+/// Numbers of flows.
+const FLOWS: [usize; 3] = [1, 2, 4];
+/// Ways to unmap, and their names in the report.
+const WAYS: [(&str, Way); 3] = [
+    ("sync", Way::Sync),
+    ("worker", Way::Worker),
+    ("caller", Way::Caller),
+];
+/// How a flow waits for its unmap, and its name in the report.
+const WAITS: [(&str, Worker); 2] = [
+    ("waiting_flow", Worker::None),
+    ("waiting_flow_beside_worker", Worker::Serving),
+];
+
+/// How long to measure.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct GmemAsyncBenchOptions {
+    /// Rounds that count.
+    pub rounds: usize,
+    /// Each measurement of a round.
+    pub slice: Duration,
+}
+
+impl Default for GmemAsyncBenchOptions {
+    fn default() -> Self {
+        Self {
+            rounds: 7,
+            slice: Duration::from_millis(150),
+        }
+    }
+}
+
+/// One way at one cost with one number of flows; a value for each round.
+struct Load {
+    cost: &'static str,
+    command_ns: u64,
+    flows: usize,
+    way: &'static str,
+    how: Way,
+    rounds: Vec<Measured>,
+}
+
+/// Waiting at one cost; latencies of `unmap`, and of `unmap_later` with `synchronize`.
+struct Waiting {
+    cost: &'static str,
+    command_ns: u64,
+    name: &'static str,
+    worker: Worker,
+    rounds: Vec<[Vec<u32>; 2]>,
+}
+
+/// Runs the bench.
+pub fn run(options: &GmemAsyncBenchOptions) -> Result<BenchReport, BenchError> {
+    let (mut loads, mut waits) = (Vec::new(), Vec::new());
+    for (cost, command_ns) in COSTS {
+        for flows in FLOWS {
+            loads.extend(WAYS.map(|(way, how)| Load {
+                cost,
+                command_ns,
+                flows,
+                way,
+                how,
+                rounds: Vec::new(),
+            }));
+        }
+        waits.extend(WAITS.map(|(name, worker)| Waiting {
+            cost,
+            command_ns,
+            name,
+            worker,
+            rounds: Vec::new(),
+        }));
+    }
+    for round in 0..=options.rounds {
+        eprintln!("bench {NAME}: round {round} of {}", options.rounds);
+        one_round(&mut loads, &mut waits, options.slice).map_err(failed)?;
+        if round == 0 {
+            loads.iter_mut().for_each(|load| load.rounds.clear());
+            waits.iter_mut().for_each(|wait| wait.rounds.clear());
+        }
+    }
+    Ok(report(&loads, &waits))
+}
+
+fn one_round(loads: &mut [Load], waits: &mut [Waiting], slice: Duration) -> Result<(), Broken> {
+    for load in loads {
+        let rig = Rig::new(load.flows, load.command_ns)?;
+        load.rounds.push(rig.measure(load.how, slice)?);
+    }
+    for wait in waits {
+        let rig = Rig::new(1, wait.command_ns)?;
+        wait.rounds.push(rig.wait(wait.worker, slice)?);
+    }
+    Ok(())
+}
+
+fn report(loads: &[Load], waits: &[Waiting]) -> BenchReport {
+    let mut report = BenchReport::new(NAME);
+    let default_us = COSTS
+        .iter()
+        .find(|(cost, _)| *cost == DEFAULT_COST)
+        .map_or(f64::NAN, |(_, ns)| *ns as f64 / 1e3);
+    let figures = &mut report.figures;
+    figures.insert("default_invalidation_us".into(), default_us.into());
+    figures.insert("range_us".into(), (RANGE_NS as f64 / 1e3).into());
+    figures.insert("buffers_a_flow".into(), BUFFERS.into());
+    for (name, pick) in FIGURES {
+        figures.insert(name.into(), by_cost(|cost| of_cost(loads, cost, pick)));
+    }
+    for (name, _) in WAITS {
+        let of_cost = |cost: &str| {
+            let found = waits.iter().find(|w| w.cost == cost && w.name == name);
+            found.map_or(Value::Null, Waiting::latencies)
+        };
+        figures.insert(name.into(), by_cost(of_cost));
+    }
+    report.peers.insert("paper".into(), PAPER.into());
+    report.ratios = ratios(loads, waits);
+    report
+}
+
+/// What the paper's authors measured on a machine of theirs.
+const PAPER: &str = "GMEM, table 3 (a real IOMMU and a 40 Gb/s network controller, 8 connections): queued \
+    unmaps receive 23.7 Gb/s with 52 % CPU, unmaps that wait 13.7 Gb/s with 50 %; they send 37.7 Gb/s \
+    with 36 % CPU, against 29.9 Gb/s with 58 %";
+
+fn ratios(loads: &[Load], waits: &[Waiting]) -> Map<String, Value> {
+    let mut ratios = Map::new();
+    let over_sync = |cost: &str, way: &str, pick: Pick| {
+        FLOWS.map(|flows| {
+            let of = |way| figure(loads, (cost, way, flows), pick);
+            of(way) / of("sync")
+        })
+    };
+    let least = |all: [f64; 3]| rounded(all.into_iter().fold(f64::INFINITY, f64::min));
+    let most = |all: [f64; 3]| rounded(all.into_iter().fold(0.0, f64::max));
+    for (name, way) in [("async", "worker"), ("caller", "caller")] {
+        let throughput = |cost| least(over_sync(cost, way, |m| m.unmaps_per_second));
+        let key = format!("{name}_over_sync_throughput");
+        ratios.insert(key.clone(), throughput(DEFAULT_COST));
+        for (cost, _) in COSTS {
+            ratios.insert(format!("{key}_{cost}"), throughput(cost));
+        }
+        let cpu = most(over_sync(DEFAULT_COST, way, |m| m.cpu_us_per_unmap));
+        ratios.insert(format!("cpu_per_unmap_{name}_over_sync"), cpu);
+    }
+    for wait in waits.iter().filter(|wait| wait.cost == DEFAULT_COST) {
+        for percent in [50, 99] {
+            let [unmap, later] = wait.percentile_us(percent);
+            ratios.insert(format!("{}_p{percent}", wait.name), rounded(later / unmap));
+        }
+    }
+    ratios
+}
+
+/// A figure of a measurement.
+type Pick = fn(&Measured) -> f64;
+
+/// What is measured of flows under load.
+const FIGURES: [(&str, Pick); 5] = [
+    ("unmaps_per_second", |m| m.unmaps_per_second.round()),
+    ("cpu_per_unmap_us", |m| m.cpu_us_per_unmap),
+    ("invalidations_per_unmap", |m| m.invalidations_per_unmap),
+    ("latency_p50_us", |m| m.latency_p50_us),
+    ("latency_p99_us", |m| m.latency_p99_us),
+];
+
+fn by_cost(of_cost: impl Fn(&str) -> Value) -> Value {
+    let all = COSTS.map(|(cost, _)| (cost.to_owned(), of_cost(cost)));
+    Map::from_iter(all).into()
+}
+
+fn of_cost(loads: &[Load], cost: &str, pick: Pick) -> Value {
+    let of_way = |(way, _)| {
+        let of_flows = FLOWS.map(|flows| {
+            let value = figure(loads, (cost, way, flows), pick);
+            (format!("flows_{flows}"), rounded(value))
+        });
+        (String::from(way), Value::from(Map::from_iter(of_flows)))
+    };
+    Map::from_iter(WAYS.map(of_way)).into()
+}
+
+/// The median over the rounds of a cost, a way and a number of flows.
+fn figure(loads: &[Load], (cost, way, flows): (&str, &str, usize), pick: Pick) -> f64 {
+    let load = loads
+        .iter()
+        .find(|load| load.cost == cost && load.way == way && load.flows == flows);
+    load.map_or(f64::NAN, |load| median(load.rounds.iter().map(pick)))
+}
+
+impl Waiting {
+    /// Of `unmap`, and of `unmap_later` with `synchronize`: the median of the rounds' percentiles.
+    fn percentile_us(&self, percent: usize) -> [f64; 2] {
+        [0, 1].map(|which: usize| {
+            let rounds = self.rounds.iter();
+            median(rounds.map(|both| percentile_us(&both[which], percent)))
+        })
+    }
+
+    fn latencies(&self) -> Value {
+        let ([unmap_p50, later_p50], [unmap_p99, later_p99]) =
+            (self.percentile_us(50), self.percentile_us(99));
+        json!({
+            "unmap_p50_us": rounded(unmap_p50),
+            "unmap_later_p50_us": rounded(later_p50),
+            "unmap_p99_us": rounded(unmap_p99),
+            "unmap_later_p99_us": rounded(later_p99),
+        })
+    }
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut sorted: Vec<f64> = values.collect();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// To a thousandth.
+fn rounded(value: f64) -> Value {
+    ((value * 1e3).round() / 1e3).into()
+}
+
+fn failed(reason: impl std::fmt::Display) -> BenchError {
+    BenchError::Failed {
+        name: NAME,
+        reason: reason.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_ratio_is_there_after_a_short_run() {
+        let options = GmemAsyncBenchOptions {
+            rounds: 1,
+            slice: Duration::from_millis(1),
+        };
+        let report = run(&options).unwrap();
+        let costs = COSTS.map(|(cost, _)| format!("async_over_sync_throughput_{cost}"));
+        let others = [
+            "async_over_sync_throughput",
+            "caller_over_sync_throughput",
+            "cpu_per_unmap_async_over_sync",
+            "waiting_flow_p50",
+            "waiting_flow_p99",
+            "waiting_flow_beside_worker_p50",
+        ];
+        for ratio in costs.iter().map(String::as_str).chain(others) {
+            assert!(report.ratios[ratio].as_f64().unwrap() > 0.0, "{ratio}");
+        }
+        let invalidations = &report.figures["invalidations_per_unmap"][DEFAULT_COST];
+        assert_eq!(invalidations["sync"]["flows_4"], 1.0);
+        assert!(invalidations["caller"]["flows_1"].as_f64().unwrap() < 0.1);
+    }
+}
