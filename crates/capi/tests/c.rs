@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+//! C programs that use the library, built and run.
+//!
+//! The libraries are built for it once, in a folder of the tests' own, with the
+//! one function more that panics on purpose. Each program is built by the
+//! system's C compiler, strictly, and linked against the shared library; one
+//! against the static one as well. A machine without a compiler says SKIPPED.
+
+#[path = "header/render.rs"]
+#[expect(dead_code, reason = "only the list of functions is wanted here")]
+mod render;
+
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    sync::OnceLock,
+};
+
+const C: [&str; 7] = [
+    "-std=c99",
+    "-D_POSIX_C_SOURCE=200809L",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-pedantic",
+    "-O1",
+];
+
+fn room() -> &'static Path {
+    Path::new(env!("CARGO_TARGET_TMPDIR"))
+}
+
+fn source(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn succeed(command: &mut Command) -> Output {
+    let output = command
+        .output()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let told = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(
+        output.status.success(),
+        "{command:?}: {}\n{}{}",
+        output.status,
+        told(&output.stdout),
+        told(&output.stderr)
+    );
+    output
+}
+
+/// Says so and returns `None` if this machine has no such compiler.
+fn compiler(name: &'static str) -> Option<Command> {
+    if Command::new(name).arg("--version").output().is_err() {
+        println!("SKIPPED: no {name} on this machine");
+        return None;
+    }
+    Some(Command::new(name))
+}
+
+/// Where the libraries are.
+fn libraries() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let target = room().join("capi");
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        succeed(
+            Command::new(cargo)
+                .args(["build", "--quiet", "--package", "pagetide-capi"])
+                .args(["--features", "provoke-panic", "--target-dir"])
+                .arg(&target)
+                .current_dir(source("")),
+        );
+        target.join("debug")
+    })
+}
+
+/// How a program is linked.
+#[derive(Clone, Copy)]
+enum Link {
+    Shared,
+    Static,
+}
+
+/// Builds a program; `None` without a compiler.
+fn build(program: &Path, link: Link) -> Option<PathBuf> {
+    let name = program.file_stem().unwrap().to_string_lossy();
+    let libraries = libraries();
+    let mut cc = compiler("cc")?;
+    cc.args(C).arg("-I").arg(source("include")).arg(program);
+    let built = match link {
+        Link::Shared => {
+            cc.arg("-L").arg(libraries).arg("-lpagetide_gmem");
+            cc.arg(format!("-Wl,-rpath,{}", libraries.display()));
+            room().join(format!("{name}-shared"))
+        }
+        Link::Static => {
+            cc.arg(libraries.join("libpagetide_gmem.a"));
+            cc.args(["-lgcc_s", "-lm", "-ldl"]);
+            room().join(format!("{name}-static"))
+        }
+    };
+    succeed(cc.arg("-pthread").arg("-o").arg(&built));
+    Some(built)
+}
+
+/// Builds and runs a program; what it printed.
+fn run(program: &str, link: Link) -> Option<String> {
+    let built = build(&source(program), link)?;
+    let output = succeed(&mut Command::new(built));
+    Some(String::from_utf8(output.stdout).unwrap())
+}
+
+#[test]
+fn functions_of_the_header_do_what_they_say() {
+    for link in [Link::Shared, Link::Static] {
+        if let Some(told) = run("tests/c/functions.c", link) {
+            assert_eq!(told, "functions: all as said\n");
+        }
+    }
+}
+
+#[test]
+fn every_function_of_the_header_is_called_by_the_c_tests() {
+    let header = std::fs::read_to_string(source("include/gmem.h")).unwrap();
+    let mut called = String::new();
+    for program in ["functions.c", "codes.c", "asynchronous.c", "threads.c"] {
+        called += &std::fs::read_to_string(source("tests/c").join(program)).unwrap();
+    }
+    let never: Vec<String> = render::functions(&header)
+        .into_iter()
+        .filter(|name| !called.contains(&format!("{name}(")))
+        .collect();
+    assert!(never.is_empty(), "{never:?}");
+}
+
+#[test]
+fn header_stands_alone_in_strict_c_and_in_cpp() {
+    let languages = [
+        ("cc", "c", "c99"),
+        ("cc", "c", "c11"),
+        ("c++", "c++", "c++11"),
+        ("c++", "c++", "c++17"),
+    ];
+    let includes = room().join("includes-gmem.c");
+    std::fs::write(&includes, "#include <gmem.h>\n#include <gmem.h>\n").unwrap();
+    for (name, language, standard) in languages {
+        let Some(mut compiler) = compiler(name) else {
+            continue;
+        };
+        compiler.args(["-Wall", "-Wextra", "-Werror", "-pedantic", "-fsyntax-only"]);
+        compiler
+            .arg(format!("-std={standard}"))
+            .args(["-x", language]);
+        compiler.arg("-I").arg(source("include")).arg(&includes);
+        succeed(&mut compiler);
+    }
+}
+
+#[test]
+fn shared_library_exports_what_the_header_declares_and_nothing_else() {
+    let Some(mut nm) = compiler("nm") else {
+        return;
+    };
+    nm.args(["--dynamic", "--defined-only", "--format=just-symbols"]);
+    let output = succeed(nm.arg(libraries().join("libpagetide_gmem.so")));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let mut exported: BTreeSet<String> = text.lines().map(str::to_owned).collect();
+    assert!(exported.remove("gm_provoke_panic"), "this build has it");
+    let header = std::fs::read_to_string(source("include/gmem.h")).unwrap();
+    assert_eq!(exported, render::functions(&header));
+}
