@@ -73,9 +73,7 @@ pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
     match name {
         BenchName::Fault => fault::run(&fault::FaultBenchOptions::default()),
         BenchName::Blk => blk::run(),
-        BenchName::GmemAsync => {
-            gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default())
-        }
+        BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
         BenchName::Sim => sim::run(),
     }
