@@ -26,22 +26,24 @@
 //!   existed, in the segments or in any magazine. Instant fit that finds
 //!   nothing certain searches every list that may hold a place; before failing,
 //!   all magazines are emptied and the search is done again, all locked.
+//!   An arena that is nearly full pays for it: each failure costs all it has cached.
 //! - What two callers have never overlaps, if no caller frees what is not his.
 //!
 //! # Wrong frees
-//! | freed | size is cached | else, and [`free_direct`](Arena::free_direct) |
-//! |---|---|---|
-//! | size 0, start not at a quantum | error | error |
-//! | wrong size, unknown start, twice | **not seen** in a release build | error |
-//! | from `alloc`, to `free_direct` | error | — |
-//! | from `alloc_with`, to `free` | allowed: the piece goes into the caches | allowed |
+//! | what is wrong | `free`, size given is cached | `free`, larger | [`free_direct`](Arena::free_direct) |
+//! |---|---|---|---|
+//! | size 0, start not at a quantum | error | error | error |
+//! | unknown start, wrong size, twice | **not seen** in a release build | error | error |
+//! | taken by `alloc`, a cached size | right | error | error |
+//! | taken by `alloc_with` or `alloc_at` | allowed: it goes into the caches, guards and all | right | right |
 //!
 //! A magazine holds nothing but starts, so telling a wrong one would cost the
 //! look at the segments that magazines are there to avoid (vmem's caches do not
 //! tell either). A build with debug assertions does look. In a release build a
-//! wrong start is handed out again, and when it comes back to the segments it
-//! is dropped there and counted ([`ArenaUsage::foreign_frees`]); the segments
-//! themselves stay sound. Where frees are not to be trusted, set
+//! wrong start is handed out again, so two callers may have the same integers;
+//! when it comes back to the segments and nothing of its size begins there, it is
+//! dropped and counted ([`ArenaUsage::foreign_frees`]). The segments themselves
+//! stay sound. Where frees are not to be trusted, set
 //! `cached_quanta_max` to 0: then every wrong free is an error.
 //!
 //! # Locks
