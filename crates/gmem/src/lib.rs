@@ -23,6 +23,7 @@ pub mod frames;
 pub mod mmu;
 pub mod paging;
 pub mod region;
+pub mod set;
 pub mod space;
 mod sync;
 
@@ -36,9 +37,11 @@ pub use mmu::{
 pub use paging::{
     Admission, Committed, Content, ContentStore, EvictionError, EvictionRound, Fault, FaultOutcome,
     GrowthError, Incidents, Installed, MemoryCounters, MemoryParts, NoRoom, PageTable, PageWord,
-    PagedMemory, Place, PlaceError, Reply, State, StoreError, Unlimited, VolatileWords, WordArray, recovery,
+    PagedMemory, Place, PlaceError, Reply, State, StoreError, Unlimited, VolatileWords, WordArray,
+    recovery,
 };
-pub use region::{MapOptions, Mapped, MappingSet, Placement, Protection, Region};
+pub use region::{MapOptions, Mapped, Placement, Protection, Region};
+pub use set::MappingSet;
 pub use space::{
     Activation, AddressFit, AddressSpace, AllocPolicy, Caching, Callback, Guard, Mode,
     RegionRequest,

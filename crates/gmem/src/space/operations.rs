@@ -16,11 +16,15 @@
 //! ([`AddressSpace::synchronize`]) and so needs no wake-up. Operations take
 //! effect in the order they were queued in.
 
+#[cfg(all(test, loom))]
+mod model;
+
 use super::{AddressSpace, attachments::coalesce};
 use crate::{
     device::Device,
     error::GmError,
-    region::{MapOptions, RegionCore, SetCore},
+    region::{MapOptions, RegionCore},
+    set::SetCore,
     sync::{Arc, Condvar, Mutex, MutexGuard, lock, wait},
 };
 use pagetide_addr::{Pa, PageRange};
