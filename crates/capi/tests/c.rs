@@ -122,6 +122,44 @@ fn functions_of_the_header_do_what_they_say() {
 }
 
 #[test]
+fn every_code_is_returned_by_its_call_and_misuse_is_refused() {
+    if let Some(told) = run("tests/c/codes.c", Link::Shared) {
+        assert_eq!(told, "codes: every one has its call\n");
+    }
+}
+
+#[test]
+fn asynchronous_operations_call_back_after_the_invalidation_only() {
+    if let Some(told) = run("tests/c/asynchronous.c", Link::Shared) {
+        assert_eq!(told, "asynchronous: all as said\n");
+    }
+}
+
+#[test]
+fn threads_that_use_one_space_find_every_byte_as_written() {
+    if let Some(told) = run("tests/c/threads.c", Link::Shared) {
+        assert_eq!(told, "threads: every byte as written\n");
+    }
+}
+
+#[test]
+fn example_of_a_cpu_and_two_devices_prints_what_it_shows() {
+    const TOLD: &str = "\
+the CPU has written: 2 pages in host memory, 0 in the GPU's
+the GPU has worked: 0 pages in host memory, 2 in the GPU's
+the CPU has read: 2 pages in host memory, 0 in the GPU's
+the CPU reads: ONE ADDRESS MEANS THE SAME TO ALL (2 faults of the GPU)
+the NIC has summed 8 buffers to 28
+8 callbacks; the NIC reaches 0 of the buffers
+";
+    for link in [Link::Shared, Link::Static] {
+        if let Some(told) = run("../../examples/c/two_devices.c", link) {
+            assert_eq!(told, TOLD);
+        }
+    }
+}
+
+#[test]
 fn every_function_of_the_header_is_called_by_the_c_tests() {
     let header = std::fs::read_to_string(source("include/gmem.h")).unwrap();
     let mut called = String::new();
