@@ -156,6 +156,29 @@ impl Device {
         Ok(())
     }
 
+    /// Takes memory back that was registered with the device as `begin` to before `end`, and that holds
+    /// no page.
+    ///
+    /// # Errors
+    /// [`GmError::InvalidArgument`] if just that range was not registered, [`GmError::InUse`].
+    pub fn unregister_physmem(&self, begin: Pa, end: Pa) -> Result<(), GmError> {
+        // Owned, so that no fault takes a frame meanwhile.
+        let mut pools = own(&self.pools);
+        let Some(at) = pools.iter().position(|pool| pool.is_range(begin, end)) else {
+            return Err(GmError::InvalidArgument {
+                argument: "range of physical memory",
+                why: "it was not registered with the device, as a whole",
+            });
+        };
+        if pools[at].used_bytes() > 0 {
+            return Err(GmError::InUse {
+                by: "pages that lie in that memory",
+            });
+        }
+        pools.remove(at);
+        Ok(())
+    }
+
     /// True if memory is registered with it.
     pub(crate) fn has_memory(&self) -> bool {
         !share(&self.pools).is_empty()

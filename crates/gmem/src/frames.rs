@@ -81,6 +81,11 @@ impl FramePool {
         begin < self.end && self.begin < end
     }
 
+    /// True if this is the range from `begin` to before `end`.
+    pub(crate) fn is_range(&self, begin: Pa, end: Pa) -> bool {
+        (begin, end) == (self.begin, self.end)
+    }
+
     /// A free frame, if there is one.
     pub(crate) fn allocate(self: &Arc<Self>) -> Option<Frame> {
         let start = self.arena.alloc(PAGE_BYTES);
