@@ -423,12 +423,20 @@ gm_ret_t gm_dev_fault(gm_dev_t *dev, gm_va_t addr, gm_prot_t access);
  * Registers memory of the device, from `begin` to before `end`, in whole frames of 4 KiB: pages
  * that it faults on are placed there (gm_region_set_policy). Memory that is registered with the CPU
  * is the host's, where pages of devices without memory are placed; windows must show it
- * (gm_cpu_add_window). It is given back by gm_dev_destroy().
+ * (gm_cpu_add_window). gm_dev_unregister_physmem() and gm_dev_destroy() give it back.
  *
  * Fails with GM_RET_INVALID_ARGUMENT (also if part of it is registered already), GM_RET_UNSUPPORTED
  * (the driver has no `prepare` or no `copy`).
  */
 gm_ret_t gm_dev_register_physmem(gm_dev_t *dev, gm_pa_t begin, gm_pa_t end);
+
+/*
+ * Takes memory back that was registered with the device, as the range that was registered; it must
+ * hold no page. (Ours.)
+ *
+ * Fails with GM_RET_INVALID_ARGUMENT if just that was not registered, GM_RET_IN_USE.
+ */
+gm_ret_t gm_dev_unregister_physmem(gm_dev_t *dev, gm_pa_t begin, gm_pa_t end);
 
 /* Tells how many bytes of the device's registered memory hold pages. (Ours.) */
 gm_ret_t gm_dev_used_physmem(const gm_dev_t *dev, uint64_t *bytes);

@@ -53,7 +53,7 @@ fn succeed(command: &mut Command) -> Output {
 /// Says so and returns `None` if this machine has no such compiler.
 fn compiler(name: &'static str) -> Option<Command> {
     if Command::new(name).arg("--version").output().is_err() {
-        println!("SKIPPED: no {name} on this machine");
+        eprintln!("SKIPPED: no {name} on this machine");
         return None;
     }
     Some(Command::new(name))

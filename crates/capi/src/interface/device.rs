@@ -151,7 +151,7 @@ pub unsafe extern "C" fn gm_dev_fault(
 /// Registers memory of the device, from `begin` to before `end`, in whole frames of 4 KiB: pages that
 /// it faults on are placed there (gm_region_set_policy). Memory that is registered with the CPU is the
 /// host's, where pages of devices without memory are placed; windows must show it (gm_cpu_add_window).
-/// It is given back by gm_dev_destroy().
+/// gm_dev_unregister_physmem() and gm_dev_destroy() give it back.
 ///
 /// Fails with GM_RET_INVALID_ARGUMENT (also if part of it is registered already), GM_RET_UNSUPPORTED
 /// (the driver has no `prepare` or no `copy`).
@@ -168,6 +168,26 @@ pub unsafe extern "C" fn gm_dev_register_physmem(
         let device = Dev::of_c(dev)?;
         let memory = device.memory()?;
         device.device.register_physmem(Pa(begin), Pa(end), memory)?;
+        Ok(())
+    })
+}
+
+/// Takes memory back that was registered with the device, as the range that was registered; it must hold
+/// no page. (Ours.)
+///
+/// Fails with GM_RET_INVALID_ARGUMENT if just that was not registered, GM_RET_IN_USE.
+///
+/// # Safety
+/// None beyond the handle's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_dev_unregister_physmem(
+    dev: *mut gm_dev_t,
+    begin: gm_pa_t,
+    end: gm_pa_t,
+) -> gm_ret_t {
+    call(|| {
+        let device = Dev::of_c(dev)?;
+        device.device.unregister_physmem(Pa(begin), Pa(end))?;
         Ok(())
     })
 }

@@ -302,6 +302,7 @@ static void null_handles_and_null_results_are_refused(void)
     EXPECT(gm_dev_detach(now->dev, NULL), GM_RET_INVALID_HANDLE);
     EXPECT(gm_dev_fault(NULL, 0, GM_PROT_READ), GM_RET_INVALID_HANDLE);
     EXPECT(gm_dev_register_physmem(NULL, frame(0), frame(1)), GM_RET_INVALID_HANDLE);
+    EXPECT(gm_dev_unregister_physmem(NULL, frame(0), frame(1)), GM_RET_INVALID_HANDLE);
     EXPECT(gm_dev_used_physmem(NULL, &bytes), GM_RET_INVALID_HANDLE);
     EXPECT(gm_region_map(NULL, GM_PROT_READ, now->pages, NULL, 0, NULL, NULL), GM_RET_INVALID_HANDLE);
     EXPECT(gm_region_unmap(NULL, 0, NULL, NULL), GM_RET_INVALID_HANDLE);

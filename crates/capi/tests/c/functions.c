@@ -215,6 +215,13 @@ static void page_moves_to_who_faults_on_it_and_back(void)
     CHECK(used == 0);
     CHECK(!device_access(&gpu, va, GM_PROT_READ, &byte));
 
+    /* Memory goes back as a whole, and only if no page lies in it. */
+    EXPECT(gm_dev_unregister_physmem(cpu, frame(0), frame(8)), GM_RET_IN_USE);
+    EXPECT(gm_dev_unregister_physmem(dev, frame(512), frame(519)), GM_RET_INVALID_ARGUMENT);
+    OK(gm_dev_unregister_physmem(dev, frame(512), frame(520)));
+    EXPECT(gm_dev_unregister_physmem(dev, frame(512), frame(520)), GM_RET_INVALID_ARGUMENT);
+    OK(gm_dev_register_physmem(dev, frame(512), frame(520)));
+
     /* With remote access it stays, and both have it: out of the windows, the CPU does not. */
     OK(gm_region_set_policy(region, dev, GM_REGION_REMOTE_ACCESS));
     OK(device_reach(&gpu, dev, va, GM_PROT_READ, &byte));
@@ -390,6 +397,8 @@ static void predefined_cpu_is_one_and_cannot_be_destroyed(void)
     OK(gm_region_dealloc(region));
     OK(gm_dev_detach(gm_dev_CPU, as));
     EXPECT(gm_dev_destroy(gm_dev_CPU), GM_RET_UNSUPPORTED);
+    OK(gm_dev_unregister_physmem(gm_dev_CPU, frame(0), frame(1)));
+    OK(gm_cpu_remove_window(gm_dev_CPU, PA_BASE));
     OK(gm_as_destroy(as));
 }
 
