@@ -24,6 +24,8 @@ mod attach;
 pub(crate) mod attachments;
 mod demand;
 mod mapping;
+#[cfg(all(test, loom))]
+mod model;
 mod operations;
 mod regions;
 

@@ -30,9 +30,12 @@ fn setting() -> (Machine, Arc<AddressSpace>, [Actor; 2]) {
     (machine, space, [cpu, gpu])
 }
 
+/// The number of an operation, and what became of it.
+type Outcome = (u64, Result<(), String>);
+
 /// What callbacks tell, in the order they are called in.
 #[derive(Clone, Default)]
-struct Told(Arc<Mutex<Vec<(u64, Result<(), String>)>>>);
+struct Told(Arc<Mutex<Vec<Outcome>>>);
 
 impl Told {
     /// A callback that tells its number.

@@ -316,7 +316,7 @@ impl Mmu for SimulatedMmu {
 
     fn activate(&self, table: TableId) -> Result<(), MmuError> {
         let unit = self.unit;
-        let activated = self.operate(Op::Activate, "activate", |world, fails| {
+        self.operate(Op::Activate, "activate", |world, fails| {
             if world.units[unit].active.is_some() {
                 world.violation(format!("unit {unit} is activated twice"));
             }
@@ -325,8 +325,7 @@ impl Mmu for SimulatedMmu {
             }
             world.units[unit].tlb.clear();
             world.units[unit].active = fails.is_none().then_some(table.0);
-        });
-        activated.map(|()| ())
+        })
     }
 
     fn deactivate(&self, table: TableId) -> Result<(), MmuError> {
@@ -384,9 +383,9 @@ impl Mmu for SimulatedMmu {
     ) -> Result<(), MmuError> {
         self.operate(Op::Grant, "grant", |world, _| {
             if let Backing::Frames { first, page_bytes } = backing {
-                let aligned = pages.start.byte_offset() % page_bytes == 0
-                    && pages.bytes() % page_bytes == 0
-                    && first.0 % page_bytes == 0;
+                let aligned = pages.start.byte_offset().is_multiple_of(page_bytes)
+                    && pages.bytes().is_multiple_of(page_bytes)
+                    && first.0.is_multiple_of(page_bytes);
                 if !aligned || !self.limits().page_sizes.contains(page_bytes) {
                     world.violation(format!("{pages:?} cannot be mapped by {page_bytes:#x}"));
                 }
