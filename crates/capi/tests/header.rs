@@ -160,3 +160,21 @@ fn header_names_every_function_and_type_of_the_paper() {
     assert!(header.contains("#define gm_dev_CPU "));
     assert!(header.contains("#define gm_mmu_CPU "));
 }
+
+#[test]
+fn page_about_the_interface_names_every_function_type_and_code() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/gmem.md");
+    let page = fs::read_to_string(page).unwrap();
+    let header = generated();
+    let mut names = render::functions(&header);
+    let constants = header.lines().filter_map(|line| {
+        let (name, _) = line.trim_start().split_once(" = ")?;
+        name.starts_with("GM_RET_").then(|| name.to_owned())
+    });
+    names.extend(constants);
+    let missing: Vec<&String> = names
+        .iter()
+        .filter(|name| !page.contains(&format!("`{name}`")))
+        .collect();
+    assert!(missing.is_empty(), "docs/gmem.md lacks {missing:?}");
+}
