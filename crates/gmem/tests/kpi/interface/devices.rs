@@ -3,8 +3,8 @@
 //! `gm_dev_destroy`: who uses a space, and by which table.
 
 use crate::kit::{
-    Actor, Build, Machine, Op, SPACE_BEGIN, attach_all, end, own_frames, refused, region_of,
-    space_of, wire,
+    Actor, Build, Failing, Machine, Op, SPACE_BEGIN, attach_all, end, own_frames, refused,
+    region_of, space_of, wire,
 };
 use pagetide_addr::{Access, DeviceId, Pa, Va};
 use pagetide_gmem::{
@@ -290,6 +290,51 @@ fn device_of_a_space_that_was_dropped_is_free_and_reaches_nothing() {
     end(&machine, &other, &[&gpu]);
     gpu.device.destroy().unwrap();
     cpu.device.destroy().unwrap();
+}
+
+#[test]
+fn device_that_will_not_let_go_keeps_its_frames_and_its_table() {
+    let machine = Machine::eager();
+    let (cpu, gpu) = machine.cpu_and_gpu(4);
+    let space = space_of(16);
+    attach_all(&space, &[&cpu, &gpu]);
+    let region = region_of(&space, 2);
+    gpu.fill(region.pages(), 1);
+    machine.world().failing = Some(Failing::always(Op::Deactivate));
+    refused!(gpu.device.detach(&space), GmError::Device { .. });
+    assert!(gpu.device.is_active());
+    assert_eq!(gpu.verify(region.pages(), 1), 0, "it is attached as before");
+    let (pages, used) = (region.pages(), gpu.device.used_memory_bytes());
+    drop(region);
+    drop(space);
+    assert_eq!(gpu.device.used_memory_bytes(), used);
+    assert!(gpu.entry(pages.start.byte_offset()).is_some());
+    machine.assert_sound();
+}
+
+#[test]
+fn memory_is_taken_back_when_it_holds_no_page() {
+    let machine = Machine::eager();
+    let (cpu, gpu) = machine.cpu_and_gpu(2);
+    gpu.give_memory(0x9000_0000, 1);
+    let space = space_of(16);
+    attach_all(&space, &[&cpu, &gpu]);
+    let region = region_of(&space, 2);
+    gpu.fill(region.pages(), 1);
+    let taken = |begin: u64, pages: u64| {
+        let end = Pa(begin + pages * 4096);
+        gpu.device.unregister_physmem(Pa(begin), end)
+    };
+    refused!(taken(0x4000_0000, 2), GmError::InUse { .. });
+    refused!(taken(0x4000_0000, 1), GmError::InvalidArgument { .. });
+    refused!(taken(0x5000_0000, 1), GmError::InvalidArgument { .. });
+    taken(0x9000_0000, 1).unwrap();
+    refused!(taken(0x9000_0000, 1), GmError::InvalidArgument { .. });
+    cpu.verify(region.pages(), 1);
+    taken(0x4000_0000, 2).unwrap();
+    gpu.verify(region.pages(), 1);
+    assert_eq!(gpu.device.used_memory_bytes(), 0, "it has none any more");
+    end(&machine, &space, &[&cpu, &gpu]);
 }
 
 #[test]

@@ -2,10 +2,10 @@
 //! `gm_region_map`, `gm_region_unmap`, protections: the caller's frames.
 
 use crate::kit::{
-    Build, Failing, Fails, Machine, Op, attach_all, end, own_frames, refused, region_of, space_of,
-    wire,
+    Build, Failing, Fails, Machine, Op, SPACE_BEGIN, attach_all, end, own_frames, refused,
+    region_of, space_of, wire,
 };
-use pagetide_addr::{Access, Pa};
+use pagetide_addr::{Access, Pa, Va};
 use pagetide_gmem::{
     GmError, MapOptions, Mapped, MappingSet, PageSizes, Protection, RegionRequest,
 };
@@ -283,6 +283,30 @@ fn device_that_fails_is_named_and_nothing_else_is_mapped() {
     machine.assert_unreachable(region.pages());
     wire(&region, 0);
     end(&machine, &space, &[&one, &two]);
+}
+
+#[test]
+fn region_across_sections_is_taken_away_whole() {
+    let machine = Machine::eager();
+    let gpu = machine.gpu();
+    let space = space_of(2048);
+    attach_all(&space, &[&gpu]);
+    let request = RegionRequest {
+        hint: Some(Va(SPACE_BEGIN + HUGE - 8192)),
+        ..RegionRequest::of_bytes(HUGE + 5 * 4096)
+    };
+    let region = space.alloc(&request).unwrap();
+    assert_eq!(region.pages().sections().count(), 3);
+    wire(&region, 0);
+    gpu.touch(region.pages(), Access::Write);
+    region.protect(Protection::ReadOnly).unwrap();
+    for page in region.pages().iter() {
+        assert_eq!(gpu.entry(page.byte_offset()).unwrap().access, Access::Read);
+    }
+    region.unmap().unwrap();
+    machine.assert_unreachable(region.pages());
+    assert_eq!(machine.count(Op::Restrict), 6, "each section's part once");
+    end(&machine, &space, &[&gpu]);
 }
 
 #[test]
