@@ -19,12 +19,12 @@ use super::{
     alias::AliasGuard,
     hotplug,
     identity::{Identity, mappings_of},
-    vm::{Prepared, Shared, Vm, failed, table_of},
+    vm::{Prepared, Shared, Vm, empty_table_of, failed},
 };
 use crate::control::{AttachRequest, ControlError};
-use pagetide_addr::{Access, PageNo, PageRange, SectionNo};
-use pagetide_gmem::{Backing, Mmu, Place, TableId, recovery};
-use pagetide_swap::{Pool, PoolError, PoolStore, limit::LIMIT_PAGES_MIN, pool::Phase};
+use pagetide_addr::{Access, PageNo, PageRange, SECTION_PAGES, SectionNo};
+use pagetide_gmem::{Backing, Mmu, PageTable, Place, TableId, recovery};
+use pagetide_swap::{Pool, PoolError, PoolStore, PoolWords, limit::LIMIT_PAGES_MIN, pool::Phase};
 use pagetide_sys::memory_file::FileError;
 use pagetide_vmm::{
     Refusal, hazards,
@@ -116,18 +116,13 @@ pub(super) fn attach(
     let started = (|| {
         let alias = AliasGuard::watch(&claim.mmu).map_err(failed)?;
         let live = Arc::new(LiveLayout::new(layout.clone()));
-        let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
-        let table = table_of(&pool);
-        recovery::set_initial_words(&table, &place).map_err(failed)?;
-        fill_wired(&table, &place, &claim.mmu)?;
-        pool.set_attached();
         let prepared = Prepared {
             identity,
             vmm: vmm.try_clone().map_err(failed)?,
             layout: live,
             store: Arc::new(PoolStore::new(Arc::clone(&pool))),
             pool: Arc::clone(&pool),
-            table,
+            table: empty_table_of(&pool),
             mmu: Arc::clone(&claim.mmu),
             alias,
             userfaultfd: Arc::clone(&userfaultfd),
@@ -155,7 +150,9 @@ pub(super) fn attach(
 
 fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Pool, ControlError> {
     let json = serde_json::to_vec(identity).map_err(failed)?;
-    Pool::create(path, layout.page_count(), random_seed()?, &json).map_err(|error| match error {
+    // Room for the words of what is there now; they are set as each file is allocated.
+    let page_count = layout.page_count().next_multiple_of(SECTION_PAGES);
+    Pool::create(path, page_count, random_seed()?, &json).map_err(|error| match error {
         PoolError::File {
             source: FileError::NoSpace { len_bytes, .. },
             ..
@@ -185,22 +182,6 @@ fn random_seed() -> Result<u32, ControlError> {
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
     read.map_err(|error| failed(format!("no random numbers: {error}")))?;
     Ok(u32::from_ne_bytes(bytes))
-}
-
-/// A ring may lie on a page that nobody has touched: devices keep it, so it must be there.
-fn fill_wired(
-    table: &pagetide_gmem::PageTable,
-    place: &VmPlace,
-    mmu: &DmaMmu,
-) -> Result<(), ControlError> {
-    for section in (0..table.section_count()).map(SectionNo) {
-        for page in mmu.wired(section).pages(section) {
-            if !place.is_present(page).map_err(failed)? {
-                recovery::fill_initial_hole(table, place, page).map_err(failed)?;
-            }
-        }
-    }
-    Ok(())
 }
 
 /// The DMA domains of a VM, taken for it: their bits are cleared and their page requests held.
@@ -365,7 +346,7 @@ pub(super) fn recover(
     let claim = Claim::take(&layout, domains, shared)?;
     let live = Arc::new(LiveLayout::new(layout.clone()));
     let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
-    let table = table_of(&pool);
+    let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(&pool)))).map_err(failed)?;
     forget_what_went(&table, &pool, &layout, &identity)?;
     let store = Arc::new(PoolStore::new(Arc::clone(&pool)));
     adopt_words(&table, &place, &store, (&vmm, &identity))?;
@@ -398,7 +379,7 @@ pub(super) fn recover(
 /// Leaves words out of the table that belong to RAM of which the VM has none any more, or to a part
 /// of a removal that the dead daemon had begun.
 fn forget_what_went(
-    table: &pagetide_gmem::PageTable,
+    table: &PageTable,
     pool: &Pool,
     layout: &RamLayout,
     identity: &Identity,
@@ -422,7 +403,7 @@ fn forget_what_went(
 }
 
 fn adopt_words(
-    table: &pagetide_gmem::PageTable,
+    table: &PageTable,
     place: &VmPlace,
     store: &PoolStore,
     (vmm, identity): (&VmmProcess, &Identity),

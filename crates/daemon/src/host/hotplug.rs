@@ -43,14 +43,14 @@ use super::{
 };
 use crate::control::ControlError;
 use pagetide_addr::{Access, FileKey, PageNo, PageRange};
-use pagetide_gmem::{Fault, Mmu, Place};
+use pagetide_gmem::{AddressSpace, Fault, Mmu, Place};
 use pagetide_vmm::{
     hazards::{self, EvictionBar},
     layout::{NewRam, RamLayout, Strangers},
     place::VmPlace,
     takeover,
 };
-use pagetide_vpri::{DPU, DmaDomain};
+use pagetide_vpri::{DPU, DmaDomain, DmaMmu};
 use std::{
     os::fd::AsFd,
     sync::Arc,
@@ -208,7 +208,7 @@ impl Joining<'_> {
         }
         vm.mmu.add(self.domain, self.pages);
         vm.whole.add_ram(self.pages)?;
-        self.fill_wired();
+        fill_wired(&vm.space, &vm.mmu, self.pages);
         // Faults that were read before the region was there.
         self.hotplug.place.wake(self.pages).map_err(failed)?;
         service.serve_domains(&vm.tenant, std::slice::from_ref(self.domain));
@@ -227,21 +227,6 @@ impl Joining<'_> {
             std::thread::sleep(DRAIN_LOOK);
         }
         Ok(())
-    }
-
-    /// A ring may lie on a page that nobody has touched: its device keeps it, so it must be there.
-    fn fill_wired(&self) {
-        let vm = &self.hotplug.vm;
-        for section in self.pages.sections() {
-            for page in vm.mmu.wired(section).pages(section) {
-                let fault = Fault {
-                    device: DPU,
-                    pages: page.single(),
-                    access: Access::Write,
-                };
-                vm.space.fault(&fault, None);
-            }
-        }
     }
 
     /// Leaves the file as it was before: read-write for devices, watched by nobody.
@@ -267,6 +252,21 @@ impl Joining<'_> {
         self.domain.detach();
         let service = &self.hotplug.shared.service;
         service.release(std::slice::from_ref(self.domain));
+    }
+}
+
+/// Fills pages among `pages` that nobody has touched though a ring lies there: its device keeps them,
+/// so they must be there.
+pub(super) fn fill_wired(space: &AddressSpace, mmu: &DmaMmu, pages: PageRange) {
+    for section in pages.sections() {
+        for page in mmu.wired(section).pages(section) {
+            let fault = Fault {
+                device: DPU,
+                pages: page.single(),
+                access: Access::Write,
+            };
+            space.fault(&fault, None);
+        }
     }
 }
 

@@ -75,11 +75,7 @@ impl Identity {
 /// Has the pool belong to `identity` from now on, in one stroke.
 pub(super) fn remember(pool: &Pool, identity: &Identity) -> Result<(), ControlError> {
     let json = serde_json::to_vec(identity).map_err(failed)?;
-    Err(failed(format!(
-        "pool {} cannot take {} bytes of another identity",
-        pool.path().display(),
-        json.len()
-    )))
+    pool.set_identity(&json).map_err(failed)
 }
 
 pub(super) fn mappings_of(layout: &RamLayout) -> Vec<MappingIdentity> {

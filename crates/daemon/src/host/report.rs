@@ -5,7 +5,7 @@ use super::{core::lock, devices::Devices, vm::Vm};
 use crate::control::{RegionReport, SetReport, VmReport};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_gmem::State;
-use pagetide_swap::Counter;
+use pagetide_swap::{Counter, sets::Level};
 use pagetide_vmm::layout::RamFile;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -75,13 +75,7 @@ impl Vm {
             eviction_bars: bars,
             restarts: core.pool.restarts(),
             reader_cpu_seconds: self.reader_cpu_seconds(),
-            sections: sets
-                .into_iter()
-                .map(|(level, sections)| SetReport {
-                    set: format!("{level:?}").to_lowercase(),
-                    sections,
-                })
-                .collect(),
+            sections: set_reports(sets),
             regions,
         }
     }
@@ -100,4 +94,12 @@ impl Vm {
             stored_pages: file.pages().sections().map(stored).sum(),
         }
     }
+}
+
+fn set_reports(sets: Vec<(Level, u64)>) -> Vec<SetReport> {
+    let report = |(level, sections)| SetReport {
+        set: format!("{level:?}").to_lowercase(),
+        sections,
+    };
+    sets.into_iter().map(report).collect()
 }

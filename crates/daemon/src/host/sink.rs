@@ -3,7 +3,7 @@
 
 use super::latency::Latencies;
 use pagetide_addr::{DeviceId, PageNo};
-use pagetide_gmem::{Fault, Incidents, AddressSpace, PlaceError, StoreError};
+use pagetide_gmem::{AddressSpace, Fault, Incidents, PlaceError, StoreError};
 use pagetide_swap::{Counter, Pool};
 use pagetide_vmm::{
     process::{VmmIdentity, VmmProcess},

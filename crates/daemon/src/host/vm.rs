@@ -13,7 +13,7 @@
 use super::{
     alias::AliasGuard,
     core::{Orders, ReclaimOrder, VmCore, lock},
-    hotplug::Hotplug,
+    hotplug::{self, Hotplug},
     identity::Identity,
     latency::Latencies,
     rounds::Rounds,
@@ -70,7 +70,7 @@ struct Threads {
     rounds: Option<JoinHandle<()>>,
 }
 
-/// What an attach or a recovery brings to [`Vm::start`]. All pages' words are true, all bits of the
+/// What an attach or a recovery brings to [`Vm::start`]. Words that there are are true, all bits of the
 /// domains are cleared and their requests held.
 pub(super) struct Prepared {
     pub(super) identity: Identity,
@@ -88,9 +88,9 @@ pub(super) fn failed(error: impl std::fmt::Display) -> ControlError {
     ControlError::failed(error.to_string())
 }
 
-/// The words of a pool as a table.
-pub(super) fn table_of(pool: &Arc<Pool>) -> PageTable {
-    PageTable::new(Box::new(PoolWords(Arc::clone(pool))))
+/// A table over the words of a pool, without any region.
+pub(super) fn empty_table_of(pool: &Arc<Pool>) -> PageTable {
+    PageTable::growing(Box::new(PoolWords(Arc::clone(pool))))
 }
 
 impl Vm {
@@ -105,7 +105,7 @@ impl Vm {
             prepared.vmm.try_clone().map_err(failed)?,
         ));
         let limit = Arc::new(Limit::new());
-        let table = std::mem::replace(&mut prepared.table, table_of(&prepared.pool));
+        let table = std::mem::replace(&mut prepared.table, empty_table_of(&prepared.pool));
         let neighbours_max = shared.neighbours_max;
         let parts = space_parts(&prepared, &limit, &incidents, table, neighbours_max);
         let vcpus = VcpuMmu::new(
@@ -115,7 +115,10 @@ impl Vm {
         let whole = VmSpace::new(PagedMemory::new(parts), vcpus, &prepared.mmu)?;
         for file in prepared.layout.look().files() {
             whole.add_ram(file.pages())?;
+            hotplug::fill_wired(&whole.space, &prepared.mmu, file.pages());
         }
+        // From now on a successor takes the VM up again.
+        prepared.pool.set_attached();
         let (space, memory) = (Arc::clone(&whole.space), Arc::clone(&whole.memory));
         prepared
             .alias
@@ -324,21 +327,24 @@ impl Vm {
         let table = self.core.memory.table();
         self.refuse_if_poisoned()?;
         let mut filled = 0;
-        let mut page = PageNo(0);
         let mut said = Instant::now();
-        while page.0 < table.page_count() {
-            let run = self.stored_run(page);
-            if run.is_empty() {
-                page = PageNo(page.0 + 1);
-                continue;
+        for section in table.sections() {
+            let pages = table.pages_of(section);
+            let mut page = pages.start;
+            while page < pages.end {
+                let run = self.stored_run(page, pages.end);
+                if run.is_empty() {
+                    page = PageNo(page.0 + 1);
+                    continue;
+                }
+                self.fill_run(run)?;
+                filled += run.len();
+                page = run.end;
             }
-            self.fill_run(run)?;
-            filled += run.len();
-            page = run.end;
             if said.elapsed() >= Duration::from_secs(1) {
                 tracing::info!(
                     vm = self.core.name,
-                    page = page.0,
+                    page = pages.end.0,
                     of = table.page_count(),
                     "bringing pages back"
                 );
@@ -369,14 +375,15 @@ impl Vm {
         )))
     }
 
-    fn stored_run(&self, start: PageNo) -> PageRange {
+    /// The stored pages from `start` on, a few at most and none at `end`. (A fault lies in one region,
+    /// and so in one section to be sure.)
+    fn stored_run(&self, start: PageNo, end: PageNo) -> PageRange {
         let table = self.core.memory.table();
         let is_stored = |page: &PageNo| {
             matches!(table.word(*page).state(), State::Stored(content) | State::Filling(content) | State::Evicting(content)
                     if !content.is_zero())
         };
-        // No further than the section: what lies behind it may be of another region.
-        let most = PageNo((start.0 + DETACH_PAGES).min(table.pages_of(start.section()).end.0));
+        let most = PageNo((start.0 + DETACH_PAGES).min(end.0));
         let count = PageRange::new(start, most)
             .iter()
             .take_while(is_stored)
