@@ -86,6 +86,10 @@ impl AddressSpace {
         activation: Activation,
     ) -> Result<(), GmError> {
         let mut list = self.devices.own();
+        // Once more: now the space cannot be destroyed meanwhile.
+        if self.is_destroyed() {
+            return Err(GmError::Destroyed);
+        }
         if list.find(device.id()).is_some() {
             let device = device.id();
             return Err(GmError::AlreadyAttached { device });
