@@ -577,8 +577,8 @@ gm_ret_t gm_cpu_remove_window(gm_dev_t *cpu, gm_pa_t pa);
 
 /*
  * Copies `size` bytes at `va` of the space in which the CPU is active to `buffer`, as the CPU would
- * read them: faults are served on the way. Each page is copied as a whole, but not all of them at
- * one moment. (Ours.)
+ * read them: faults are served on the way. What lies in one page is copied as a whole, with no
+ * write by this CPU in between; several pages are not. (Ours.)
  *
  * Fails as gm_dev_fault(), and with GM_RET_DEVICE if no window shows a page; the pages before that
  * one were copied then.

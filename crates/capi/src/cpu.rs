@@ -14,9 +14,9 @@
 //! be reached where a window shows it, and cannot where none does; nothing else
 //! is ever dereferenced.
 //!
-//! One lock guards table and windows. It is held, shared, while a page is copied,
-//! and owned while a translation is taken away: so when that returns no access is
-//! under way, and there is no TLB to invalidate.
+//! One lock guards table and windows. It is held, shared, while a page is read, and
+//! owned while one is written or a translation is taken away: so when that
+//! returns no access is under way, and there is no TLB to invalidate.
 
 #![expect(
     unsafe_code,
@@ -173,7 +173,8 @@ impl Cpu {
         from: *const u8,
         bytes: u64,
     ) -> Result<(), Stopped> {
-        let state = self.share();
+        // Owned, so that writes of one page and reads of it come one after the other.
+        let state = self.own();
         let to = state.memory_at(va, bytes, Access::Write)?;
         // SAFETY: as in `copy_out`, the other way.
         unsafe { from.copy_to(to, length(bytes)) };

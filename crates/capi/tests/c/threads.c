@@ -218,7 +218,7 @@ static void *work(void *arg)
     return NULL;
 }
 
-int main(void)
+static void sharing_a_space(void)
 {
     struct worker workers[THREADS];
     uint64_t used = 1;
@@ -264,6 +264,125 @@ int main(void)
     OK(gm_dev_destroy(late_dev));
     OK(gm_as_destroy(as));
     CHECK(gpu.tables == 0 && nic.tables == 0 && late.tables == 0);
+}
+
+#define HERE (VA_BASE + 32 * PAGE)
+
+static int looking; /* guarded by lock */
+
+static int still_looking(void)
+{
+    pthread_mutex_lock(&lock);
+    int now = looking;
+    pthread_mutex_unlock(&lock);
+    return now;
+}
+
+/* Finds whatever region is just there. */
+static void *look(void *arg)
+{
+    (void)arg;
+    while (still_looking()) {
+        gm_region_t *found = NULL, *again = NULL;
+        gm_va_t begin = 0;
+        gm_ret_t ret = gm_as_lookup(as, HERE, &found);
+        if (ret == GM_RET_NOT_ALLOCATED)
+            continue;
+        OK(ret);
+        ret = gm_region_begin(found, &begin);
+        CHECK(ret == GM_RET_DESTROYED || (ret == GM_RET_OK && begin == HERE));
+        if (gm_as_lookup(as, HERE, &again) == GM_RET_OK && again != found)
+            EXPECT(gm_region_begin(found, &begin), GM_RET_DESTROYED);
+    }
+    return NULL;
+}
+
+/* A handle is good until its region is freed, whoever looks it up, and never after. */
+static void handle_of_a_region_while_others_look_it_up(void)
+{
+    struct worker workers[2];
+    OK(gm_as_create(VA_BASE, VA_END, GM_AS_ALLOC_DEFAULT, &as));
+    looking = 1;
+    for (unsigned at = 0; at < 2; at++)
+        CHECK(pthread_create(&workers[at].thread, NULL, look, &workers[at]) == 0);
+    for (int turn = 0; turn < 20000; turn++) {
+        gm_region_t *region = NULL, *found = NULL;
+        gm_va_t begin = 0;
+        OK(gm_as_alloc(as, HERE, PAGE, 0, 0, 0, &region));
+        OK(gm_region_begin(region, &begin));
+        CHECK(begin == HERE);
+        OK(gm_as_lookup(as, HERE, &found));
+        CHECK(found == region);
+        OK(gm_region_dealloc(region));
+        EXPECT(gm_region_begin(region, &begin), GM_RET_DESTROYED);
+    }
+    pthread_mutex_lock(&lock);
+    looking = 0;
+    pthread_mutex_unlock(&lock);
+    for (unsigned at = 0; at < 2; at++)
+        CHECK(pthread_join(workers[at].thread, NULL) == 0);
+    OK(gm_as_destroy(as));
+}
+
+static unsigned called; /* guarded by lock */
+
+static void count(void *arg)
+{
+    (void)arg;
+    pthread_mutex_lock(&lock);
+    called++;
+    pthread_mutex_unlock(&lock);
+}
+
+static unsigned calls(void)
+{
+    pthread_mutex_lock(&lock);
+    unsigned now = called;
+    pthread_mutex_unlock(&lock);
+    return now;
+}
+
+/* Queues until the space is gone; how often that went well. */
+static void *queue(void *arg)
+{
+    struct worker *worker = arg;
+    gm_mapping_set_t *set = NULL;
+    worker->done = 0;
+    if (gm_mapping_set_create(as, &set) != GM_RET_OK)
+        return NULL;
+    for (;;) {
+        gm_ret_t ret = gm_mapping_set_unmap(set, GM_ASYNC, count, NULL);
+        if (ret == GM_RET_DESTROYED)
+            return NULL;
+        OK(ret);
+        worker->done++;
+    }
+}
+
+/* What was queued is carried out, also at the very moment in which the space ends. */
+static void operations_queued_while_the_space_ends(void)
+{
+    for (int turn = 0; turn < 200; turn++) {
+        struct worker workers[2];
+        OK(gm_as_create(VA_BASE, VA_END, GM_AS_ALLOC_DEFAULT, &as));
+        called = 0;
+        for (unsigned at = 0; at < 2; at++)
+            CHECK(pthread_create(&workers[at].thread, NULL, queue, &workers[at]) == 0);
+        /* Every other space ends while both are at it, the rest at any moment. */
+        while (turn % 2 == 0 && calls() < 4)
+            OK(gm_as_synchronize(as));
+        OK(gm_as_destroy(as));
+        for (unsigned at = 0; at < 2; at++)
+            CHECK(pthread_join(workers[at].thread, NULL) == 0);
+        CHECK(called == workers[0].done + workers[1].done);
+    }
+}
+
+int main(void)
+{
+    sharing_a_space();
+    handle_of_a_region_while_others_look_it_up();
+    operations_queued_while_the_space_ends();
     puts("threads: every byte as written");
     return 0;
 }
