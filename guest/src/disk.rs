@@ -6,8 +6,9 @@
 //! page the kernel gives to the next read is the one that was used longest ago,
 //! which is just the one a host evicts. So the loop reads the disk in order,
 //! again and again, and leaves the choice of pages to the guest's kernel; a part
-//! of the reads goes past the cache into buffers of ours, and writes, flushes,
-//! zeroes and discards are mixed in.
+//! of the reads and writes goes past the cache, by buffers of ours, and flushes,
+//! zeroes and discards are mixed in. When the host has memory given up and taken
+//! again, the buffers are new ones: in RAM that was plugged in, if there is such.
 //!
 //! A block: word 0 its number, 1 its generation, 2 the seed, 3 the checksum of
 //! the rest, the rest from [`pattern`]. A zeroed block is all zeros. One thread
@@ -24,7 +25,8 @@ use rustix::fs::{Advice, FallocateFlags, OFlags, fadvise, fallocate};
 use crate::memory::rest;
 use crate::params::Params;
 use crate::pattern::{self, Mismatch, PAGE_BYTES, PAGE_WORDS};
-use crate::shared::{Counters, Order, Shared};
+use crate::plugged::plugged_bytes;
+use crate::shared::{Counters, Extent, Order, Shared};
 
 /// Bytes the loop reads in one step of its cycle.
 pub const CHUNK_BYTES: u64 = 1 << 20;
@@ -36,6 +38,8 @@ const HEADER_WORDS: usize = 4;
 const WRITE_BLOCKS: usize = 16;
 /// Buffers that direct reads go round, so that most of them have grown cold.
 const DIRECT_BUFFERS: usize = 8;
+/// An allocation of so much lies apart from others, and goes back to the kernel when it is freed.
+const APART_BYTES: usize = 40 << 20;
 /// `FALLOC_FL_NO_HIDE_STALE`: with it a punched range of a block device is discarded, not zeroed.
 const NO_HIDE_STALE: u32 = 0x04;
 
@@ -66,13 +70,28 @@ struct Buffer {
 
 impl Buffer {
     fn new(len: usize) -> Self {
-        let bytes = vec![0; len + PAGE_BYTES];
+        Self::within(len, len + PAGE_BYTES)
+    }
+
+    /// One that lies apart from all else; what is more than `len` is never touched.
+    fn apart(len: usize) -> Self {
+        Self::within(len, APART_BYTES.max(len + PAGE_BYTES))
+    }
+
+    fn within(len: usize, all: usize) -> Self {
+        let bytes = vec![0; all];
         let skew = bytes.as_ptr().align_offset(PAGE_BYTES).min(PAGE_BYTES);
         Self { bytes, skew, len }
     }
 
     fn get(&mut self) -> &mut [u8] {
         &mut self.bytes[self.skew..self.skew + self.len]
+    }
+
+    /// The part of a chunk's length that is number `turn`.
+    fn part(&mut self, turn: usize) -> &mut [u8] {
+        let bytes = CHUNK_BLOCKS * PAGE_BYTES;
+        &mut self.get()[turn * bytes..(turn + 1) * bytes]
     }
 }
 
@@ -83,7 +102,8 @@ pub struct Disk {
     direct: File,
     contents: Vec<Content>,
     buffer: Buffer,
-    direct_buffers: Vec<Buffer>,
+    /// One after another; see [`DIRECT_BUFFERS`].
+    direct_buffers: Buffer,
     seed: u64,
     random: u64,
     steps: u64,
@@ -99,6 +119,7 @@ impl Disk {
         let cached = OpenOptions::new().read(true).write(true).open(path)?;
         let direct = OpenOptions::new()
             .read(true)
+            .write(true)
             .custom_flags(OFlags::DIRECT.bits().cast_signed())
             .open(path)?;
         let blocks = usize::try_from(params.file_bytes / BLOCK_BYTES).unwrap_or(0);
@@ -107,9 +128,7 @@ impl Disk {
             direct,
             contents: vec![Content::Generation(0); blocks],
             buffer: Buffer::new(CHUNK_BLOCKS * PAGE_BYTES),
-            direct_buffers: (0..DIRECT_BUFFERS)
-                .map(|_| Buffer::new(CHUNK_BLOCKS * PAGE_BYTES))
-                .collect(),
+            direct_buffers: Buffer::apart(DIRECT_BUFFERS * CHUNK_BLOCKS * PAGE_BYTES),
             seed: params.seed ^ 0x6469_736b,
             random: pattern::mix(params.seed ^ 0x0064_6973_6b00) | 1,
             steps: 0,
@@ -126,6 +145,13 @@ impl Disk {
             self.write(first, CHUNK_BLOCKS)?;
         }
         self.flush()
+    }
+
+    /// Takes new buffers for direct I/O.
+    pub fn renew_buffers(&mut self) {
+        // The old ones first, so that they are free.
+        self.direct_buffers = Buffer::new(0);
+        self.direct_buffers = Buffer::apart(DIRECT_BUFFERS * CHUNK_BLOCKS * PAGE_BYTES);
     }
 
     /// One chunk of the cycle, and something else by turns.
@@ -154,6 +180,7 @@ impl Disk {
             }
             35 => self.forget(first)?,
             51 => self.flush()?,
+            turn if turn % 16 == 8 => self.rewrite_direct(other, counters)?,
             turn if turn % 4 == 0 => self.rewrite(other)?,
             turn if turn % 4 == 2 => {
                 let block = self.draw(self.contents.len());
@@ -183,29 +210,34 @@ impl Disk {
     }
 
     fn rewrite(&mut self, first: usize) -> Result<(), DiskError> {
+        self.next_generation(first);
+        self.write(first, WRITE_BLOCKS)
+    }
+
+    /// The same past the cache.
+    fn rewrite_direct(&mut self, first: usize, counters: &Counters) -> Result<(), DiskError> {
+        self.next_generation(first);
+        let turn = (first / WRITE_BLOCKS) % DIRECT_BUFFERS;
+        let bytes = &mut self.direct_buffers.part(turn)[..WRITE_BLOCKS * PAGE_BYTES];
+        make_blocks(bytes, self.seed, first, &self.contents[first..]);
+        let offset = first as u64 * BLOCK_BYTES;
+        let outcome = self.direct.write_all_at(bytes, offset);
+        Counters::add(&counters.plugged_bytes, plugged_bytes(bytes));
+        named("direct write", WRITE_BLOCKS, offset, outcome)
+    }
+
+    fn next_generation(&mut self, first: usize) {
         for content in &mut self.contents[first..first + WRITE_BLOCKS] {
             *content = Content::Generation(match *content {
                 Content::Zero => 1,
                 Content::Generation(generation) => generation.wrapping_add(1),
             });
         }
-        self.write(first, WRITE_BLOCKS)
     }
 
     fn write(&mut self, first: usize, blocks: usize) -> Result<(), DiskError> {
         let bytes = &mut self.buffer.get()[..blocks * PAGE_BYTES];
-        let mut block = [0; PAGE_WORDS];
-        for (index, space) in bytes.chunks_exact_mut(PAGE_BYTES).enumerate() {
-            make_block(
-                &mut block,
-                self.seed,
-                first + index,
-                self.contents[first + index],
-            );
-            for (word, place) in block.iter().zip(space.chunks_exact_mut(8)) {
-                place.copy_from_slice(&word.to_le_bytes());
-            }
-        }
+        make_blocks(bytes, self.seed, first, &self.contents[first..]);
         let offset = first as u64 * BLOCK_BYTES;
         let outcome = self.cached.write_all_at(bytes, offset);
         named("write", blocks, offset, outcome)
@@ -232,11 +264,12 @@ impl Disk {
     }
 
     fn verify_direct(&mut self, first: usize, counters: &Counters) -> Result<(), DiskError> {
-        let turn = (first / CHUNK_BLOCKS) % self.direct_buffers.len();
-        let bytes = self.direct_buffers[turn].get();
+        let turn = (first / CHUNK_BLOCKS) % DIRECT_BUFFERS;
+        let bytes = self.direct_buffers.part(turn);
         let offset = first as u64 * BLOCK_BYTES;
         let outcome = self.direct.read_exact_at(bytes, offset);
         named("direct read", CHUNK_BLOCKS, offset, outcome)?;
+        Counters::add(&counters.plugged_bytes, plugged_bytes(bytes));
         let contents = &self.contents[first..first + CHUNK_BLOCKS];
         compare(bytes, self.seed, first, contents, counters);
         Ok(())
@@ -308,6 +341,18 @@ fn named(
     })
 }
 
+/// Fills `bytes` with the blocks from number `first` on.
+fn make_blocks(bytes: &mut [u8], seed: u64, first: usize, contents: &[Content]) {
+    let mut block = [0; PAGE_WORDS];
+    let blocks = bytes.chunks_exact_mut(PAGE_BYTES).zip(contents);
+    for (number, (space, content)) in (first..).zip(blocks) {
+        make_block(&mut block, seed, number, *content);
+        for (word, place) in block.iter().zip(space.chunks_exact_mut(8)) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+    }
+}
+
 fn make_block(block: &mut [u64; PAGE_WORDS], seed: u64, number: usize, content: Content) {
     let Content::Generation(generation) = content else {
         block.fill(0);
@@ -373,7 +418,12 @@ pub fn run(path: &Path, params: &Params, shared: &Shared) -> Result<(), DiskErro
     })?;
     disk.fill()?;
     counters.filled.store(true, Relaxed);
+    let mut extent = shared.extent();
     while shared.order() == Order::Step {
+        let before = std::mem::replace(&mut extent, shared.extent());
+        if before == Extent::Half && extent == Extent::Whole {
+            disk.renew_buffers();
+        }
         if let Err(error) = disk.step(counters)
             && counters.count_error()
         {

@@ -23,5 +23,6 @@ pub mod disk;
 pub mod memory;
 pub mod params;
 pub mod pattern;
+pub mod plugged;
 pub mod shared;
 pub mod wire;

@@ -8,7 +8,8 @@
 //!
 //! The memory is two halves, each an allocation of its own. When the host asks,
 //! the upper half is freed, and later taken anew with new content: a balloon that
-//! reports free pages then has some to report. The allocator gives an allocation
+//! reports free pages then has some to report, and RAM that was plugged in
+//! meanwhile is what the kernel takes first. The allocator gives an allocation
 //! of more than 32 MiB back to the kernel at once.
 
 use std::sync::atomic::Ordering::Relaxed;
@@ -16,6 +17,7 @@ use std::time::Duration;
 
 use crate::params::Params;
 use crate::pattern::{self, PAGE_BYTES, PAGE_WORDS};
+use crate::plugged::plugged_bytes;
 use crate::shared::{Counters, Extent, Order, Shared};
 
 /// Pages of one stride of the sweep.
@@ -147,6 +149,13 @@ impl Memory {
         }
     }
 
+    /// How much of it lies in plugged RAM.
+    #[must_use]
+    pub fn plugged_bytes(&self) -> u64 {
+        let of = |pages: &Pages| plugged_bytes(&pages.words[pages.skew_words..]);
+        of(&self.lower) + self.upper.as_ref().map_or(0, of)
+    }
+
     /// Verifies every page once, in order.
     pub fn verify_all(&self, counters: &Counters) {
         for number in 0..self.pages() {
@@ -214,9 +223,17 @@ pub fn run(params: &Params, shared: &Shared) {
     tell(&memory);
     memory.fill();
     counters.filled.store(true, Relaxed);
+    let mut looked = None;
     while shared.order() == Order::Step {
         memory.resize(shared.extent());
         tell(&memory);
+        // A sweep has been everywhere, so all of it is present.
+        let now = (memory.pages(), counters.rounds.load(Relaxed));
+        if looked.replace(now) != Some(now) {
+            counters
+                .plugged_bytes
+                .store(memory.plugged_bytes(), Relaxed);
+        }
         memory.step(counters);
         rest(params.pace_us);
     }

@@ -49,6 +49,9 @@ pub struct Counters {
     pub rounds: AtomicU64,
     /// Bytes compared by the last verification.
     pub final_bytes: AtomicU64,
+    /// In plugged RAM: bytes of memory that lie there now, or bytes of disk moved by direct I/O with
+    /// buffers there so far.
+    pub plugged_bytes: AtomicU64,
     /// Whether all content was written once.
     pub filled: AtomicBool,
 }
@@ -141,6 +144,8 @@ impl Shared {
             disk_rounds: disk.rounds.load(Relaxed),
             final_memory_bytes: memory.final_bytes.load(Relaxed),
             final_disk_bytes: disk.final_bytes.load(Relaxed),
+            memory_plugged_bytes: memory.plugged_bytes.load(Relaxed),
+            disk_plugged_bytes: disk.plugged_bytes.load(Relaxed),
         }
     }
 

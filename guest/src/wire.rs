@@ -50,6 +50,10 @@ pub struct Progress {
     pub final_memory_bytes: u64,
     /// Bytes of disk compared by the last verification.
     pub final_disk_bytes: u64,
+    /// Bytes of the memory under work that lie in RAM that was plugged in.
+    pub memory_plugged_bytes: u64,
+    /// Bytes of disk read and written so far, past the page cache, with buffers in such RAM.
+    pub disk_plugged_bytes: u64,
 }
 
 /// A word from the host.

@@ -288,6 +288,17 @@ impl Guest {
         resident_bytes(self.pid())
     }
 
+    /// That `what` did not happen within `timeout`, with all that is known.
+    #[must_use]
+    pub fn late(&self, what: String, timeout: Duration) -> GuestError {
+        GuestError::Late {
+            what,
+            seconds: timeout.as_secs(),
+            last: self.progress().map(Box::new),
+            log: self.log_tails(),
+        }
+    }
+
     /// Last lines of QEMU's log and the guest's console.
     #[must_use]
     pub fn log_tails(&self) -> String {

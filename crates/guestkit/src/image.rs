@@ -23,7 +23,7 @@ use crate::modules::{self, ModuleError};
 
 const KERNEL_NAME: &str = "linux-image-cloud-amd64";
 const BUSYBOX_NAME: &str = "busybox-static";
-const MODULES: [&str; 3] = ["virtio_pci", "virtio_blk", "virtio_balloon"];
+const MODULES: [&str; 4] = ["virtio_pci", "virtio_blk", "virtio_balloon", "virtio_mem"];
 const GUEST_TARGET: &str = "x86_64-unknown-linux-gnu";
 const INIT: &str = include_str!("../../../guest/init");
 

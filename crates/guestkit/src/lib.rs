@@ -16,6 +16,7 @@ pub mod guest;
 pub mod image;
 pub mod modules;
 pub mod peer;
+pub mod plug;
 pub mod product;
 pub mod qemu;
 pub mod qmp;

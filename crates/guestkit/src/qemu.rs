@@ -178,6 +178,8 @@ pub struct GuestSpec {
     pub work: Params,
     /// Whether a balloon reports free pages.
     pub free_page_reporting: bool,
+    /// RAM that can be plugged in while it runs.
+    pub spare_ram_bytes: u64,
     /// User that QEMU becomes after it has opened everything.
     pub run_as: Option<String>,
     /// More words for QEMU.
@@ -194,6 +196,7 @@ impl Default for GuestSpec {
             disk_queues: 2,
             work: Params::default(),
             free_page_reporting: false,
+            spare_ram_bytes: 0,
             run_as: None,
             extra: Vec::new(),
         }
@@ -248,7 +251,7 @@ pub fn arguments(
     option("-accel", accel.argument().to_owned());
     option("-cpu", "max".to_owned());
     option("-smp", spec.cpus.to_string());
-    option("-m", format!("{}M", spec.ram_bytes >> 20));
+    option("-m", memory_size(spec));
     let (object, machine) = memory(spec);
     if let Some(object) = object {
         option("-object", object);
@@ -284,6 +287,15 @@ pub fn arguments(
     }
     words.extend(spec.extra.iter().cloned());
     words
+}
+
+fn memory_size(spec: &GuestSpec) -> String {
+    let boot = format!("{}M", spec.ram_bytes >> 20);
+    if spec.spare_ram_bytes == 0 {
+        return boot;
+    }
+    let most = spec.ram_bytes + spec.spare_ram_bytes;
+    format!("{boot},slots=4,maxmem={}M", most >> 20)
 }
 
 fn memory(spec: &GuestSpec) -> (Option<String>, String) {
@@ -338,10 +350,11 @@ fn disk(spec: &GuestSpec, version: Version) -> Vec<(&'static str, String)> {
 fn kernel_command_line(work: &Params) -> String {
     // The guest may stand still for seconds while the daemon is away: no watchdog
     // is to take that for a hang. Debian's kernels zero every page as they allocate it, and so fetch
-    // it before a device may: here the device is to be first.
+    // it before a device may: here the device is to be first. Memory that is plugged in is used at
+    // once, and for pages that can be moved, so that it can be taken out again.
     format!(
         "console=ttyS0 loglevel=4 panic=-1 nowatchdog rcupdate.rcu_cpu_stall_suppress=1 \
-         mitigations=off init_on_alloc=0 {}",
+         mitigations=off init_on_alloc=0 memhp_default_state=online_movable {}",
         work.words()
     )
 }

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A vhost-user front end that writes nonsense into its rings.
+//! A vhost-user front end of our own: one that writes nonsense into its rings, or asks for DMA into
+//! memory that is not its to give.
+#![expect(dead_code, reason = "each test file uses a part of it")]
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use vhost::vhost_user::message::VhostUserHeaderFlag;
 use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures};
@@ -20,8 +23,13 @@ const DESCRIPTORS: u64 = 0;
 const AVAIL: u64 = 0x1000;
 const USED: u64 = 0x2000;
 const BUFFER: u64 = 0x3000;
+/// Where more memory begins, for the guest and for the front end, as far past [`GPA`] and [`VA`].
+const MORE: u64 = 1 << 32;
+const PAGE: u32 = 4096;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
+/// Longest wait for an answer.
+const PATIENCE: Duration = Duration::from_secs(30);
 /// `VHOST_USER_F_PROTOCOL_FEATURES` and `VIRTIO_F_VERSION_1`.
 const FEATURES: u64 = 1 << 30 | 1 << 32;
 
@@ -52,6 +60,7 @@ pub const LIES: [Lie; 5] = [
 /// See the module.
 pub struct Liar {
     ram: File,
+    asked: u16,
     kick: EventFd,
     call: EventFd,
     frontend: Frontend,
@@ -75,6 +84,7 @@ impl Liar {
         let (kick, call) = (event(), event());
         let mut liar = Self {
             ram: ram.try_clone().expect("a copy"),
+            asked: 0,
             kick,
             call,
             frontend,
@@ -89,7 +99,8 @@ impl Liar {
         front.get_features()?;
         front.set_features(FEATURES)?;
         front.get_protocol_features()?;
-        front.set_protocol_features(VhostUserProtocolFeatures::REPLY_ACK)?;
+        let features = VhostUserProtocolFeatures::REPLY_ACK;
+        front.set_protocol_features(features | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)?;
         front.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         front.set_mem_table(&[VhostUserMemoryRegionInfo {
             guest_phys_addr: GPA,
@@ -140,6 +151,48 @@ impl Liar {
         self.put(AVAIL + 4, &u16::to_le_bytes(head));
         self.put(AVAIL + 2, &u16::to_le_bytes(index));
         self.kick.write(1).expect("a kick");
+    }
+
+    /// Gives the device all `bytes` of `file` as more memory.
+    pub fn lend(&mut self, file: &File, bytes: u64) {
+        let region = VhostUserMemoryRegionInfo {
+            guest_phys_addr: GPA + MORE,
+            memory_size: bytes,
+            userspace_addr: VA + MORE,
+            mmap_offset: 0,
+            mmap_handle: file.as_raw_fd(),
+        };
+        self.frontend.add_mem_region(&region).expect("more memory");
+    }
+
+    /// Has the device read the first page of its disk into byte `at` of what was [lent](Self::lend),
+    /// and returns the status it answers with.
+    pub fn read_into_lent(&mut self, at: u64) -> u8 {
+        self.put(BUFFER, &[0; 16]);
+        self.put(BUFFER + 16, &[0xff]);
+        self.descriptor(0, BUFFER, 16, (NEXT, 1));
+        self.descriptor(1, MORE + at, PAGE, (NEXT | WRITE, 2));
+        self.descriptor(2, BUFFER + 16, 1, (WRITE, 0));
+        let slot = u64::from(self.asked % QUEUE_SIZE);
+        self.put(AVAIL + 4 + 2 * slot, &[0, 0]);
+        self.asked += 1;
+        self.put(AVAIL + 2, &self.asked.to_le_bytes());
+        self.kick.write(1).expect("a kick");
+        let deadline = Instant::now() + PATIENCE;
+        while self.get::<2>(USED + 2) != self.asked.to_le_bytes() {
+            assert!(Instant::now() < deadline, "the request is left hanging");
+            std::thread::yield_now();
+        }
+        let [status] = self.get(BUFFER + 16);
+        status
+    }
+
+    fn get<const N: usize>(&self, at: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.ram
+            .read_exact_at(&mut bytes, at)
+            .expect("memory of ours");
+        bytes
     }
 
     fn descriptor(&self, index: u64, at: u64, len: u32, (flags, next): (u16, u16)) {

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+//! RAM that comes and goes in a squeezed guest: DIMMs and virtio-mem, through QEMU's monitor.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use pagetide_guest::params::Params;
+use pagetide_guest::wire::{Command, Progress};
+use pagetide_guestkit::guest::Guest;
+use pagetide_guestkit::plug::{drop_memory, eject, plug, plugged_bytes, request, virtio_mem};
+use pagetide_guestkit::qemu::{Disk, GuestSpec, is_ram};
+use pagetide_guestkit::report::Report;
+use pagetide_guestkit::stage::Stage;
+use pagetide_guestkit::steps::{
+    self, PATIENCE, VM, let_go, limit_to_half, number, squeeze, take_turn, work,
+};
+use serde_json::Value;
+
+use liar::Liar;
+
+mod liar;
+
+const DISK_BYTES: u64 = 32 << 20;
+const DISK_4_MIB: u64 = 4 << 20;
+/// The least that Linux takes in or gives up is 128 MiB.
+const DIMM_BYTES: u64 = 256 << 20;
+/// Most that a device of blocks gives; not the size of any other file.
+const BLOCKS_BYTES: u64 = 2 * DIMM_BYTES;
+const S_IOERR: u8 = 1;
+
+/// A guest with a disk, to which RAM can be added.
+fn growing(disk: Disk) -> GuestSpec {
+    let spec = steps::with_disk(disk);
+    let work = Params {
+        file_bytes: DISK_BYTES,
+        ..spec.work
+    };
+    GuestSpec {
+        work,
+        spare_ram_bytes: 1 << 30,
+        ..spec
+    }
+}
+
+/// A stage with a guest that works on a disk of the daemon.
+fn set(stage: &mut Stage, spec: GuestSpec) -> Guest {
+    let (socket, image) = stage.new_disk(DISK_BYTES).expect("an image");
+    stage.product.serve_disk(&socket, &image).expect("a disk");
+    let disk = Disk::VhostUser(socket);
+    steps::working_guest(stage, &GuestSpec { disk, ..spec })
+}
+
+fn regions(stage: &Stage) -> Vec<Value> {
+    let vm = stage.product.show(VM).expect("show");
+    vm["regions"].as_array().cloned().unwrap_or_default()
+}
+
+/// Waits until the daemon knows so many RAM files, so many bytes in all.
+fn until_known(stage: &Stage, files: usize, ram_bytes: u64) {
+    let known = || {
+        let vm = stage.product.show(VM)?;
+        let count = vm["regions"].as_array().map_or(0, Vec::len);
+        Ok(count == files && number(&vm, "ram_bytes") == ram_bytes)
+    };
+    let what = format!("{files} RAM files known");
+    stage.until(&what, PATIENCE, known).expect("known");
+    assert_eq!(bars(stage), Vec::<String>::new());
+}
+
+fn bars(stage: &Stage) -> Vec<String> {
+    let vm = stage.product.show(VM).expect("show");
+    let bars = vm["eviction_bars"].as_array().cloned().unwrap_or_default();
+    bars.iter().map(ToString::to_string).collect()
+}
+
+/// Has the guest take memory and buffers anew, and waits until both are in plugged RAM.
+fn use_plugged(guest: &mut Guest) {
+    guest.send(Command::Give).expect("send");
+    let small = |p: &Progress| p.memory_bytes < 64 << 20;
+    guest
+        .wait_for("less memory", PATIENCE, small)
+        .expect("given up");
+    guest.send(Command::Take).expect("send");
+    let before = guest.progress().map_or(0, |p| p.disk_plugged_bytes);
+    let plugged = |p: &Progress| {
+        p.memory_plugged_bytes >= 16 << 20 && p.disk_plugged_bytes >= before + (2 << 20)
+    };
+    guest
+        .wait_for("work in plugged RAM", PATIENCE, plugged)
+        .expect("plugged RAM in use");
+}
+
+/// Limits the guest to half of what is resident, and waits until that is so and part of the RAM
+/// plugged last has been evicted.
+fn squeeze_plugged(stage: &Stage, guest: &Guest) {
+    let of_last = || {
+        regions(stage)
+            .last()
+            .map_or(0, |r| number(r, "resident_bytes"))
+    };
+    let before = of_last();
+    assert!(before > 4 << 20, "{before}");
+    let ceiling = Report::ceiling_bytes(limit_to_half(stage, guest));
+    let below = || {
+        let resident = guest.resident_bytes().is_ok_and(|bytes| bytes <= ceiling);
+        Ok(resident && of_last() < before)
+    };
+    stage
+        .until("plugged RAM squeezed", PATIENCE, below)
+        .expect("squeezed");
+}
+
+/// The guest's RAM files, the one that was made last at the end.
+fn ram_files(guest: &Guest) -> Vec<File> {
+    let folder = format!("/proc/{}/fd", guest.pid());
+    let mut numbers: Vec<u32> = fs::read_dir(folder)
+        .expect("descriptors")
+        .flatten()
+        .filter(|entry| fs::read_link(entry.path()).is_ok_and(|to| is_ram(&to.to_string_lossy())))
+        .filter_map(|entry| entry.file_name().to_string_lossy().parse().ok())
+        .collect();
+    numbers.sort_unstable();
+    let open = |number: u32| {
+        let path = format!("/proc/{}/fd/{number}", guest.pid());
+        OpenOptions::new().read(true).write(true).open(path)
+    };
+    let files = numbers.into_iter().map(|number| open(number).expect("RAM"));
+    files.collect()
+}
+
+/// Whether the daemon has a mapping or a descriptor of the file `ino`.
+fn daemon_has(stage: &Stage, ino: u64) -> bool {
+    let pid = stage.product.pid().expect("a daemon");
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).expect("maps");
+    let mapped = maps
+        .lines()
+        .any(|line| line.split_whitespace().nth(4) == Some(&ino.to_string()));
+    let fds = fs::read_dir(format!("/proc/{pid}/fd")).expect("descriptors");
+    let open = |path: &std::path::Path| fs::metadata(path).is_ok_and(|stat| stat.ino() == ino);
+    mapped || fds.flatten().any(|entry| open(&entry.path()))
+}
+
+#[test]
+fn dimm_in_a_squeezed_guest_is_evicted_and_after_it_is_gone_dma_into_it_reaches_nothing() {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
+        return;
+    };
+    let mut guest = set(&mut stage, growing(Disk::Absent));
+    let boot_bytes = growing(Disk::Absent).ram_bytes;
+    squeeze(&stage, &guest);
+    plug(&guest, "a", DIMM_BYTES).expect("plugged");
+    until_known(&stage, 2, boot_bytes + DIMM_BYTES);
+    use_plugged(&mut guest);
+    squeeze_plugged(&stage, &guest);
+    work(&mut guest, 64 << 20);
+
+    // Another front end, who got that RAM for its DMA as well.
+    let (socket, image) = stage.new_disk(DISK_4_MIB).expect("an image");
+    fs::write(&image, [0x5a; 4096]).expect("an image");
+    stage.product.serve_disk(&socket, &image).expect("a disk");
+    let dimm = ram_files(&guest).pop().expect("a DIMM");
+    let ino = dimm.metadata().expect("a file").ino();
+    let mut other = Liar::connect(&socket).expect("a front end");
+    other.lend(&dimm, DIMM_BYTES);
+
+    let before = guest.resident_bytes().expect("resident");
+    eject(&mut guest, "a", PATIENCE).expect("ejected");
+    drop_memory(&guest, "a").expect("unmapped");
+    until_known(&stage, 1, boot_bytes);
+    assert_eq!(other.read_into_lent(DIMM_BYTES - 4096), S_IOERR);
+    let mut bytes = [0; 4096];
+    dimm.read_exact_at(&mut bytes, DIMM_BYTES - 4096)
+        .expect("read");
+    assert_eq!(bytes, [0; 4096], "DMA into RAM that is gone");
+    let device = stage.product.device(&socket).expect("a device");
+    assert_eq!(device["state"], "connected", "{device}");
+    drop((other, dimm));
+    stage
+        .until("the DIMM's file closed", PATIENCE, || {
+            Ok(!daemon_has(&stage, ino))
+        })
+        .expect("closed");
+    assert!(guest.resident_bytes().expect("resident") <= before);
+    work(&mut guest, 64 << 20);
+
+    plug(&guest, "b", DIMM_BYTES).expect("plugged");
+    until_known(&stage, 2, boot_bytes + DIMM_BYTES);
+    use_plugged(&mut guest);
+    let_go(&stage, &mut guest);
+}
+
+#[test]
+fn daemon_killed_while_dimms_come_and_go_and_restarted_verifies_all() {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
+        return;
+    };
+    let mut guest = set(&mut stage, growing(Disk::Absent));
+    let boot_bytes = growing(Disk::Absent).ram_bytes;
+    squeeze(&stage, &guest);
+    // At whatever step of taking the DIMM the daemon is.
+    plug(&guest, "a", DIMM_BYTES).expect("plugged");
+    stage.product.kill();
+    stage.product.run().expect("a successor");
+    until_known(&stage, 2, boot_bytes + DIMM_BYTES);
+    use_plugged(&mut guest);
+    squeeze_plugged(&stage, &guest);
+    stage.product.kill();
+    stage.product.run().expect("a successor");
+    until_known(&stage, 2, boot_bytes + DIMM_BYTES);
+    work(&mut guest, 64 << 20);
+    // Unplugged, and another one plugged, while nobody looks.
+    eject(&mut guest, "a", PATIENCE).expect("ejected");
+    stage.product.kill();
+    drop_memory(&guest, "a").expect("unmapped");
+    plug(&guest, "b", 2 * DIMM_BYTES).expect("plugged");
+    stage.product.run().expect("a successor");
+    until_known(&stage, 2, boot_bytes + 2 * DIMM_BYTES);
+    use_plugged(&mut guest);
+    let_go(&stage, &mut guest);
+}
+
+#[test]
+fn virtio_mem_blocks_in_a_squeezed_guest_are_evicted_and_given_back() {
+    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
+        return;
+    };
+    let spec = GuestSpec {
+        extra: virtio_mem(BLOCKS_BYTES),
+        ..growing(Disk::Absent)
+    };
+    let mut guest = set(&mut stage, spec);
+    squeeze(&stage, &guest);
+    assert_eq!(regions(&stage).len(), 2);
+    request(&guest, DIMM_BYTES).expect("asked for");
+    let has = |guest: &Guest, bytes| plugged_bytes(guest).is_ok_and(|now| now == bytes);
+    let all = || Ok(has(&guest, DIMM_BYTES));
+    stage
+        .until("blocks plugged", PATIENCE, all)
+        .expect("plugged");
+    use_plugged(&mut guest);
+    let file = ram_files(&guest)
+        .into_iter()
+        .find(|file| file.metadata().is_ok_and(|stat| stat.len() == BLOCKS_BYTES))
+        .expect("RAM");
+    let resident = || file.metadata().map_or(u64::MAX, |stat| stat.blocks() * 512);
+    let before = resident();
+    let ceiling = Report::ceiling_bytes(limit_to_half(&stage, &guest));
+    let squeezed = || {
+        let below = guest.resident_bytes().is_ok_and(|bytes| bytes <= ceiling);
+        Ok(below && resident() < before)
+    };
+    stage
+        .until("blocks squeezed", PATIENCE, squeezed)
+        .expect("squeezed");
+    work(&mut guest, 64 << 20);
+    // Pages under direct I/O cannot be moved, and Linux tries again after most of a minute only.
+    guest.send(Command::Quiet).expect("send");
+    request(&guest, 0).expect("asked for");
+    let none = || Ok(has(&guest, 0));
+    stage
+        .until("blocks given back", PATIENCE, none)
+        .expect("given back");
+    assert_eq!(resident(), 0);
+    guest.send(Command::Go).expect("send");
+    work(&mut guest, 64 << 20);
+    let_go(&stage, &mut guest);
+}
