@@ -249,20 +249,20 @@ impl AddressSpace {
     /// The first failure of an asynchronous operation since the last call, once.
     #[doc(alias = "gm_as_synchronize")]
     pub fn synchronize(&self) -> Result<(), GmError> {
-        self.wait_for_changes();
         let in_callback = IN_CALLBACK.with(Cell::get) > 0;
         let mut queue = self.operations.lock();
         let serial = queue.next_serial;
-        while !in_callback && !queue.are_called(serial) {
-            if queue.are_changed(serial) {
-                queue.watching += 1;
-                queue = wait(&self.operations.returned, queue);
-                queue.watching -= 1;
-            } else {
-                // Queued since by others: not ours to wait for, but quickly done.
+        loop {
+            if !queue.are_changed(serial) {
                 drop(queue);
                 self.drain();
                 queue = self.operations.lock();
+            } else if in_callback || queue.are_called(serial) {
+                break;
+            } else {
+                queue.watching += 1;
+                queue = wait(&self.operations.returned, queue);
+                queue.watching -= 1;
             }
         }
         queue.failure.take().map_or(Ok(()), Err)
@@ -270,9 +270,12 @@ impl AddressSpace {
 
     /// Carries out, or waits for, everything queued before.
     pub(crate) fn wait_for_changes(&self) {
-        let serial = self.operations.lock().next_serial;
-        while !self.operations.lock().are_changed(serial) {
+        let mut queue = self.operations.lock();
+        let serial = queue.next_serial;
+        while !queue.are_changed(serial) {
+            drop(queue);
             self.drain();
+            queue = self.operations.lock();
         }
     }
 
