@@ -108,7 +108,8 @@ fn build(program: &Path, link: Link) -> Option<PathBuf> {
 /// Builds and runs a program; what it printed.
 fn run(program: &str, link: Link) -> Option<String> {
     let built = build(&source(program), link)?;
-    let output = succeed(&mut Command::new(built));
+    // Cargo's own, which would come before the program's: it leads to another build of the library.
+    let output = succeed(Command::new(built).env_remove("LD_LIBRARY_PATH"));
     Some(String::from_utf8(output.stdout).unwrap())
 }
 
