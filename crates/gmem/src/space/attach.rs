@@ -18,7 +18,7 @@ use super::{
 use crate::{
     device::{Device, Standing, is_same},
     error::GmError,
-    mmu::Inherited,
+    mmu::{Inherited, Restrict},
     region::{Content, MapOptions, Region, State},
     sync::{Arc, lock},
 };
@@ -31,7 +31,8 @@ impl AddressSpace {
     /// one space at a time: with [`Activation::Now`] it is deactivated elsewhere first.
     ///
     /// # Errors
-    /// [`GmError::AlreadyAttached`], [`GmError::Unsupported`] (a page size, or too many tables),
+    /// [`GmError::AlreadyAttached`], [`GmError::Unsupported`] (a page size, too many tables, or a device
+    /// that cannot be kept from present pages where the space has frames),
     /// [`GmError::NoAddresses`] (an inherited mapping lies where a region is), [`GmError::Destroyed`],
     /// [`GmError::Device`]. It is then not attached, and active where it was, unless it would not be
     /// activated there again.
@@ -68,6 +69,11 @@ impl AddressSpace {
     }
 
     fn may_attach(&self, device: &Device, standing: &Standing) -> Result<(), GmError> {
+        if self.memory.is_none() && device.limits().strongest != Restrict::NoAccess {
+            return Err(GmError::Unsupported {
+                what: "a device that cannot be kept from reading, where frames are given to others",
+            });
+        }
         if standing.destroyed || self.is_destroyed() {
             return Err(GmError::Destroyed);
         }

@@ -439,6 +439,29 @@ fn loom_two_who_unmap_and_one_who_gives_back_do_it_once() {
     });
 }
 
+#[test]
+fn loom_space_is_destroyed_or_attached_to_and_never_both() {
+    check(|| {
+        let setting = Setting::new(0);
+        setting.region.dealloc().unwrap();
+        let (space, late) = (Arc::clone(&setting.space), Arc::clone(&setting.devices[0]));
+        let attacher =
+            thread::spawn(
+                move || match space.attach(&late, Mode::Coherent, Activation::Now) {
+                    Ok(()) => 1,
+                    Err(GmError::Destroyed) => 0,
+                    Err(error) => panic!("{error}"),
+                },
+            );
+        let destroyed = match setting.space.destroy() {
+            Ok(()) => 1,
+            Err(GmError::InUse { .. }) => 0,
+            Err(error) => panic!("{error}"),
+        };
+        assert_eq!(destroyed + attacher.join().unwrap(), 1);
+    });
+}
+
 /// Memory of one page, which is never there.
 struct Nowhere;
 

@@ -9,7 +9,7 @@ use crate::kit::{
 use pagetide_addr::{Access, DeviceId, Pa, Va};
 use pagetide_gmem::{
     Activation, AllocPolicy, GmError, Inherited, MapOptions, Mapped, Mode, OnAbsent, PageSizes,
-    PhysicalMemory, Placement, Protection,
+    PhysicalMemory, Placement, Protection, Restrict,
 };
 use std::sync::Arc;
 
@@ -499,6 +499,20 @@ fn cpu_whose_mappings_do_not_fit_is_not_attached() {
         occupied.dealloc().unwrap();
         end(&machine, &space, &[&cpu]);
     }
+}
+
+#[test]
+fn device_that_cannot_be_kept_from_reading_is_not_for_frames() {
+    let machine = Machine::new();
+    let reader = machine.actor(Build {
+        strongest: Restrict::ReadOnly,
+        ..Build::default()
+    });
+    refused!(
+        reader.join(&space_of(16), Mode::Coherent),
+        GmError::Unsupported { .. }
+    );
+    reader.device.destroy().unwrap();
 }
 
 #[test]

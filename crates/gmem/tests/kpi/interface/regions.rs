@@ -7,7 +7,7 @@ use crate::kit::{
 };
 use pagetide_addr::{Access, Pa, Va};
 use pagetide_gmem::{
-    GmError, MapOptions, Mapped, MappingSet, PageSizes, Protection, RegionRequest,
+    GmError, MapOptions, Mapped, MappingSet, PageSizes, Placement, Protection, RegionRequest,
 };
 
 const HUGE: u64 = 2 << 20;
@@ -307,6 +307,29 @@ fn region_across_sections_is_taken_away_whole() {
     machine.assert_unreachable(region.pages());
     assert_eq!(machine.count(Op::Restrict), 6, "each section's part once");
     end(&machine, &space, &[&gpu]);
+}
+
+#[test]
+fn unmap_asks_only_tables_that_may_map_the_region() {
+    let machine = Machine::eager();
+    let (cpu, gpu) = machine.cpu_and_gpu(4);
+    let space = space_of(64);
+    attach_all(&space, &[&cpu, &gpu]);
+    let region = region_of(&space, 1);
+    region.set_policy(Placement::RemoteAccess, None).unwrap();
+    cpu.write(region.start().0, 1);
+    gpu.write(region.start().0, 2);
+    gpu.device.detach(&space).unwrap();
+    // Its table takes the place of the one that is gone, and not its mappings.
+    let next = machine.gpu();
+    attach_all(&space, &[&next]);
+    region.unmap().unwrap();
+    assert_eq!(machine.count(Op::Restrict), 1);
+    assert_eq!(
+        (cpu.count(Op::Invalidate), next.count(Op::Invalidate)),
+        (1, 0)
+    );
+    end(&machine, &space, &[&cpu, &next]);
 }
 
 #[test]

@@ -21,6 +21,7 @@ pub struct Build {
     pub format: Option<u32>,
     pub page_sizes: PageSizes,
     pub inherited: Vec<Inherited>,
+    pub strongest: Restrict,
 }
 
 impl Default for Build {
@@ -31,6 +32,7 @@ impl Default for Build {
             format: None,
             page_sizes: PageSizes::of_bits(2 << 20),
             inherited: Vec::new(),
+            strongest: Restrict::NoAccess,
         }
     }
 }
@@ -284,6 +286,7 @@ impl Mmu for SimulatedMmu {
             on_absent: self.build.on_absent,
             format: self.build.format.map(TableFormat),
             page_sizes: self.build.page_sizes,
+            strongest: self.build.strongest,
             ..MmuLimits::PAGED
         }
     }
