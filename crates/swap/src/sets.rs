@@ -20,7 +20,7 @@
 //! and those that are no more leave the sets ([`HotColdSets::follow`]).
 
 use pagetide_addr::SectionNo;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The sets, coldest first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
@@ -80,8 +80,8 @@ struct Standing {
 /// The sets of one VM.
 #[derive(Debug, Default)]
 pub struct HotColdSets {
-    /// By section; `None` for one that is not there.
-    standing: Vec<Option<Standing>>,
+    /// Of the sections there are; their numbers may lie far apart.
+    standing: BTreeMap<SectionNo, Standing>,
     ordered: BTreeSet<(Level, u64, SectionNo)>,
     arrivals: u64,
 }
@@ -95,44 +95,38 @@ impl HotColdSets {
         sets
     }
 
-    /// From now on there are just these sections, given in ascending order. Those that are new are
-    /// Active: nothing is known of them yet.
+    /// From now on there are just these sections. Those that are new are Active: nothing is known of
+    /// them yet.
     pub fn follow(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
-        let mut next = SectionNo(0);
-        for section in sections {
-            (next.0..section.0).for_each(|gone| self.leave(SectionNo(gone)));
-            if self.standing(section).is_none() {
+        let there: BTreeSet<SectionNo> = sections.into_iter().collect();
+        let known = self.standing.keys().copied();
+        let gone: Vec<SectionNo> = known.filter(|section| !there.contains(section)).collect();
+        for section in gone {
+            self.leave(section);
+        }
+        for section in there {
+            if !self.standing.contains_key(&section) {
                 self.enter(section, Level::Active);
             }
-            next = SectionNo(section.0 + 1);
         }
-        (next.0..self.standing.len() as u64).for_each(|gone| self.leave(SectionNo(gone)));
-    }
-
-    fn standing(&self, section: SectionNo) -> Option<Standing> {
-        self.standing.get(section.index()).copied().flatten()
     }
 
     fn enter(&mut self, section: SectionNo, level: Level) {
         let arrival = self.arrivals;
         self.arrivals += 1;
-        if self.standing.len() <= section.index() {
-            self.standing.resize(section.index() + 1, None);
-        }
-        self.standing[section.index()] = Some(Standing { level, arrival });
+        self.standing.insert(section, Standing { level, arrival });
         self.ordered.insert((level, arrival, section));
     }
 
     fn leave(&mut self, section: SectionNo) {
-        let standing = self.standing.get_mut(section.index());
-        if let Some(Standing { level, arrival }) = standing.and_then(Option::take) {
+        if let Some(Standing { level, arrival }) = self.standing.remove(&section) {
             self.ordered.remove(&(level, arrival, section));
         }
     }
 
     /// Moves `section` by what a scan saw; one that is in no set stays in none.
     pub fn saw(&mut self, section: SectionNo, seen: Seen) {
-        let Some(Standing { level, .. }) = self.standing(section) else {
+        let Some(level) = self.level(section) else {
             return;
         };
         let to = level.after(seen);
@@ -145,7 +139,7 @@ impl HotColdSets {
     /// Set of a section, if it is in one.
     #[must_use]
     pub fn level(&self, section: SectionNo) -> Option<Level> {
-        self.standing(section).map(|standing| standing.level)
+        self.standing.get(&section).map(|standing| standing.level)
     }
 
     /// All sections, coldest first.
@@ -158,7 +152,7 @@ impl HotColdSets {
     pub fn counts(&self) -> [(Level, u64); 6] {
         LEVELS.map(|level| {
             let in_set = |standing: &&Standing| standing.level == level;
-            let count = self.standing.iter().flatten().filter(in_set).count();
+            let count = self.standing.values().filter(in_set).count();
             (level, count as u64)
         })
     }

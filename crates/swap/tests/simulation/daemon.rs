@@ -387,6 +387,13 @@ fn attach_to_the_end(life: &Life, whole: &Arc<AddressSpace>, device: &Arc<Device
     let _frame = life.frame(Frame::Grow);
     while let Err(error) = whole.attach(device, Mode::Coherent, Activation::Now) {
         life.expect_trouble(&error);
+        // Memory that went just now is in the way.
+        let gone = life.world.lock().pages_to_remove();
+        if let (Some(pages), Some(memory)) = (gone, whole.memory())
+            && let Err(error) = memory.deallocate(pages)
+        {
+            life.expect_trouble(&error);
+        }
     }
 }
 

@@ -19,6 +19,7 @@ use crate::{
     content::{SECTORS, Stamps},
     daemon::{Daemon, Task},
     kernel::{Call, Life},
+    random::OneIn,
     state::{Frame, State},
 };
 use pagetide_addr::{PageNo, PageRange};
@@ -101,7 +102,7 @@ impl State {
         };
         self.coverage.plugs += 1;
         for number in pages.iter() {
-            let written = self.random.below(16) == 0;
+            let written = self.random.below(3) == 0;
             let content = written.then(|| Stamps([self.stamp(); SECTORS]));
             let held = content.unwrap_or(Stamps::ZERO);
             let page = self.page(number);
@@ -160,6 +161,11 @@ impl State {
     pub fn knows_the_slot(&self, pool: &Pool) -> bool {
         let known = pool.identity().expect("an identity");
         known == self.dimm.identity().as_bytes()
+    }
+
+    /// Pages that are to leave the space.
+    pub fn pages_to_remove(&self) -> Option<PageRange> {
+        (self.dimm.phase == Phase::Unplugged).then_some(self.dimm.pages)
     }
 
     /// Nothing in the slot is part of the space any more.
@@ -230,6 +236,7 @@ impl Daemon {
                     state.coverage.removals += 1;
                 }
                 set_identity(&life, self.store.pool(), "");
+                self.swap_in_other_memory();
             }
             Err(GrowthError::Busy { .. }) => life.world.lock().coverage.busy_removals += 1,
             Err(GrowthError::Wired { .. }) => {
@@ -240,6 +247,25 @@ impl Daemon {
                 }
             }
             Err(error) => life.expect_trouble(&error),
+        }
+    }
+
+    /// Now and then other memory comes into the slot at once: rounds may be under way that had begun
+    /// with the old one.
+    fn swap_in_other_memory(&self) {
+        let life = self.life();
+        let swapped = {
+            let mut state = life.world.lock();
+            let plugging = state.knobs.plugging;
+            let may = plugging != OneIn(0) && state.alive && state.dimm.phase == Phase::Out;
+            let swaps = may && state.random.below(3) == 0;
+            if swaps {
+                state.plug();
+            }
+            swaps
+        };
+        if swapped {
+            self.grow();
         }
     }
 
