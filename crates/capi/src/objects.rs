@@ -305,3 +305,69 @@ impl Dev {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use gmem::{AllocPolicy, RegionRequest};
+
+    fn space() -> Arc<Space> {
+        let space = AddressSpace::create(Va(1 << 20), Va(1 << 24), AllocPolicy::default());
+        let handle = Space::publish(space.unwrap()).unwrap();
+        SPACES.get(handle).unwrap()
+    }
+
+    #[test]
+    fn space_that_ended_is_held_by_nobody_and_neither_is_what_was_in_it() {
+        let space = space();
+        let region = space.space.alloc(&RegionRequest::of_bytes(4096)).unwrap();
+        let handle = space.handle_of(&region).unwrap().unwrap();
+        let area = Arc::downgrade(&REGIONS.get(handle).unwrap());
+        let set = space.new_set().unwrap();
+        let set = Arc::downgrade(&SETS.get(set).unwrap());
+        space.serve_operations().unwrap();
+        assert!(space.end().is_err());
+        region.dealloc().unwrap();
+        space.forget(&region);
+        drop(region);
+        space.end().unwrap();
+        assert!(area.upgrade().is_none());
+        assert!(set.upgrade().is_none());
+        assert_eq!(Arc::strong_count(&space), 1);
+        assert_eq!(Arc::strong_count(&space.space), 1);
+        assert!(matches!(
+            SPACES.get(space.handle()),
+            Err(Failure::Destroyed { .. })
+        ));
+        assert!(space.new_set().is_err());
+    }
+
+    #[test]
+    fn region_that_was_freed_gets_no_handle_and_its_successor_a_new_one() {
+        let space = space();
+        let request = RegionRequest {
+            hint: Some(Va(1 << 20)),
+            ..RegionRequest::of_bytes(4096)
+        };
+        let first = space.space.alloc(&request).unwrap();
+        let handle = space.handle_of(&first).unwrap().unwrap();
+        assert!(space.handle_of(&first).unwrap() == Some(handle));
+        // Freed, and its address taken by another, before anybody has forgotten it.
+        first.dealloc().unwrap();
+        let second = space.space.alloc(&request).unwrap();
+        assert_eq!(second.start(), first.start());
+        let next = space.handle_of(&second).unwrap().unwrap();
+        assert!(next != handle);
+        assert!(matches!(
+            REGIONS.get(handle),
+            Err(Failure::Destroyed { .. })
+        ));
+        // Who found the first one late changes nothing about the second.
+        assert!(space.handle_of(&first).unwrap().is_none());
+        space.forget(&first);
+        assert!(space.handle_of(&second).unwrap() == Some(next));
+        second.dealloc().unwrap();
+        space.forget(&second);
+        space.end().unwrap();
+    }
+}

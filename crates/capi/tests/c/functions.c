@@ -385,12 +385,15 @@ static void predefined_cpu_is_one_and_cannot_be_destroyed(void)
 {
     gm_as_t *as = space_of(0);
     gm_region_t *region = region_in(as, 1);
+    gm_dev_t *another = cpu_create(NULL, 1);
     char back = 0;
     CHECK(gm_dev_CPU != NULL && gm_dev_CPU == gm_dev_cpu());
     CHECK(gm_mmu_CPU == gm_mmu_cpu());
     OK(gm_cpu_add_window(gm_dev_CPU, PA_BASE, PAGE, machine_memory));
     OK(gm_dev_register_physmem(gm_dev_CPU, frame(0), frame(1)));
     OK(gm_as_attach(as, gm_dev_CPU, GM_MMU_MODE_SHARED, true));
+    EXPECT(gm_as_attach(as, another, GM_MMU_MODE_SHARED, true), GM_RET_ALREADY_ATTACHED);
+    OK(gm_dev_destroy(another));
     OK(gm_cpu_write(gm_dev_CPU, begin_of(region), "c", 1));
     OK(gm_cpu_read(gm_dev_CPU, begin_of(region), &back, 1));
     CHECK(back == 'c');
