@@ -88,8 +88,11 @@ impl AliasGuard {
     /// Watches the mapping of a domain no more; threads of ours that wait there go on.
     pub(super) fn remove(&mut self, domain: &DmaDomain) {
         let range = range_of(domain);
+        let known = self.ranges.len();
         self.ranges.retain(|known| *known != range);
-        self.unwatch(range);
+        if self.ranges.len() < known {
+            self.unwatch(range);
+        }
     }
 
     fn unwatch(&self, (start, len_bytes): (Hva, u64)) {

@@ -289,3 +289,37 @@ pub(super) fn outside(layout: &RamLayout, pages: PageRange) -> Vec<PageRange> {
     }
     parts
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_addr::{Hva, PAGE_BYTES};
+    use pagetide_sys::memory_file::GuestFile;
+    use pagetide_vmm::layout::RamMapping;
+
+    #[test]
+    fn what_is_outside_all_files_is_told_in_parts() {
+        let mut layout = RamLayout::default();
+        for (first, pages) in [(0_u64, 600_u64), (1024, 512), (2048, 10)] {
+            let bytes = pages * PAGE_BYTES;
+            let mapping = RamMapping {
+                hva: Hva((first + 1) * PAGE_BYTES),
+                len_bytes: bytes,
+                file: 0,
+                file_offset: 0,
+            };
+            let file = GuestFile::new_memfd("outside", bytes).unwrap();
+            let ram = NewRam::new(file, bytes, vec![mapping]).unwrap();
+            layout = layout.with(&ram, PageNo(first)).unwrap();
+        }
+        let of = |start, end| {
+            let parts = outside(&layout, PageRange::new(PageNo(start), PageNo(end)));
+            let numbers = parts.iter().map(|part| (part.start.0, part.end.0));
+            numbers.collect::<Vec<_>>()
+        };
+        assert_eq!(of(0, 600), []);
+        assert_eq!(of(512, 1024), [(600, 1024)]);
+        assert_eq!(of(1536, 2048), [(1536, 2048)]);
+        assert_eq!(of(590, 2560), [(600, 1024), (1536, 2048), (2058, 2560)]);
+    }
+}

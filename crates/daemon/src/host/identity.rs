@@ -88,3 +88,24 @@ pub(super) fn mappings_of(layout: &RamLayout) -> Vec<MappingIdentity> {
     };
     layout.recorded().mappings.into_iter().map(of).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As daemons wrote it before RAM could come and go.
+    const EARLIER: &str = r#"{"name":"a","pid":7,"start_time":9,"vmm":"qemu","mappings":[
+        {"hva":4096,"len_bytes":8192,"file":{"dev":1,"ino":2},"file_offset":0}]}"#;
+
+    #[test]
+    fn identity_without_first_pages_is_of_files_that_lie_end_to_end() {
+        let mut identity: Identity = serde_json::from_str(EARLIER).unwrap();
+        assert_eq!(identity.recorded().mappings.len(), 1);
+        assert_eq!(identity.recorded().first_pages, []);
+        identity.mappings[0].first_page = Some(PageNo(512));
+        let json = serde_json::to_string(&identity).unwrap();
+        let again: Identity = serde_json::from_str(&json).unwrap();
+        let key = FileKey { dev: 1, ino: 2 };
+        assert_eq!(again.recorded().first_pages, [(key, PageNo(512))]);
+    }
+}

@@ -69,7 +69,13 @@ impl VmSpace {
             hint: Some(there),
             ..RegionRequest::of_bytes(pages.bytes())
         };
-        let region = self.space.alloc(&request).map_err(failed)?;
+        let region = self.space.alloc(&request).map_err(|error| match error {
+            GmError::NoMemory { .. } => ControlError::refused(format!(
+                "the tmpfs of the state directory has no room for the words of {} pages: make it larger (mount -o remount,size=…)",
+                pages.len()
+            )),
+            other => failed(other),
+        })?;
         let placed = if region.start() == there {
             region.set_policy(Placement::RemoteAccess, Some(&self.vcpus))
         } else {

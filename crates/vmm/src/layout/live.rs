@@ -16,10 +16,8 @@
 //! Memory that virtio-mem plugs and unplugs lies in a file that is mapped as a
 //! whole from the start: the layout does not change at all.
 
-use super::{
-    FoundRam, Known, LayoutError, RamLayout, RamMapping, SMALLEST_RAM_BYTES, find_ram, in_order,
-    is_shared_writable, key_of, len_of,
-};
+use super::found::{FoundRam, Known, find_ram, is_shared_writable, key_of, len_of};
+use super::{LayoutError, RamLayout, RamMapping, SMALLEST_RAM_BYTES, in_order};
 use crate::Refusal;
 use crate::process::{VmmProcess, in_proc};
 use arc_swap::{ArcSwap, Guard};

@@ -14,10 +14,8 @@
 //! The kernel may list one mapping in parts (each `madvise` of a part does
 //! that), so what counts is that each recorded byte is mapped where it was.
 
-use super::{
-    LayoutError, NewRam, RamFile, RamLayout, RamMapping, huge_page_warning, is_shared_writable,
-    key_of,
-};
+use super::found::{huge_page_warning, is_shared_writable, key_of, open_ram_file, unreadable};
+use super::{LayoutError, NewRam, RamFile, RamLayout, RamMapping};
 use crate::Refusal;
 use crate::process::{VmmProcess, in_proc};
 use pagetide_addr::{FileKey, Hva, PAGE_SHIFT, PageNo};
@@ -276,10 +274,10 @@ fn open_recorded(
     let Some(map) = maps.iter().find(listed_at) else {
         return Ok(None);
     };
-    let Some(file) = super::open_ram_file(vmm, map)? else {
+    let Some(file) = open_ram_file(vmm, map)? else {
         return Ok(None);
     };
-    let key = file.key().map_err(|e| super::unreadable(vmm.pid(), &e))?;
+    let key = file.key().map_err(|e| unreadable(vmm.pid(), &e))?;
     Ok((key == mapping.key).then_some(file))
 }
 

@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which files that a VMM has mapped are RAM: shared, writable, in memory, of a
+//! size, in ordinary pages, and not for children. Each that is not so is refused
+//! with what to do about it.
+
+use super::{RamMapping, SMALLEST_RAM_BYTES};
+use crate::Refusal;
+use crate::process::VmmProcess;
+use pagetide_addr::{FileKey, Hva};
+use pagetide_sys::memory_file::{FileError, GuestFile};
+use procfs::process::{MMPermissions, MMapPath, MemoryMap, VmFlags};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+
+#[derive(Default)]
+pub(super) struct FoundRam {
+    pub(super) files: Vec<GuestFile>,
+    pub(super) mappings: Vec<RamMapping>,
+    pub(super) flags: Vec<VmFlags>,
+    /// A file that would be RAM if it were in memory.
+    pub(super) on_disk: Option<String>,
+}
+
+pub(super) fn len_of(map: &MemoryMap) -> u64 {
+    map.address.1 - map.address.0
+}
+
+/// Device number and inode: what names a file in `maps`.
+pub(super) fn key_of(map: &MemoryMap) -> FileKey {
+    let (major, minor) = (map.dev.0.cast_unsigned(), map.dev.1.cast_unsigned());
+    FileKey {
+        dev: rustix::fs::makedev(major, minor),
+        ino: map.inode,
+    }
+}
+
+pub(super) fn is_shared_writable(map: &MemoryMap) -> bool {
+    let wanted = MMPermissions::READ | MMPermissions::WRITE | MMPermissions::SHARED;
+    map.perms.contains(wanted)
+}
+
+/// Files that need not be looked at.
+pub(super) enum Known<'a> {
+    Nothing,
+    /// What lies in a layout, and what was looked at before and is no RAM.
+    Files(&'a dyn Fn(FileKey) -> bool),
+}
+
+impl Known<'_> {
+    fn has(&self, key: FileKey) -> bool {
+        match self {
+            Self::Nothing => false,
+            Self::Files(known) => known(key),
+        }
+    }
+}
+
+/// Chooses the files that are RAM, opens them and lists their mappings.
+pub(super) fn find_ram(
+    vmm: &VmmProcess,
+    maps: &[MemoryMap],
+    known: Known<'_>,
+) -> Result<FoundRam, Refusal> {
+    let (pid, name) = (vmm.pid(), vmm.name().to_owned());
+    let large = |map: &&MemoryMap| {
+        // Parts of one mapping that differ in flags are listed apart: their sum counts.
+        let key = key_of(map);
+        let sum: u64 = maps.iter().filter(|m| key_of(m) == key).map(len_of).sum();
+        sum >= SMALLEST_RAM_BYTES
+    };
+    let shared: Vec<_> = maps
+        .iter()
+        .filter(|m| m.inode != 0 && is_shared_writable(m))
+        .filter(|m| !known.has(key_of(m)))
+        .filter(large)
+        .collect();
+    if let Some(huge) = maps
+        .iter()
+        .filter(|m| !known.has(key_of(m)))
+        .find(|m| len_of(m) >= SMALLEST_RAM_BYTES && m.extension.vm_flags.contains(VmFlags::HT))
+    {
+        tracing::debug!(pid, address = huge.address.0, "hugetlb mapping");
+        return Err(Refusal::HugetlbRam { pid, name });
+    }
+    let mut found = FoundRam::default();
+    let mut keys = Vec::new();
+    for map in &shared {
+        if keys.contains(&key_of(map)) {
+            continue;
+        }
+        let Some(file) = open_ram_file(vmm, map)? else {
+            continue;
+        };
+        let in_memory = file.is_tmpfs().map_err(|e| unreadable(pid, &e))?;
+        if !in_memory {
+            found.on_disk.get_or_insert_with(|| path_of(map));
+            continue;
+        }
+        keys.push(key_of(map));
+        found.files.push(file);
+    }
+    for map in maps {
+        let Some(file) = keys.iter().position(|key| *key == key_of(map)) else {
+            continue;
+        };
+        let address = map.address.0;
+        if !is_shared_writable(map) {
+            return Err(Refusal::OddMapping { pid, name, address });
+        }
+        if !map.extension.vm_flags.contains(VmFlags::DC) {
+            return Err(Refusal::Forkable { pid, name, address });
+        }
+        found.flags.push(map.extension.vm_flags);
+        add_mapping(
+            &mut found.mappings,
+            RamMapping {
+                hva: Hva(address),
+                len_bytes: len_of(map),
+                file,
+                file_offset: map.offset,
+            },
+        );
+    }
+    Ok(found)
+}
+
+/// Adds a mapping, or makes the last one longer by it.
+fn add_mapping(mappings: &mut Vec<RamMapping>, more: RamMapping) {
+    if let Some(last) = mappings.last_mut()
+        && last.file == more.file
+        && last.hva.0 + last.len_bytes == more.hva.0
+        && last.file_offset + last.len_bytes == more.file_offset
+    {
+        last.len_bytes += more.len_bytes;
+        return;
+    }
+    mappings.push(more);
+}
+
+fn path_of(map: &MemoryMap) -> String {
+    match &map.pathname {
+        MMapPath::Path(path) => path.display().to_string(),
+        other => format!("{other:?}"),
+    }
+}
+
+/// Opens the file behind a mapping: through a descriptor the VMM has of it, else through the
+/// mapping itself. `None` for what cannot be opened for writing, such as device memory.
+pub(super) fn open_ram_file(
+    vmm: &VmmProcess,
+    map: &MemoryMap,
+) -> Result<Option<GuestFile>, Refusal> {
+    let pid = vmm.pid();
+    let fds = std::fs::read_dir(format!("/proc/{pid}/fd"))
+        .map_err(|e| Refusal::looking(pid, "list the descriptors", e))?;
+    let key = key_of(map);
+    let through_fd = fds.flatten().map(|entry| entry.path()).find(|path| {
+        std::fs::metadata(path)
+            .is_ok_and(|stat| stat.dev() == key.dev && stat.ino() == key.ino && stat.is_file())
+    });
+    let (start, end) = map.address;
+    let path =
+        through_fd.unwrap_or_else(|| format!("/proc/{pid}/map_files/{start:x}-{end:x}").into());
+    let opened: io::Result<File> = OpenOptions::new().read(true).write(true).open(&path);
+    match opened {
+        Ok(file) => Ok(Some(GuestFile::from(OwnedFd::from(file)))),
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Err(Refusal::NotPermitted {
+            pid,
+            what: "open the RAM",
+        }),
+        Err(e) => {
+            tracing::debug!(pid, path = %path.display(), error = %e, "mapping is not taken for RAM");
+            Ok(None)
+        }
+    }
+}
+
+pub(super) fn unreadable(pid: u32, error: &FileError) -> Refusal {
+    Refusal::Unreadable {
+        pid,
+        what: "look at the RAM file",
+        source: io::Error::other(error.to_string()),
+    }
+}
+
+/// Shared memory in huge pages can be evicted, but a 4 KiB touch may bring 2 MiB back.
+pub(super) fn huge_page_warning(flags: &[VmFlags]) -> Option<String> {
+    let path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+    // Absent from kernels without huge pages.
+    let Ok(setting) = std::fs::read_to_string(path) else {
+        return None;
+    };
+    let on = ["[always]", "[within_size]", "[force]"]
+        .iter()
+        .any(|word| setting.contains(word));
+    let advised = setting.contains("[advise]") && flags.iter().any(|f| f.contains(VmFlags::HG));
+    (on || advised).then(|| {
+        format!(
+            "shared memory is in huge pages here (shmem_enabled {}): eviction works on 4 KiB \
+             pages and splits them; set it to never for guests under Pagetide",
+            setting.trim()
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_addr::PAGE_BYTES;
+
+    fn mapping(file: usize, first_page: u64, pages: u64, hva: u64) -> RamMapping {
+        RamMapping {
+            hva: Hva(hva),
+            len_bytes: pages * PAGE_BYTES,
+            file,
+            file_offset: first_page * PAGE_BYTES,
+        }
+    }
+
+    #[test]
+    fn mappings_listed_apart_are_joined_when_they_are_one() {
+        let mut joined = Vec::new();
+        add_mapping(&mut joined, mapping(0, 0, 2, 0x1000));
+        add_mapping(&mut joined, mapping(0, 2, 3, 0x3000));
+        add_mapping(&mut joined, mapping(0, 9, 1, 0x6000));
+        assert_eq!(joined, [mapping(0, 0, 5, 0x1000), mapping(0, 9, 1, 0x6000)]);
+    }
+}
