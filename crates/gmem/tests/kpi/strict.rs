@@ -271,6 +271,32 @@ fn device_that_fails_a_batch_keeps_its_regions_and_both_are_told() {
 }
 
 #[test]
+fn region_that_the_failing_device_never_had_goes_all_the_same() {
+    let (machine, space, actors) = setting();
+    let regions = [region_of(&space, 2), region_of(&space, 2)];
+    actors[0].fill(regions[0].pages(), 1);
+    actors[1].fill(regions[1].pages(), 1);
+    let told = Told::default();
+    machine.world().failing = Some(Failing::nth(Op::Invalidate, 2));
+    regions[0].unmap_later(told.by(0)).unwrap();
+    regions[1].unmap_later(told.by(1)).unwrap();
+    refused!(space.synchronize(), GmError::Device { .. });
+    let went: Vec<_> = told
+        .0
+        .lock()
+        .unwrap()
+        .iter()
+        .map(|(_, r)| r.is_ok())
+        .collect();
+    assert_eq!(went, [true, false]);
+    let mapped = regions.each_ref().map(Region::mapped);
+    assert_eq!(mapped, [Mapped::Nothing, Mapped::Leaving]);
+    assert_eq!(actors[0].device.used_memory_bytes(), 0);
+    assert_eq!(actors[1].device.used_memory_bytes(), 8192);
+    end(&machine, &space, &[&actors[0], &actors[1]]);
+}
+
+#[test]
 fn callback_may_synchronize_and_then_sees_what_was_queued() {
     let (machine, space, actors) = setting();
     let regions = [0, 1, 2].map(|_| region_of(&space, 1));

@@ -3,8 +3,8 @@
 //! `gm_dev_destroy`: who uses a space, and by which table.
 
 use crate::kit::{
-    Actor, Build, Failing, Machine, Op, SPACE_BEGIN, attach_all, end, own_frames, refused,
-    region_of, space_of, wire,
+    Actor, Build, Failing, Machine, Op, SPACE_BEGIN, attach_all, end, other_space_of, own_frames,
+    refused, region_of, space_of, wire,
 };
 use pagetide_addr::{Access, DeviceId, Pa, Va};
 use pagetide_gmem::{
@@ -216,6 +216,42 @@ fn attachment_deactivates_elsewhere() {
     gpu.device.detach(&spaces[1]).unwrap();
     assert_eq!(machine.live_tables(), 0);
     machine.assert_sound();
+}
+
+#[test]
+fn device_that_cannot_come_is_active_where_it_was() {
+    let machine = Machine::eager();
+    let gpu = machine.gpu();
+    let (home, away) = (space_of(16), other_space_of(16));
+    attach_all(&home, &[&gpu]);
+    let region = region_of(&home, 1);
+    wire(&region, 0);
+    gpu.write(region.start().0, 1);
+    for op in [Op::CreateTable, Op::Activate, Op::Inherited] {
+        let next = machine.count(op) + 1;
+        machine.world().failing = Some(Failing::nth(op, next));
+        refused!(gpu.join(&away, Mode::Coherent), GmError::Device { .. });
+        assert_eq!(gpu.read(region.start().0), 1, "{op:?}");
+        refused!(gpu.device.detach(&away), GmError::NotAttached { .. });
+    }
+    away.attach(&gpu.device, Mode::Coherent, Activation::Later)
+        .unwrap();
+    for op in [Op::Deactivate, Op::Activate] {
+        let next = machine.count(op) + 1;
+        machine.world().failing = Some(Failing::nth(op, next));
+        refused!(gpu.device.switch(&away), GmError::Device { .. });
+        assert_eq!(gpu.read(region.start().0), 1, "{op:?}");
+    }
+    // Neither here nor there: it is active nowhere, and can be switched again.
+    machine.world().failing = Some(Failing::always(Op::Activate));
+    refused!(gpu.device.switch(&away), GmError::Device { .. });
+    assert!(!gpu.device.is_active());
+    machine.world().failing = None;
+    gpu.device.switch(&home).unwrap();
+    assert_eq!(gpu.read(region.start().0), 1);
+    gpu.device.detach(&away).unwrap();
+    away.destroy().unwrap();
+    end(&machine, &home, &[&gpu]);
 }
 
 #[test]
