@@ -387,3 +387,53 @@ fn move_to(place: &mut Vec<usize>, cpus: Vec<usize>) {
     }
     *place = cpus;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{domain::DomainTable, queue::fault_queue};
+    use pagetide_addr::{Access, PAGE_BYTES, PageNo, QueueId, RequestId};
+    use pagetide_sys::memory_file::GuestFile;
+    use std::os::fd::AsFd;
+
+    const FILE_BYTES: u64 = 4 * PAGE_BYTES;
+
+    #[test]
+    fn requests_for_a_retired_domain_are_refused_those_held_before_and_those_that_come_later() {
+        let bell = || Arc::new(Doorbell::new().unwrap());
+        let (device, host) = fault_queue(4, bell(), bell());
+        let service = FaultService::new(vec![host], bell());
+        let table = DomainTable::new(1);
+        let file = GuestFile::new_memfd("retired", FILE_BYTES).unwrap();
+        let open = || table.open(file.as_fd(), file.key().unwrap(), FILE_BYTES);
+        let domain = open().unwrap();
+        let ask = |id: u64| {
+            let request = PageRequest {
+                id: RequestId(id),
+                device: DPU,
+                queue: QueueId(0),
+                domain: domain.id(),
+                pages: PageNo(0).single(),
+                access: Access::Read,
+            };
+            device.submit(request).unwrap();
+            assert!(service.assist(0));
+            device.next().map(|response| response.code)
+        };
+        assert_eq!(ask(1), Some(ResponseCode::Success), "nobody's: read-write");
+        service.hold(std::slice::from_ref(&domain));
+        assert_eq!(ask(2), None, "held");
+        service.refuse(&domain);
+        table.retire(&domain);
+        let refused = Some(ResponseCode::InvalidRequest);
+        assert_eq!(device.next().map(|response| response.code), refused);
+        assert_eq!(ask(3), refused);
+        let bitmap = domain.attributes().bitmap();
+        assert!(!bitmap.allows(PageNo(0).single(), Access::Read));
+        // The file once more is another domain, and nothing of the old one's.
+        let again = open().unwrap();
+        assert_ne!(again.id(), domain.id());
+        let bitmap = again.attributes().bitmap();
+        assert!(bitmap.allows(PageNo(0).single(), Access::Write));
+    }
+}
