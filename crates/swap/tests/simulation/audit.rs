@@ -181,7 +181,8 @@ fn audit_limit(state: &State, daemon: &Daemon) {
     if state.coverage.discards + state.coverage.errors > 0 || !state.devices.is_empty() {
         return;
     }
-    if matches!(state.dimm.phase, Phase::Plugged | Phase::Unplugged) {
+    // A correction may see that memory is gone before its removal gives the pages back once more.
+    if state.dimm.phase == Phase::Plugged || state.coverage.unplugs > 0 {
         return;
     }
     let resident = state.resident_pages();

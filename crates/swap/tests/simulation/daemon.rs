@@ -81,6 +81,18 @@ impl Task {
         if state.knobs.eviction == Eviction::Reclaimer {
             return None;
         }
+        let pages_max = state.random.pick(&[1, 5, 512]);
+        // Memory that is to go is evicted from as any other.
+        if state.random.coin()
+            && let Some(pages) = state.pages_to_remove()
+        {
+            let section = pages.start.section();
+            return Some(Self::Evict {
+                section,
+                wanted: PageSet::of_range(section, pages),
+                pages_max,
+            });
+        }
         let section = state.active_page().section();
         let mut wanted = PageSet::EMPTY;
         let density = state.random.pick(&[1, 2, 4]);
@@ -89,7 +101,6 @@ impl Task {
                 wanted.insert(page);
             }
         }
-        let pages_max = state.random.pick(&[1, 5, 512]);
         Some(Self::Evict {
             section,
             wanted,
