@@ -5,13 +5,17 @@
 //! time. A virtual function is a device of its own, so two of them may be active
 //! in two spaces (GMEM 4.1, footnote 1).
 //!
-//! Locks are taken in this order: a device's state, the attachments of a space,
-//! a region's state.
+//! Locks are taken in this order: the queue's *draining*, a device's standing, the
+//! attachments of a space, the state of a region of frames, pools. The map of
+//! regions is held for a look-up only, with nothing taken under it; a mapping
+//! set's list is held over a look at its regions. A region of paged memory is
+//! locked alone, before the map, a section and the attachments: nobody who has
+//! one of these looks at its state.
 
 use crate::{
     error::GmError,
     frames::{Frame, FramePool, PhysicalMemory},
-    mmu::{Mmu, MmuLimits, OnAbsent},
+    mmu::{Mmu, MmuLimits, OnAbsent, TableId},
     space::AddressSpace,
     sync::{Arc, Mutex, RwLock, lock, own, share},
 };
@@ -28,20 +32,50 @@ const FIRST_NUMBER: u32 = 1 << 16;
 #[derive(Default)]
 pub(crate) struct Standing {
     /// The spaces it is attached to.
-    pub(crate) attached: Vec<Weak<AddressSpace>>,
+    pub(crate) attached: Vec<Place>,
     /// The one it is active in.
     pub(crate) active: Option<Weak<AddressSpace>>,
     pub(crate) destroyed: bool,
 }
 
+/// A space that a device is attached to.
+pub(crate) struct Place {
+    pub(crate) space: Weak<AddressSpace>,
+    /// The table that was made for it there, if it does not share another's.
+    pub(crate) own_table: Option<TableId>,
+}
+
 impl Standing {
     pub(crate) fn is_attached(&self, space: &AddressSpace) -> bool {
-        self.attached.iter().any(|known| is_same(known, space))
+        self.attached
+            .iter()
+            .any(|known| is_same(&known.space, space))
+    }
+
+    pub(crate) fn is_active(&self, space: &AddressSpace) -> bool {
+        self.active
+            .as_ref()
+            .is_some_and(|known| is_same(known, space))
+    }
+
+    /// True if the table is in use elsewhere.
+    pub(crate) fn has_table(&self, table: TableId) -> bool {
+        self.attached
+            .iter()
+            .any(|known| known.own_table == Some(table) && known.space.strong_count() > 0)
+    }
+
+    /// It is attached to `space` no more.
+    pub(crate) fn forget(&mut self, space: &AddressSpace) {
+        self.attached.retain(|known| !is_same(&known.space, space));
+        if self.is_active(space) {
+            self.active = None;
+        }
     }
 }
 
 /// True if `known` is `space`.
-pub(crate) fn is_same(known: &Weak<AddressSpace>, space: &AddressSpace) -> bool {
+fn is_same(known: &Weak<AddressSpace>, space: &AddressSpace) -> bool {
     std::ptr::eq(known.as_ptr(), space)
 }
 
@@ -109,7 +143,9 @@ impl Device {
         if standing.destroyed {
             return Err(GmError::Destroyed);
         }
-        standing.attached.retain(|space| space.strong_count() > 0);
+        standing
+            .attached
+            .retain(|known| known.space.strong_count() > 0);
         if !standing.attached.is_empty() {
             return Err(GmError::InUse {
                 by: "an address space that the device is attached to",

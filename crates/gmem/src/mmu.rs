@@ -211,7 +211,8 @@ pub trait Mmu: Send + Sync {
     ) -> Result<Restricted, MmuError>;
 
     /// Gives access to present pages (and releases whoever waits for that in the kernel). A page
-    /// that has a translation gets this one in its place.
+    /// that has a translation gets this one in its place; no invalidation follows if that only allows
+    /// more, so a device that faults must drop what its TLB holds of the page before it tries again.
     ///
     /// # Errors
     /// [`MmuError`]; some of the pages may be granted then.

@@ -27,9 +27,9 @@ use crate::{
     error::GmError,
     frames::Frame,
     mmu::Backing,
-    set::MappingSet,
+    set::{MappingSet, SetCore},
     space::{
-        AddressSpace, Callback, Operation,
+        AddressSpace, Callback, Leaver, Operation, PendingRegion,
         attachments::{Table, TableMask},
     },
     sync::{Arc, Mutex, MutexGuard, lock},
@@ -109,6 +109,14 @@ impl MapOptions {
             set: None,
         }
     }
+}
+
+/// The same, as the space keeps it.
+#[derive(Clone)]
+pub(crate) struct Wiring {
+    pub(crate) access: Access,
+    pub(crate) page_bytes: u64,
+    pub(crate) set: Option<Arc<SetCore>>,
 }
 
 /// What is behind a region, as far as a caller can tell.
@@ -279,59 +287,100 @@ impl RegionCore {
         self.queued.fetch_sub(1, Ordering::Release);
     }
 
-    /// Begins to unmap: from now on nobody can map it anew by a fault.
-    pub(crate) fn begin_unmap(&self) -> Result<Content, GmError> {
+    /// Begins to unmap: from now on nobody can map it anew by a fault. If a mapping is named, only that
+    /// one is unmapped.
+    pub(crate) fn begin_unmap(&self, mapping: Option<u64>) -> Result<Leaving<'_>, GmError> {
         let mut inner = self.lock();
+        let not_mapped = Err(GmError::NotMapped { va: self.start() });
+        if mapping.is_some_and(|serial| !inner.state.is_mapped_as(serial)) {
+            return not_mapped;
+        }
         match std::mem::replace(&mut inner.state, State::Leaving) {
-            State::Mapped(content) | State::Stuck(content) => Ok(content),
+            State::Mapped(content) | State::Stuck(content) => Ok(Leaving {
+                region: self,
+                content: Some(content),
+            }),
             State::Freed => {
                 inner.state = State::Freed;
                 Err(GmError::Destroyed)
             }
             before @ (State::Empty | State::Leaving) => {
                 inner.state = before;
-                Err(GmError::NotMapped { va: self.start() })
+                not_mapped
             }
         }
     }
 
-    /// Ends what [`Self::begin_unmap`] began. The frames of `content` are freed, unless it may still
-    /// be mapped in a table that failed.
-    pub(crate) fn finish_unmap(
-        &self,
-        content: Content,
-        failed: Option<&(TableMask, GmError)>,
-    ) -> Result<(), GmError> {
-        let failed = failed.filter(|(tables, _)| tables.meets(content.tables()));
-        let mut inner = self.lock();
-        match failed {
-            None => {
-                inner.state = State::Empty;
-                drop(inner);
-                drop(content);
-                Ok(())
+    /// True while a mapping of it is being taken away.
+    pub(crate) fn is_leaving(&self) -> bool {
+        matches!(self.lock().state, State::Leaving)
+    }
+
+    /// True if it is mapped, or stuck, by the mapping of that number.
+    pub(crate) fn is_mapped_as(&self, serial: u64) -> bool {
+        self.lock().state.is_mapped_as(serial)
+    }
+
+    /// As [`Self::is_mapped_as`], and also while some mapping is being taken away, which may fail.
+    pub(crate) fn may_be_mapped_as(&self, serial: u64) -> bool {
+        let inner = self.lock();
+        matches!(inner.state, State::Leaving) || inner.state.is_mapped_as(serial)
+    }
+}
+
+impl State {
+    /// Every table has it.
+    pub(crate) fn set_mapped(&mut self) {
+        *self = match std::mem::replace(self, Self::Empty) {
+            Self::Stuck(content) => Self::Mapped(content),
+            other => other,
+        };
+    }
+
+    fn is_mapped_as(&self, serial: u64) -> bool {
+        match self {
+            Self::Mapped(Content::Wired(wired)) | Self::Stuck(Content::Wired(wired)) => {
+                wired.serial == serial
             }
-            Some((_, error)) => {
-                inner.state = State::Stuck(content);
-                Err(error.clone())
+            _ => false,
+        }
+    }
+}
+
+/// A region that is being unmapped. Dropped without [`Self::finish`], as by a driver that panics, it
+/// is stuck.
+pub(crate) struct Leaving<'a> {
+    region: &'a RegionCore,
+    content: Option<Content>,
+}
+
+impl Leaving<'_> {
+    /// What leaves.
+    pub(crate) fn content(&self) -> &Content {
+        const NOTHING: &Content = &Content::Demand(BTreeMap::new());
+        self.content.as_ref().unwrap_or(NOTHING)
+    }
+
+    /// Ends it. The frames are freed, unless they may still be mapped in a table that failed.
+    pub(crate) fn finish(mut self, failed: Option<&(TableMask, GmError)>) -> Result<(), GmError> {
+        let tables = self.content().tables();
+        match failed.filter(|(failed, _)| failed.meets(tables)) {
+            // The drop does the rest.
+            Some((_, error)) => Err(error.clone()),
+            None => {
+                let gone = self.content.take();
+                self.region.lock().state = State::Empty;
+                drop(gone);
+                Ok(())
             }
         }
     }
 }
 
-impl RegionCore {
-    /// True if no mapping of it is being taken away, or would not go.
-    pub(crate) fn is_at_rest(&self) -> bool {
-        !matches!(self.lock().state, State::Leaving | State::Stuck(_))
-    }
-
-    /// True if it is mapped, or stuck, by the mapping of that number.
-    pub(crate) fn is_mapped_as(&self, serial: u64) -> bool {
-        match &self.lock().state {
-            State::Mapped(Content::Wired(wired)) | State::Stuck(Content::Wired(wired)) => {
-                wired.serial == serial
-            }
-            _ => false,
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        if let Some(content) = self.content.take() {
+            self.region.lock().state = State::Stuck(content);
         }
     }
 }
@@ -392,8 +441,9 @@ impl Region {
     /// would not take back what it had got) the region must be unmapped before it is used again.
     #[doc(alias = "gm_region_map")]
     pub fn map(&self, frames: &[Pa], options: &MapOptions) -> Result<(), GmError> {
+        let wiring = self.wiring(options)?;
         self.settle_queued();
-        self.space.map_now(&self.core, frames, options)
+        self.space.map_now(&self.core, frames, &wiring)
     }
 
     /// As [`Self::map`], without waiting: `callback` tells when it is done.
@@ -409,15 +459,28 @@ impl Region {
         callback: Option<Callback>,
     ) -> Result<(), GmError> {
         self.refuse_if_freed()?;
-        self.core.operation_queued();
-        let region = Arc::clone(&self.core);
         let operation = Operation::Map {
-            region,
+            region: PendingRegion::new(&self.core),
             frames,
-            options,
+            wiring: self.wiring(&options)?,
         };
-        self.space.enqueue(operation, callback);
+        self.space.enqueue(operation, callback.into());
         Ok(())
+    }
+
+    fn wiring(&self, options: &MapOptions) -> Result<Wiring, GmError> {
+        let set = options.set.as_ref();
+        if set.is_some_and(|set| !set.is_of(&self.space)) {
+            return Err(GmError::InvalidArgument {
+                argument: "mapping set",
+                why: "it must belong to the region's space",
+            });
+        }
+        Ok(Wiring {
+            access: options.access,
+            page_bytes: options.page_bytes,
+            set: set.map(|set| Arc::clone(set.core())),
+        })
     }
 
     /// Takes the region from all devices. It stays allocated, and pages that faults brought are
@@ -430,7 +493,11 @@ impl Region {
     pub fn unmap(&self) -> Result<(), GmError> {
         self.refuse_if_freed()?;
         self.settle_queued();
-        let mut results = self.space.unmap_together(&[Arc::clone(&self.core)]);
+        let leaver = Leaver {
+            region: Arc::clone(&self.core),
+            mapping: None,
+        };
+        let mut results = self.space.unmap_together(&[leaver]);
         results.pop().unwrap_or(Ok(()))
     }
 
@@ -441,9 +508,9 @@ impl Region {
     #[doc(alias = "gm_region_unmap")]
     pub fn unmap_later(&self, callback: Option<Callback>) -> Result<(), GmError> {
         self.refuse_if_freed()?;
-        self.core.operation_queued();
-        let region = Arc::clone(&self.core);
-        self.space.enqueue(Operation::Unmap { region }, callback);
+        let region = PendingRegion::new(&self.core);
+        self.space
+            .enqueue(Operation::Unmap { region }, callback.into());
         Ok(())
     }
 
@@ -501,7 +568,7 @@ impl Region {
 
     /// Operations that were queued come first.
     fn settle_queued(&self) {
-        if self.core.has_queued() {
+        if self.core.has_queued() || self.space.has_queued_sets() {
             self.space.wait_for_changes();
         }
     }

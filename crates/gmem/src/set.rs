@@ -8,8 +8,8 @@
 
 use crate::{
     error::GmError,
-    region::{Content, RegionCore, State},
-    space::{AddressSpace, Callback, Operation},
+    region::RegionCore,
+    space::{AddressSpace, Callback, Leaver},
     sync::{Arc, Mutex, lock},
 };
 
@@ -25,36 +25,50 @@ pub struct MappingSet {
 pub(crate) struct SetCore(Mutex<Vec<(Arc<RegionCore>, u64)>>);
 
 impl SetCore {
-    /// The regions whose mapping still is the one that joined, each with an operation on it begun.
-    /// The set is empty then.
-    pub(crate) fn take_mapped(&self) -> Vec<Arc<RegionCore>> {
+    /// Its mappings, which are in it no more. Called by the queue alone, one at a time, so nobody finds
+    /// the set empty while its mappings are being taken away.
+    pub(crate) fn take(&self) -> Vec<Leaver> {
         let all = std::mem::take(&mut *lock(&self.0));
-        let mapped = all
-            .into_iter()
-            .filter(|(region, serial)| region.is_mapped_as(*serial));
-        let begun = mapped.map(|(region, _)| {
-            region.operation_queued();
-            region
-        });
-        begun.collect()
+        let leaver = |(region, mapping)| Leaver {
+            region,
+            mapping: Some(mapping),
+        };
+        all.into_iter().map(leaver).collect()
     }
 
-    /// A mapping that would not go is in the set still.
-    pub(crate) fn put_back(&self, region: &Arc<RegionCore>) {
-        let serial = match &region.lock().state {
-            State::Stuck(Content::Wired(wired)) => Some(wired.serial),
-            _ => None,
+    /// What became of one of its mappings. One that somebody else unmaps at this moment is waited for;
+    /// one that would not go is in the set still.
+    pub(crate) fn settle(
+        &self,
+        leaver: &Leaver,
+        result: Result<(), GmError>,
+    ) -> Result<(), GmError> {
+        let (Err(error), Some(mapping)) = (&result, leaver.mapping) else {
+            return result;
         };
-        if let Some(serial) = serial {
-            self.add(region, serial);
+        while leaver.region.is_leaving() {
+            crate::sync::yield_now();
         }
+        if leaver.region.is_mapped_as(mapping) {
+            let error = match error {
+                // It failed for whoever was quicker.
+                GmError::NotMapped { .. } => GmError::InUse {
+                    by: "a device that would not let it go for another unmap",
+                },
+                other => other.clone(),
+            };
+            self.add(&leaver.region, mapping);
+            return Err(error);
+        }
+        // It went on its own.
+        Ok(())
     }
 
     pub(crate) fn add(&self, region: &Arc<RegionCore>, serial: u64) {
         let mut all = lock(&self.0);
         // Mappings that ended on their own are swept out when the list would grow.
         if all.len() == all.capacity() {
-            all.retain(|(known, serial)| known.is_mapped_as(*serial));
+            all.retain(|(known, serial)| known.may_be_mapped_as(*serial));
         }
         all.push((Arc::clone(region), serial));
     }
@@ -74,7 +88,7 @@ impl MappingSet {
         std::ptr::eq(Arc::as_ptr(&self.space), space)
     }
 
-    pub(crate) fn core(&self) -> &SetCore {
+    pub(crate) fn core(&self) -> &Arc<SetCore> {
         &self.core
     }
 
@@ -87,21 +101,26 @@ impl MappingSet {
             .count()
     }
 
-    /// Unmaps all mappings of the set, with one invalidation a device.
+    /// Unmaps all mappings of the set, with one invalidation a device, after whatever was queued
+    /// before. When this returns without error, no device can reach any of them.
     ///
     /// # Errors
-    /// As [`Region::unmap`], the first of them; those that failed are in the set still.
+    /// As [`Region::unmap`](crate::Region::unmap), the first of them; those that failed are in the set
+    /// still.
     #[doc(alias = "gm_mapping_set_unmap")]
     pub fn unmap(&self) -> Result<(), GmError> {
-        self.space.wait_for_changes();
         self.space.unmap_set(&self.core)
     }
 
     /// As [`Self::unmap`], without waiting: `callback` tells when all of them are gone.
+    ///
+    /// # Errors
+    /// [`GmError::Destroyed`] if the space is; then the callback is not called.
     #[doc(alias = "gm_mapping_set_unmap")]
-    pub fn unmap_later(&self, callback: Option<Callback>) {
-        let set = Arc::clone(&self.core);
-        self.space.enqueue(Operation::UnmapSet { set }, callback);
+    pub fn unmap_later(&self, callback: Option<Callback>) -> Result<(), GmError> {
+        self.space.refuse_if_destroyed()?;
+        self.space.enqueue_set(&self.core, callback.into());
+        Ok(())
     }
 }
 

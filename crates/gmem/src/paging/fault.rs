@@ -9,9 +9,9 @@ use std::sync::atomic::AtomicU64 as Count;
 pub enum FaultOutcome {
     /// All pages were made present; the next access may find one evicted again, and fault again.
     Present,
-    /// The pages are not all part of the address space.
+    /// The pages are not all part of the address space, or not for this device and access.
     OutOfRange,
-    /// The content of one of them is lost, or cannot be installed.
+    /// The content of one of them is lost, or cannot be installed (no memory, a device that failed).
     Lost,
     /// The memory itself is gone: the VM ended.
     Gone,

@@ -2,8 +2,9 @@
 //! Attaching, activating, switching and detaching devices (GMEM 3.2, 4.1).
 //!
 //! ```text
-//!   attach    (elsewhere: deactivate)  table made or shared ─► wired mappings granted
-//!             ─► activate ─► listed ─► present pages of paged memory granted
+//!   attach    table made or shared ─► wired mappings granted ─► listed
+//!             ─► inherited mappings, present pages of paged memory
+//!             ─► elsewhere: deactivate ─► here: activate
 //!   detach    deactivate ─► off the list ─► bits of its table cleared ─► table destroyed
 //! ```
 //! A device is given to the list only when its table has every wired mapping,
@@ -11,18 +12,18 @@
 //! owned, so no mapping changes in between.
 
 use super::{
-    Activation, AddressSpace, Mode, RegionRequest,
+    Activation, AddressSpace, Mode,
     attachments::{Activity, Attachment, LastUse, List, Table},
     mapping::allowed,
 };
 use crate::{
-    device::{Device, Standing, is_same},
+    device::{Device, Place, Standing},
     error::GmError,
     mmu::{Inherited, Restrict},
-    region::{Content, MapOptions, Region, State},
+    region::{Content, Region, State, Wiring},
     sync::{Arc, lock},
 };
-use pagetide_addr::{PAGE_BYTES, Pa, Va};
+use pagetide_addr::{PAGE_BYTES, PageNo, PageRange};
 use std::sync::Weak;
 
 impl AddressSpace {
@@ -43,32 +44,33 @@ impl AddressSpace {
         mode: Mode,
         activation: Activation,
     ) -> Result<(), GmError> {
+        // Dropped after the device's lock: a space that ends takes it.
+        let mut elsewhere = None;
         let mut standing = lock(&device.standing);
         self.may_attach(device, &standing)?;
-        let elsewhere = match activation {
-            Activation::Now => deactivate_elsewhere(device, &mut standing)?,
-            Activation::Later => None,
+        self.join(device, mode, &mut standing)?;
+        let ready = self.inherit(device).and_then(|()| self.grant_paged(device));
+        let activated = match activation {
+            Activation::Now => ready.and_then(|()| {
+                elsewhere = deactivate_elsewhere(device, &mut standing)?;
+                self.activate_or_return(device, &mut standing, elsewhere.as_ref())
+            }),
+            Activation::Later => ready,
         };
-        match self.join(device, mode, activation) {
-            Ok(()) => {}
-            Err(error) => {
-                return_to(device, &mut standing, elsewhere.as_ref());
-                return Err(error);
-            }
-        }
-        standing.attached.push(Arc::downgrade(self));
-        if activation == Activation::Now {
-            standing.active = Some(Arc::downgrade(self));
-        }
-        if let Err(error) = self.inherit(device).and_then(|()| self.grant_paged(device)) {
+        if let Err(error) = activated {
+            // It was never active here, so nothing of this can fail.
             self.leave(device, &mut standing)?;
-            return_to(device, &mut standing, elsewhere.as_ref());
             return Err(error);
         }
         Ok(())
     }
 
     fn may_attach(&self, device: &Device, standing: &Standing) -> Result<(), GmError> {
+        if self.memory.is_some() && !device.recovers() {
+            return Err(GmError::Unsupported {
+                what: "a device that cannot wait for a page, where pages may be elsewhere",
+            });
+        }
         if self.memory.is_none() && device.limits().strongest != Restrict::NoAccess {
             return Err(GmError::Unsupported {
                 what: "a device that cannot be kept from reading, where frames are given to others",
@@ -84,18 +86,16 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Puts the device on the list, with a table that has every wired mapping.
+    /// Puts the device on the list, not active, with a table that has every wired mapping.
     fn join(
-        &self,
+        self: &Arc<Self>,
         device: &Arc<Device>,
         mode: Mode,
-        activation: Activation,
+        standing: &mut Standing,
     ) -> Result<(), GmError> {
         let mut list = self.devices.own();
         // Once more: now the space cannot be destroyed meanwhile.
-        if self.is_destroyed() {
-            return Err(GmError::Destroyed);
-        }
+        self.refuse_if_destroyed()?;
         if list.find(device.id()).is_some() {
             let device = device.id();
             return Err(GmError::AlreadyAttached { device });
@@ -108,34 +108,29 @@ impl AddressSpace {
             Some(table) => (table, LastUse::No),
             None => (list.new_table(device, mode)?, LastUse::Yes),
         };
-        let attached = Attachment {
-            device: Arc::clone(device),
-            table: Arc::clone(&table),
-            activity: match activation {
-                Activation::Now => Activity::Active,
-                Activation::Later => Activity::Inactive,
-            },
-        };
-        let ready = self.replicate(device, &table, made).and_then(|()| {
-            if activation == Activation::Later {
-                return Ok(());
-            }
-            let activated = device.mmu().activate(table.id());
-            activated.map_err(|source| GmError::device(device.id(), source))
-        });
-        match ready {
-            Ok(()) => {
-                list.push(attached);
-                Ok(())
-            }
-            Err(error) => {
-                // It was never used: whatever is in it reaches nobody.
-                if made == LastUse::Yes {
-                    self.discard(&table);
-                }
-                Err(error)
-            }
+        if made == LastUse::Yes && standing.has_table(table.id()) {
+            // Not destroyed: it is the other space's.
+            return Err(GmError::Unsupported {
+                what: "a second address space, by an MMU that makes no tables and so has only one",
+            });
         }
+        if let Err(error) = self.replicate(device, &table, made) {
+            // It was never used: whatever is in it reaches nobody.
+            if made == LastUse::Yes {
+                self.discard(&table);
+            }
+            return Err(error);
+        }
+        standing.attached.push(Place {
+            space: Arc::downgrade(self),
+            own_table: (made == LastUse::Yes).then(|| table.id()),
+        });
+        list.push(Attachment {
+            device: Arc::clone(device),
+            table,
+            activity: Activity::Inactive,
+        });
+        Ok(())
     }
 
     /// Grants all wired mappings in a new table; in one that is shared they are already, but the
@@ -181,10 +176,15 @@ impl AddressSpace {
     fn inherit(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
         let found = device.mmu().inherited();
         let found = found.map_err(|source| GmError::device(device.id(), source))?;
+        if self.memory.is_some() && !found.is_empty() {
+            return Err(GmError::Unsupported {
+                what: "inherited mappings, where all pages are of the space's own memory",
+            });
+        }
         let mut made: Vec<Region> = Vec::new();
         for mapping in found {
             match self.inherit_one(&mapping) {
-                Ok(region) => made.push(region),
+                Ok(region) => made.extend(region),
                 Err(error) => {
                     for region in made {
                         // What cannot be undone stays allocated: its addresses are not given to others.
@@ -197,32 +197,35 @@ impl AddressSpace {
         Ok(())
     }
 
-    fn inherit_one(self: &Arc<Self>, mapping: &Inherited) -> Result<Region, GmError> {
-        let bytes = mapping.len_bytes;
-        let end = mapping.start.checked_add(bytes);
-        let (Some(end), true) = (end, bytes > 0 && mapping.start.is_page_aligned()) else {
-            return Err(GmError::InvalidArgument {
-                argument: "inherited mapping",
-                why: "it must be made of whole pages",
-            });
+    /// `None` if the space has this very mapping already, from the last time the device was attached.
+    fn inherit_one(self: &Arc<Self>, mapping: &Inherited) -> Result<Option<Region>, GmError> {
+        let pages = inherited_pages(mapping)?;
+        if self.is_inherited(pages, mapping) {
+            return Ok(None);
+        }
+        let region = self.alloc_exactly(pages)?;
+        let wiring = Wiring {
+            access: mapping.access,
+            page_bytes: PAGE_BYTES,
+            set: None,
         };
-        let region = self.alloc(&RegionRequest {
-            hint: Some(mapping.start),
-            max: Some(Va(end.0 - 1)),
-            ..RegionRequest::of_bytes(bytes)
-        })?;
-        let frame = |number: u64| Pa(mapping.frames.0.saturating_add(number * PAGE_BYTES));
-        let frames: Vec<Pa> = (0..region.pages().len()).map(frame).collect();
-        let mapped = if region.start() == mapping.start {
-            region.map(&frames, &MapOptions::new(mapping.access))
-        } else {
-            Err(GmError::NoAddresses { bytes })
-        };
-        if let Err(error) = mapped {
+        let runs = vec![(pages, mapping.frames)];
+        if let Err(error) = self.map_runs(&region.core, runs, &wiring) {
             region.dealloc()?;
             return Err(error);
         }
-        Ok(region)
+        Ok(Some(region))
+    }
+
+    fn is_inherited(&self, pages: PageRange, mapping: &Inherited) -> bool {
+        let Some(core) = self.region_over(pages) else {
+            return false;
+        };
+        let inner = core.lock();
+        core.pages == pages
+            && matches!(&inner.state, State::Mapped(Content::Wired(wired))
+                if wired.access == mapping.access
+                    && wired.runs.first().is_some_and(|(run, first)| *run == pages && *first == mapping.frames))
     }
 
     /// Grants what is present of paged memory to a device that has just been listed.
@@ -235,26 +238,34 @@ impl AddressSpace {
 
     /// See [`Device::switch`].
     pub(crate) fn activate(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
+        // Dropped after the device's lock: a space that ends takes it.
+        let elsewhere;
         let mut standing = lock(&device.standing);
         if !standing.is_attached(self) {
             let device = device.id();
             return Err(GmError::NotAttached { device });
         }
-        if standing
-            .active
-            .as_ref()
-            .is_some_and(|known| is_same(known, self))
-        {
+        if standing.is_active(self) {
             return Ok(());
         }
-        let elsewhere = deactivate_elsewhere(device, &mut standing)?;
+        elsewhere = deactivate_elsewhere(device, &mut standing)?;
+        self.activate_or_return(device, &mut standing, elsewhere.as_ref())
+    }
+
+    /// Activates the device here; if that fails, where it was.
+    fn activate_or_return(
+        self: &Arc<Self>,
+        device: &Device,
+        standing: &mut Standing,
+        elsewhere: Option<&Arc<Self>>,
+    ) -> Result<(), GmError> {
         match self.activate_here(device) {
             Ok(()) => {
                 standing.active = Some(Arc::downgrade(self));
                 Ok(())
             }
             Err(error) => {
-                return_to(device, &mut standing, elsewhere.as_ref());
+                return_to(device, standing, elsewhere);
                 Err(error)
             }
         }
@@ -295,15 +306,28 @@ impl AddressSpace {
         if let Some((gone, LastUse::Yes)) = list.remove(device.id()) {
             self.discard(&gone.table);
         }
-        standing.attached.retain(|known| !is_same(known, self));
-        if standing
-            .active
-            .as_ref()
-            .is_some_and(|known| is_same(known, self))
-        {
-            standing.active = None;
-        }
+        standing.forget(self);
         Ok(())
+    }
+}
+
+/// The pages of an inherited mapping, if they are pages.
+fn inherited_pages(mapping: &Inherited) -> Result<PageRange, GmError> {
+    let bytes = mapping.len_bytes;
+    let end = mapping.start.checked_add(bytes);
+    let whole = mapping.start.is_page_aligned()
+        && mapping.frames.is_page_aligned()
+        && bytes.is_multiple_of(PAGE_BYTES)
+        && mapping.frames.checked_add(bytes).is_some();
+    match end {
+        Some(end) if whole && bytes > 0 => Ok(PageRange::new(
+            PageNo::containing(mapping.start.0),
+            PageNo::containing(end.0),
+        )),
+        _ => Err(GmError::InvalidArgument {
+            argument: "inherited mapping",
+            why: "it must be made of whole pages and frames",
+        }),
     }
 }
 

@@ -169,6 +169,12 @@ impl List {
         self.0.iter().find(|known| known.device.id() == device)
     }
 
+    /// The attachment of this very device; another may have its number.
+    pub(crate) fn find_same(&self, device: &Device) -> Option<&Attachment> {
+        let same = |known: &&Attachment| std::ptr::eq(Arc::as_ptr(&known.device), device);
+        self.0.iter().find(same)
+    }
+
     pub(crate) fn find_mut(&mut self, device: DeviceId) -> Option<&mut Attachment> {
         self.0.iter_mut().find(|known| known.device.id() == device)
     }
@@ -196,7 +202,10 @@ impl List {
     pub(crate) fn sharable(&self, device: &Device) -> Option<Arc<Table>> {
         let format = device.limits().format?;
         let fits = |known: &&Attachment| {
-            known.table.mode == Mode::Shared && known.device.limits().format == Some(format)
+            // Who cannot wait for a page has none that faults may take away, nor may he get such.
+            known.table.mode == Mode::Shared
+                && known.device.limits().format == Some(format)
+                && known.device.recovers() == device.recovers()
         };
         self.0
             .iter()

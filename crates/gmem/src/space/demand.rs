@@ -14,7 +14,7 @@
 //! table that may still map it.
 
 use super::{
-    AddressSpace, Operation,
+    AddressSpace, Answer, Operation, PendingRegion,
     attachments::{Activity, Attachment, List, StillReached, TableMask},
     mapping::allowed,
 };
@@ -54,7 +54,7 @@ impl AddressSpace {
         }
         let placement = {
             let list = self.devices.share();
-            let attached = may_fault(&list, device.id(), addr)?;
+            let attached = may_fault(list.find_same(device), device.id(), addr)?;
             serve(&list, attached, &core, page, access)?
         };
         if placement == Placement::Prefetch {
@@ -63,8 +63,15 @@ impl AddressSpace {
         Ok(())
     }
 
-    fn fault_on_paged(&self, device: &Device, page: PageNo, access: Access) -> Result<(), GmError> {
-        may_fault(&self.devices.share(), device.id(), va_of(page))?;
+    fn fault_on_paged(
+        &self,
+        device: &Arc<Device>,
+        page: PageNo,
+        access: Access,
+    ) -> Result<(), GmError> {
+        let list = self.devices.share();
+        may_fault(list.find_same(device), device.id(), va_of(page))?;
+        drop(list);
         let (reply, outcome) = std::sync::mpsc::channel();
         let fault = Fault {
             device: device.id(),
@@ -88,32 +95,51 @@ impl AddressSpace {
 
     /// A fault of some pages of a region of frames, by whoever knows the device by its number.
     pub(super) fn fault_on_frames(&self, core: &Arc<RegionCore>, fault: &Fault) -> FaultOutcome {
+        let served = self.serve_pages(core, fault);
+        match served {
+            Ok(None) => FaultOutcome::Present,
+            Ok(Some(device)) => {
+                self.queue_prefetch(core, &device, PageNo(fault.pages.end.0 - 1));
+                FaultOutcome::Present
+            }
+            Err(
+                GmError::NoMemory { .. }
+                | GmError::Busy { .. }
+                | GmError::Device { .. }
+                | GmError::Lost { .. },
+            ) => FaultOutcome::Lost,
+            Err(_) => FaultOutcome::OutOfRange,
+        }
+    }
+
+    /// The device, if pages are to be prefetched for it.
+    fn serve_pages(
+        &self,
+        core: &Arc<RegionCore>,
+        fault: &Fault,
+    ) -> Result<Option<Arc<Device>>, GmError> {
         let list = self.devices.share();
+        let mut prefetching = None;
         for page in fault.pages.iter() {
-            let served = may_fault(&list, fault.device, va_of(page))
-                .and_then(|attached| serve(&list, attached, core, page, fault.access));
-            match served {
-                Ok(_) => {}
-                Err(GmError::Destroyed | GmError::NotAllocated { .. }) => {
-                    return FaultOutcome::OutOfRange;
-                }
-                Err(_) => return FaultOutcome::Lost,
+            let attached = may_fault(list.find(fault.device), fault.device, va_of(page))?;
+            let placement = serve(&list, attached, core, page, fault.access)?;
+            if placement == Placement::Prefetch {
+                prefetching = Some(Arc::clone(&attached.device));
             }
         }
-        FaultOutcome::Present
+        Ok(prefetching)
     }
 
     fn queue_prefetch(&self, core: &Arc<RegionCore>, device: &Arc<Device>, page: PageNo) {
         let first = PageNo(page.0 + 1);
         let end = core.pages.end.min(PageNo(first.0 + PREFETCH_PAGES));
         if first < end {
-            core.operation_queued();
             let operation = Operation::Prefetch {
-                region: Arc::clone(core),
+                region: PendingRegion::new(core),
                 device: Arc::clone(device),
                 pages: PageRange::new(first, end),
             };
-            self.enqueue(operation, None);
+            self.enqueue(operation, Answer::Nobody);
         }
     }
 
@@ -127,7 +153,7 @@ impl AddressSpace {
     ) {
         let list = self.devices.share();
         for page in pages.iter() {
-            let served = may_fault(&list, device.id(), va_of(page))
+            let served = may_fault(list.find_same(device), device.id(), va_of(page))
                 .and_then(|attached| serve(&list, attached, core, page, Access::Read));
             if served.is_err() {
                 return;
@@ -140,9 +166,13 @@ impl AddressSpace {
     }
 }
 
-/// The attachment of a device that may fault here.
-fn may_fault(list: &List, device: DeviceId, va: Va) -> Result<&Attachment, GmError> {
-    let attached = list.find(device).ok_or(GmError::NotAttached { device })?;
+/// The attachment of a device, if it may fault here.
+fn may_fault(
+    attached: Option<&Attachment>,
+    device: DeviceId,
+    va: Va,
+) -> Result<&Attachment, GmError> {
+    let attached = attached.ok_or(GmError::NotAttached { device })?;
     if attached.activity == Activity::Inactive {
         return Err(GmError::NotActive { device });
     }
@@ -301,6 +331,10 @@ impl Device {
     /// True if the device is active in a space now.
     #[must_use]
     pub fn is_active(&self) -> bool {
-        lock(&self.standing).active.is_some()
+        let standing = lock(&self.standing);
+        standing
+            .active
+            .as_ref()
+            .is_some_and(|space| space.strong_count() > 0)
     }
 }

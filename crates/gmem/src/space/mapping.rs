@@ -12,7 +12,7 @@ use super::{
 use crate::{
     error::GmError,
     mmu::Restrict,
-    region::{Content, Inner, Kind, MapOptions, Protection, RegionCore, State, Wired},
+    region::{Content, Inner, Kind, Protection, RegionCore, State, Wired, Wiring},
     sync::Arc,
 };
 use pagetide_addr::{Access, PAGE_BYTES, Pa, PageNo, PageRange};
@@ -28,36 +28,48 @@ impl AddressSpace {
         &self,
         core: &Arc<RegionCore>,
         frames: &[Pa],
-        options: &MapOptions,
+        wiring: &Wiring,
+    ) -> Result<(), GmError> {
+        let runs = runs_of(core.pages, frames, wiring.page_bytes)?;
+        self.map_runs(core, runs, wiring)
+    }
+
+    /// Wires a region to runs of frames that cover it.
+    pub(super) fn map_runs(
+        &self,
+        core: &Arc<RegionCore>,
+        runs: Vec<(PageRange, Pa)>,
+        wiring: &Wiring,
     ) -> Result<(), GmError> {
         if core.kind == Kind::Paged {
             return Err(GmError::Unsupported {
                 what: "wiring paged memory to other frames",
             });
         }
-        if options.set.as_ref().is_some_and(|set| !set.is_of(self)) {
-            return Err(wrong("mapping set", "it must belong to the region's space"));
-        }
-        let mut wired = Wired {
-            serial: self.next_serial.fetch_add(1, Relaxed),
-            access: options.access,
-            page_bytes: options.page_bytes,
-            runs: runs_of(core.pages, frames, options.page_bytes)?,
+        let serial = self.next_serial.fetch_add(1, Relaxed);
+        let wired = Wired {
+            serial,
+            access: wiring.access,
+            page_bytes: wiring.page_bytes,
+            runs,
             tables: TableMask::NONE,
         };
-        let serial = wired.serial;
         let list = self.devices.share();
-        require_page_size(&list, options.page_bytes)?;
+        require_page_size(&list, wiring.page_bytes)?;
         let mut inner = core.lock();
-        check_mappable(&inner, core, options.access)?;
-        if let Err(error) = grant_everywhere(&list, &mut wired) {
-            return Err(take_back(&list, &mut inner, wired, error));
+        check_mappable(&inner, core, wiring.access)?;
+        // Stuck, should a driver panic on the way.
+        inner.state = State::Stuck(Content::Wired(wired));
+        let granted = grant_everywhere(&list, &mut inner.state);
+        if let Err(error) = granted {
+            take_back(&list, &mut inner.state);
+            return Err(error);
         }
-        inner.state = State::Mapped(Content::Wired(wired));
+        inner.state.set_mapped();
         drop(inner);
         drop(list);
-        if let Some(set) = &options.set {
-            set.core().add(core, serial);
+        if let Some(set) = &wiring.set {
+            set.add(core, serial);
         }
         Ok(())
     }
@@ -102,8 +114,12 @@ impl AddressSpace {
         };
         let taken = list.take_away(&ranges, tables, to);
         taken.map_err(super::attachments::StillReached::error)?;
-        // From nothing to reading.
-        regrant_wired(&list, &inner)
+        // From nothing to reading: a device may remember that there was nothing.
+        regrant_wired(&list, &inner)?;
+        if protection == Protection::ReadOnly {
+            return list.refresh(&ranges, tables);
+        }
+        Ok(())
     }
 }
 
@@ -162,24 +178,27 @@ pub(super) fn require_page_size(list: &List, page_bytes: u64) -> Result<(), GmEr
     }
 }
 
-fn grant_everywhere(list: &List, wired: &mut Wired) -> Result<(), GmError> {
-    for table in list.tables() {
-        wired.tables.insert(table);
-        wired.grant(table)?;
+fn grant_everywhere(list: &List, state: &mut State) -> Result<(), GmError> {
+    if let State::Stuck(Content::Wired(wired)) = state {
+        for table in list.tables() {
+            wired.tables.insert(table);
+            wired.grant(table)?;
+        }
     }
     Ok(())
 }
 
-/// Undoes what was granted before a table failed. If that fails too, the region is stuck.
-fn take_back(list: &List, inner: &mut Inner, wired: Wired, error: GmError) -> GmError {
+/// Undoes what was granted before a table failed. If that fails too, the region stays stuck.
+fn take_back(list: &List, state: &mut State) {
+    let State::Stuck(content) = state else {
+        return;
+    };
     let mut ranges = Vec::new();
-    let content = Content::Wired(wired);
     content.add_ranges(&mut ranges);
     let taken = list.take_away(&coalesce(ranges), content.tables(), Restrict::NoAccess);
-    if taken.is_err() {
-        inner.state = State::Stuck(content);
+    if taken.is_ok() {
+        *state = State::Empty;
     }
-    error
 }
 
 /// Frames that follow one another as runs, so that a table is told once for each run.

@@ -33,7 +33,7 @@ pub use attachments::TABLES_MAX;
 pub use operations::{Callback, QUEUED_MAX};
 pub use regions::RegionRequest;
 
-pub(crate) use operations::Operation;
+pub(crate) use operations::{Answer, Leaver, Operation, PendingRegion};
 
 use crate::{
     arena::{Arena, ArenaSettings, Fit},
@@ -280,19 +280,32 @@ impl AddressSpace {
 /// translate by a table whose frames are given to others.
 impl Drop for AddressSpace {
     fn drop(&mut self) {
-        let devices = Arc::clone(&self.devices);
-        let mut list = devices.own();
+        let mut list = std::mem::take(&mut *self.devices.own());
+        let mut used = attachments::TableMask::NONE;
         while let Some((gone, last)) = list.remove_last() {
-            let stays = gone.is_active() && gone.device.mmu().deactivate(gone.table.id()).is_err();
-            if stays {
-                // It goes on using frames that the regions hold: those are never given back.
-                std::mem::forget(std::mem::take(&mut *own(&self.regions)));
+            if !let_go(self, &gone) {
+                used.insert(&gone.table);
             }
-            if last == attachments::LastUse::Yes && !stays {
+            if last == attachments::LastUse::Yes && !used.contains(&gone.table) {
                 gone.table.destroy();
             }
         }
+        if !used.is_empty() {
+            // Somebody goes on using frames that the regions hold: those are never given back.
+            std::mem::forget(std::mem::take(&mut *own(&self.regions)));
+        }
+        self.abandon_operations();
     }
+}
+
+/// Takes a device out of use in a space that ends; false if it goes on translating by its table.
+fn let_go(space: &AddressSpace, gone: &attachments::Attachment) -> bool {
+    let mut standing = crate::sync::lock(&gone.device.standing);
+    // It may be active elsewhere by now: who activated it there found this space at its end.
+    let is_here = gone.is_active() && standing.is_active(space);
+    let let_go = !is_here || gone.device.mmu().deactivate(gone.table.id()).is_ok();
+    standing.forget(space);
+    let_go
 }
 
 impl std::fmt::Debug for AddressSpace {

@@ -28,9 +28,9 @@ use super::{AddressSpace, attachments::coalesce};
 use crate::{
     device::Device,
     error::GmError,
-    region::{MapOptions, RegionCore},
+    region::{RegionCore, Wiring},
     set::SetCore,
-    sync::{Arc, Condvar, Mutex, MutexGuard, lock, wait},
+    sync::{Arc, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, lock, wait},
 };
 use pagetide_addr::{Pa, PageRange};
 use std::{
@@ -56,92 +56,142 @@ crate::sync::thread_local! {
 pub(crate) enum Operation {
     /// Wire a region.
     Map {
-        region: Arc<RegionCore>,
+        region: PendingRegion,
         frames: Vec<Pa>,
-        options: MapOptions,
+        wiring: Wiring,
     },
     /// Unmap a region.
-    Unmap { region: Arc<RegionCore> },
+    Unmap { region: PendingRegion },
     /// Unmap all of a mapping set.
-    UnmapSet { set: Arc<SetCore> },
+    UnmapSet { set: PendingSet },
     /// Bring pages to a device before it asks; nobody waits for it.
     Prefetch {
-        region: Arc<RegionCore>,
+        region: PendingRegion,
         device: Arc<Device>,
         pages: PageRange,
     },
 }
 
+/// A region with an operation queued, which is over when this is dropped, be it by a panic.
+pub(crate) struct PendingRegion(Arc<RegionCore>);
+
+impl PendingRegion {
+    pub(crate) fn new(region: &Arc<RegionCore>) -> Self {
+        region.operation_queued();
+        Self(Arc::clone(region))
+    }
+}
+
+impl Drop for PendingRegion {
+    fn drop(&mut self) {
+        self.0.operation_done();
+    }
+}
+
+/// A mapping set with an operation queued, likewise.
+pub(crate) struct PendingSet {
+    set: Arc<SetCore>,
+    queued_sets: Arc<AtomicU64>,
+}
+
+impl Drop for PendingSet {
+    fn drop(&mut self) {
+        // Release pairs with Acquire in `has_queued_sets`.
+        self.queued_sets.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// Who is told what became of an operation.
+pub(crate) enum Answer {
+    /// Whoever synchronizes, if it failed.
+    Nobody,
+    /// A callback, and whoever synchronizes.
+    Callback(Callback),
+    /// A thread that waits for it.
+    Waiter(Arc<Mutex<Option<Result<(), GmError>>>>),
+}
+
+impl From<Option<Callback>> for Answer {
+    fn from(callback: Option<Callback>) -> Self {
+        callback.map_or(Self::Nobody, Self::Callback)
+    }
+}
+
 struct Queued {
     serial: u64,
     operation: Operation,
-    callback: Option<Callback>,
+    answer: Answer,
+}
+
+/// A region to be unmapped; if a mapping is named, only as long as it has that one.
+pub(crate) struct Leaver {
+    pub(crate) region: Arc<RegionCore>,
+    pub(crate) mapping: Option<u64>,
 }
 
 /// Unmaps that follow one another and are carried out together.
 #[derive(Default)]
 struct Gathered {
     /// What is unmapped, operation after operation.
-    regions: Vec<Arc<RegionCore>>,
+    leavers: Vec<Leaver>,
     operations: Vec<Unmap>,
+}
+
+/// What an unmap was asked of, kept until it is over.
+enum Asked {
+    Region { _pending: PendingRegion },
+    Set(PendingSet),
 }
 
 /// One of them.
 struct Unmap {
     /// How many of the regions are its.
     region_count: usize,
-    set: Option<Arc<SetCore>>,
-    callback: Option<Callback>,
+    asked: Asked,
+    answer: Answer,
 }
 
 impl Gathered {
-    fn add_region(&mut self, region: Arc<RegionCore>, callback: Option<Callback>) {
-        self.regions.push(region);
+    fn add_region(&mut self, pending: PendingRegion, answer: Answer) {
+        self.leavers.push(Leaver {
+            region: Arc::clone(&pending.0),
+            mapping: None,
+        });
         self.operations.push(Unmap {
             region_count: 1,
-            set: None,
-            callback,
+            asked: Asked::Region { _pending: pending },
+            answer,
         });
     }
 
-    fn add_set(&mut self, set: Arc<SetCore>, callback: Option<Callback>) {
-        let mut mapped = set.take_mapped();
+    fn add_set(&mut self, pending: PendingSet, answer: Answer) {
+        let mut mapped = pending.set.take();
         self.operations.push(Unmap {
             region_count: mapped.len(),
-            set: Some(set),
-            callback,
+            asked: Asked::Set(pending),
+            answer,
         });
-        self.regions.append(&mut mapped);
+        self.leavers.append(&mut mapped);
     }
 
     /// Tells each operation what became of its regions; of several failures the first counts.
     fn finish(self, results: Vec<Result<(), GmError>>, due: &mut Vec<Due>) {
-        let mut parts = self.regions.iter().zip(results);
-        for Unmap {
-            region_count,
-            set,
-            callback,
-        } in self.operations
-        {
+        let mut parts = self.leavers.iter().zip(results);
+        for unmap in self.operations {
             let mut outcome = Ok(());
-            for (region, mut result) in parts.by_ref().take(region_count) {
-                if let (Err(error), Some(set)) = (&result, &set) {
-                    set.put_back(region);
-                    // One that went on its own before its turn is not missed.
-                    if matches!(error, GmError::NotMapped { .. }) && region.is_at_rest() {
-                        result = Ok(());
-                    }
-                }
-                outcome = outcome.and(result);
-                region.operation_done();
+            for (leaver, result) in parts.by_ref().take(unmap.region_count) {
+                outcome = outcome.and(match &unmap.asked {
+                    Asked::Region { .. } => result,
+                    Asked::Set(pending) => pending.set.settle(leaver, result),
+                });
             }
-            due.push((callback, outcome));
+            due.push((unmap.answer, outcome));
         }
     }
 }
 
-/// A callback that is due.
-type Due = (Option<Callback>, Result<(), GmError>);
+/// An answer that is due.
+type Due = (Answer, Result<(), GmError>);
 
 #[derive(Default)]
 struct Queue {
@@ -190,6 +240,8 @@ pub(crate) struct Operations {
     returned: Condvar,
     /// Held by whoever carries a batch out: batches take effect in order.
     draining: Mutex<()>,
+    /// Unmaps of mapping sets that are queued.
+    queued_sets: Arc<AtomicU64>,
 }
 
 impl Operations {
@@ -199,6 +251,7 @@ impl Operations {
             queued: Condvar::new(),
             returned: Condvar::new(),
             draining: Mutex::new(()),
+            queued_sets: Arc::new(AtomicU64::new(0)),
         }
     }
 
@@ -218,8 +271,8 @@ impl Operations {
 }
 
 impl AddressSpace {
-    /// Queues an operation.
-    pub(crate) fn enqueue(&self, operation: Operation, callback: Option<Callback>) {
+    /// Queues an operation; returns the number that everything queued by now is below.
+    pub(crate) fn enqueue(&self, operation: Operation, answer: Answer) -> u64 {
         loop {
             let mut queue = self.operations.lock();
             if queue.waiting.len() < QUEUED_MAX {
@@ -229,13 +282,13 @@ impl AddressSpace {
                 queue.waiting.push_back(Queued {
                     serial,
                     operation,
-                    callback,
+                    answer,
                 });
                 // Whoever was called for the first takes the others along.
                 if was_empty {
                     self.operations.call_server(queue);
                 }
-                return;
+                return serial + 1;
             }
             drop(queue);
             self.drain();
@@ -270,8 +323,12 @@ impl AddressSpace {
 
     /// Carries out, or waits for, everything queued before.
     pub(crate) fn wait_for_changes(&self) {
+        let serial = self.operations.lock().next_serial;
+        self.wait_for_changes_before(serial);
+    }
+
+    fn wait_for_changes_before(&self, serial: u64) {
         let mut queue = self.operations.lock();
-        let serial = queue.next_serial;
         while !queue.are_changed(serial) {
             drop(queue);
             self.drain();
@@ -317,21 +374,33 @@ impl AddressSpace {
             }
             (batch, first)
         };
-        let due = self.carry_out(batch);
+        let changing = Changing {
+            operations: &self.operations,
+            first,
+        };
+        let mut due = self.carry_out(batch);
+        for (answer, result) in &mut due {
+            if let Answer::Waiter(slot) = answer {
+                *lock(slot) = Some(result.clone());
+            }
+        }
         {
             let mut queue = self.operations.lock();
-            queue.changing.retain(|known| *known != first);
             queue.calling.push(first);
-            let failed = due.iter().find_map(|(_, result)| result.as_ref().err());
+            let failed = due.iter().find_map(|(answer, result)| match answer {
+                Answer::Waiter(_) => None,
+                Answer::Nobody | Answer::Callback(_) => result.as_ref().err(),
+            });
             if let (None, Some(error)) = (&queue.failure, failed) {
                 queue.failure = Some(error.clone());
             }
         }
-        drop(draining);
         let _called = Calling {
             operations: &self.operations,
             first,
         };
+        drop(changing);
+        drop(draining);
         call_back(due);
     }
 
@@ -340,18 +409,21 @@ impl AddressSpace {
         let mut due: Vec<Due> = Vec::with_capacity(batch.len());
         let mut unmaps = Gathered::default();
         for queued in batch {
-            let callback = queued.callback;
+            let answer = queued.answer;
             match queued.operation {
-                Operation::Unmap { region } => unmaps.add_region(region, callback),
-                Operation::UnmapSet { set } => unmaps.add_set(set, callback),
+                Operation::Unmap { region } => unmaps.add_region(region, answer),
+                Operation::UnmapSet { set } => {
+                    // What is gathered may be of the set.
+                    self.unmap_gathered(&mut unmaps, &mut due);
+                    unmaps.add_set(set, answer);
+                }
                 Operation::Map {
                     region,
                     frames,
-                    options,
+                    wiring,
                 } => {
                     self.unmap_gathered(&mut unmaps, &mut due);
-                    due.push((callback, self.map_now(&region, &frames, &options)));
-                    region.operation_done();
+                    due.push((answer, self.map_now(&region.0, &frames, &wiring)));
                 }
                 Operation::Prefetch {
                     region,
@@ -359,8 +431,7 @@ impl AddressSpace {
                     pages,
                 } => {
                     self.unmap_gathered(&mut unmaps, &mut due);
-                    self.prefetch_now(&region, &device, pages);
-                    region.operation_done();
+                    self.prefetch_now(&region.0, &device, pages);
                 }
             }
         }
@@ -371,38 +442,78 @@ impl AddressSpace {
     fn unmap_gathered(&self, unmaps: &mut Gathered, due: &mut Vec<Due>) {
         let unmaps = std::mem::take(unmaps);
         if !unmaps.operations.is_empty() {
-            let results = self.unmap_together(&unmaps.regions);
+            let results = self.unmap_together(&unmaps.leavers);
             unmaps.finish(results, due);
         }
     }
 
-    /// Unmaps all of a set now.
+    /// Unmaps all of a set, in its turn among what is queued, and waits for that.
     pub(crate) fn unmap_set(&self, set: &Arc<SetCore>) -> Result<(), GmError> {
-        let (mut unmaps, mut due) = (Gathered::default(), Vec::new());
-        unmaps.add_set(Arc::clone(set), None);
-        self.unmap_gathered(&mut unmaps, &mut due);
-        due.pop().map_or(Ok(()), |(_, outcome)| outcome)
+        let slot = Arc::new(Mutex::new(None));
+        let serial = self.enqueue_set(set, Answer::Waiter(Arc::clone(&slot)));
+        self.wait_for_changes_before(serial);
+        // Nothing in it: the operation ended by a panic of a driver.
+        lock(&slot).take().unwrap_or(Err(GmError::Destroyed))
+    }
+
+    /// Queues the unmap of a set.
+    pub(crate) fn enqueue_set(&self, set: &Arc<SetCore>, answer: Answer) -> u64 {
+        let queued_sets = Arc::clone(&self.operations.queued_sets);
+        queued_sets.fetch_add(1, Ordering::Relaxed);
+        let set = PendingSet {
+            set: Arc::clone(set),
+            queued_sets,
+        };
+        self.enqueue(Operation::UnmapSet { set }, answer)
+    }
+
+    pub(crate) fn has_queued_sets(&self) -> bool {
+        self.operations.queued_sets.load(Ordering::Acquire) > 0
     }
 
     /// Unmaps regions with one invalidation a device; a result for each.
-    pub(crate) fn unmap_together(&self, regions: &[Arc<RegionCore>]) -> Vec<Result<(), GmError>> {
+    pub(crate) fn unmap_together(&self, leavers: &[Leaver]) -> Vec<Result<(), GmError>> {
         let list = self.devices.share();
-        let begun: Vec<_> = regions.iter().map(|region| region.begin_unmap()).collect();
+        let begun: Vec<_> = leavers
+            .iter()
+            .map(|leaver| leaver.region.begin_unmap(leaver.mapping))
+            .collect();
         let mut ranges = Vec::new();
         let mut tables = super::attachments::TableMask::NONE;
         for leaving in begun.iter().flatten() {
-            leaving.add_ranges(&mut ranges);
-            tables.unite(leaving.tables());
+            leaving.content().add_ranges(&mut ranges);
+            tables.unite(leaving.content().tables());
         }
         let taken = list.take_away(&coalesce(ranges), tables, crate::mmu::Restrict::NoAccess);
         let failed = match taken {
             Ok(()) => None,
             Err(failed) => Some((failed.tables, failed.error())),
         };
-        let finish = |(region, begun): (&Arc<RegionCore>, Result<_, GmError>)| {
-            region.finish_unmap(begun?, failed.as_ref())
-        };
-        regions.iter().zip(begun).map(finish).collect()
+        let finish =
+            |begun: Result<crate::region::Leaving, GmError>| begun?.finish(failed.as_ref());
+        begun.into_iter().map(finish).collect()
+    }
+
+    /// Nobody will carry out what is queued: whoever waits for a callback gets it.
+    pub(super) fn abandon_operations(&self) {
+        let waiting = std::mem::take(&mut self.operations.lock().waiting);
+        let due = waiting
+            .into_iter()
+            .map(|queued| (queued.answer, Err(GmError::Destroyed)));
+        call_back(due.collect());
+    }
+}
+
+/// Changes of a batch under way; over when dropped, be it by a panic of a driver.
+struct Changing<'a> {
+    operations: &'a Operations,
+    first: u64,
+}
+
+impl Drop for Changing<'_> {
+    fn drop(&mut self) {
+        let mut queue = self.operations.lock();
+        queue.changing.retain(|known| *known != self.first);
     }
 }
 
@@ -434,8 +545,8 @@ fn call_back(due: Vec<Due>) {
         }
     }
     let mut panicked = None;
-    for (callback, result) in due {
-        if let Some(callback) = callback {
+    for (answer, result) in due {
+        if let Answer::Callback(callback) = answer {
             IN_CALLBACK.with(|depth| depth.set(depth.get() + 1));
             let _leave = Leave;
             // Nothing of ours is in the closure but the result, which it takes.

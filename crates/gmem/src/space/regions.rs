@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Regions of a space: allocation, look-up, and giving back (GMEM 4.1).
 
-use super::{AddressSpace, Caching, Destroyed, Guard};
+use super::{AddressSpace, Caching, Destroyed, Guard, Leaver};
 use crate::{
     arena::{ArenaError, Constraints},
     device::Device,
@@ -39,6 +39,15 @@ impl RegionRequest {
             no_cross: 0,
             max: None,
         }
+    }
+
+    /// True if any free addresses of a space of `pages` will do.
+    fn asks_nothing_of(&self, pages: PageRange) -> bool {
+        let last = pages.end.byte_offset().saturating_sub(1);
+        self.hint.is_none()
+            && self.no_cross == 0
+            && self.align <= PAGE_BYTES
+            && self.max.is_none_or(|max| max.0 >= last)
     }
 
     fn check(&self) -> Result<u64, GmError> {
@@ -95,6 +104,22 @@ impl AddressSpace {
         })
     }
 
+    /// A region of just these pages, without guards.
+    pub(super) fn alloc_exactly(self: &Arc<Self>, pages: PageRange) -> Result<Region, GmError> {
+        let bytes = pages.bytes();
+        let taken = self.arena.alloc_at(pages.start.byte_offset(), bytes);
+        taken.map_err(|_| GmError::NoAddresses { bytes })?;
+        let core = RegionCore::new(pages, Origin::Chosen, Kind::Frames);
+        if let Err(error) = self.insert(&core) {
+            self.give_addresses_back(&core);
+            return Err(error);
+        }
+        Ok(Region {
+            space: Arc::clone(self),
+            core,
+        })
+    }
+
     fn insert(&self, core: &Arc<RegionCore>) -> Result<(), GmError> {
         // Held so that nobody who looks the region up gives it back half made.
         let _making = core.lock();
@@ -140,7 +165,7 @@ impl AddressSpace {
         bytes: u64,
     ) -> Result<(PageRange, Origin), GmError> {
         let full = |_| GmError::NoAddresses { bytes };
-        let is_plain = *request == RegionRequest::of_bytes(request.bytes);
+        let is_plain = request.asks_nothing_of(self.pages);
         if is_plain && self.memory.is_none() && self.policy.cache == Caching::Cached {
             let guard = self.guard_bytes();
             let all = bytes.saturating_add(2 * guard);
@@ -277,7 +302,11 @@ impl AddressSpace {
                     continue;
                 }
             }
-            let unmapped = self.unmap_together(std::slice::from_ref(core)).pop();
+            let leaver = Leaver {
+                region: Arc::clone(core),
+                mapping: None,
+            };
+            let unmapped = self.unmap_together(&[leaver]).pop();
             match unmapped {
                 None | Some(Ok(()) | Err(GmError::NotMapped { .. })) => {}
                 Some(Err(error)) => return Err(error),
@@ -285,12 +314,21 @@ impl AddressSpace {
         }
     }
 
+    /// # Errors
+    /// [`GmError::Destroyed`].
+    pub(crate) fn refuse_if_destroyed(&self) -> Result<(), GmError> {
+        if self.is_destroyed() {
+            Err(GmError::Destroyed)
+        } else {
+            Ok(())
+        }
+    }
+
     pub(crate) fn require_attached(&self, device: &Device) -> Result<(), GmError> {
-        let device = device.id();
         let list = self.devices.share();
-        list.find(device)
-            .map(|_| ())
-            .ok_or(GmError::NotAttached { device })
+        let attached = list.find_same(device).map(|_| ());
+        let device = device.id();
+        attached.ok_or(GmError::NotAttached { device })
     }
 }
 
