@@ -57,10 +57,7 @@ pub unsafe extern "C" fn gm_mapping_set_unmap(
         let known = Set::of_c(set)?;
         match Wait::of_c(flags, 0, async_callback, callback_arg)? {
             Wait::UntilDone => known.set.unmap()?,
-            Wait::NotAtAll(callback) => known.space.queue(|| {
-                known.set.unmap_later(callback);
-                Ok(())
-            })?,
+            Wait::NotAtAll(callback) => known.space.queue(|| known.set.unmap_later(callback))?,
         }
         Ok(())
     })
