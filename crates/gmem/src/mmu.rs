@@ -33,8 +33,6 @@ pub struct TableId(pub u64);
 #[doc(alias = "gm_dev_cap_t")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MmuLimits {
-    /// Smallest unit of restriction, in pages.
-    pub granularity_pages: u64,
     /// Strongest restriction the device can keep while a page is present.
     pub strongest: Restrict,
     /// Whether an access to an absent page waits for it, or fails.
@@ -48,7 +46,6 @@ pub struct MmuLimits {
 impl MmuLimits {
     /// Pages of 4 KiB, every restriction, faults that are repeated, tables of its own kind.
     pub const PAGED: Self = Self {
-        granularity_pages: 1,
         strongest: Restrict::NoAccess,
         on_absent: OnAbsent::Recovers,
         format: None,

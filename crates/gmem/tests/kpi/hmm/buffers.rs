@@ -76,7 +76,7 @@ fn anon_read_prot() {
     // The first page is refused already: what the device has read stays as it was, empty.
     assert_eq!(
         fixture.device().read(buffer.pages()),
-        Err(FaultOutcome::Lost)
+        Err(FaultOutcome::OutOfRange)
     );
     assert_eq!(fixture.device().snapshot(buffer.pages()), vec![None; 32]);
     buffer.protect(Protection::ReadWrite).unwrap();
@@ -113,7 +113,7 @@ fn anon_write_prot() {
     let device = fixture.device();
     assert_eq!(
         device.write(buffer.pages(), &words),
-        Err(FaultOutcome::Lost)
+        Err(FaultOutcome::OutOfRange)
     );
     let by_itself = device.actor.refused(buffer.start().0, Access::Write);
     assert!(matches!(by_itself, GmError::Denied { .. }), "{by_itself}");

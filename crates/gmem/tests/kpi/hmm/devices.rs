@@ -62,7 +62,7 @@ fn exclusive_mprotect() {
     let words = pattern(buffer.pages(), 2);
     assert_eq!(
         device.write(buffer.pages(), &words),
-        Err(FaultOutcome::Lost)
+        Err(FaultOutcome::OutOfRange)
     );
     let refusal = device.actor.refused(buffer.start().0, Access::Write);
     assert!(matches!(refusal, GmError::Denied { .. }), "{refusal}");
@@ -166,7 +166,7 @@ fn migrate_mixed() {
     guarded.protect(Protection::Nothing).unwrap();
     assert_eq!(
         one.migrate(&guarded, guarded.pages()),
-        Err(FaultOutcome::Lost)
+        Err(FaultOutcome::OutOfRange)
     );
     let buffer = fixture.buffer(4);
     let beyond = PageRange::new(buffer.pages().start, PageNo(buffer.pages().end.0 + 1));

@@ -18,8 +18,9 @@ const CALLS_MAX: u32 = 2_000;
 
 /// Runs the life with call `from` failing, and those after it up to `count`. Returns false if it was over
 /// before anything failed.
-fn run(plan: Failing) -> bool {
+fn run(plan: Failing, too: Option<Failing>) -> bool {
     let mut life = Life::new();
+    life.machine.world().failing_too = too;
     life.machine.world().failing = Some(plan);
     for (number, (name, step)) in life::STEPS.iter().enumerate() {
         // What a step could not do is for the next to live with.
@@ -33,12 +34,18 @@ fn run(plan: Failing) -> bool {
     }
     let has_failed = life.machine.world().failed > 0;
     life.machine.world().failing = None;
+    life.machine.world().failing_too = None;
     life.end(&plan);
     has_failed
 }
 
 /// All numbers of one operation, until the life does not meet the failure any more.
 fn run_all(op: Op, how: Fails, count: u32) {
+    run_all_beside(op, how, count, None);
+}
+
+/// The same, while something else fails as well.
+fn run_all_beside(op: Op, how: Fails, count: u32, too: Option<Failing>) {
     for from in 1..CALLS_MAX {
         let plan = Failing {
             op,
@@ -46,8 +53,9 @@ fn run_all(op: Op, how: Fails, count: u32) {
             count,
             how,
         };
-        if !run(plan) {
-            assert!(from > 1, "the life never asks for {op:?}");
+        if !run(plan, too) {
+            let is_asked = from > 1 || too.is_some();
+            assert!(is_asked, "the life never asks for {op:?}");
             return;
         }
     }
@@ -89,6 +97,17 @@ fn hardware_that_fails_from_some_call_on_leaves_a_consistent_space() {
         run_all(op, Fails::Before, u32::MAX);
         run_all(op, Fails::After, u32::MAX);
     }
+}
+
+#[test]
+fn failure_that_cannot_be_undone_leaves_a_consistent_space() {
+    for op in [Op::Grant, Op::Activate, Op::Copy, Op::Inherited] {
+        for undone in [Op::Restrict, Op::Invalidate, Op::Deactivate] {
+            run_all_beside(op, Fails::After, 1, Some(Failing::always(undone)));
+        }
+    }
+    let activate = Some(Failing::always(Op::Activate));
+    run_all_beside(Op::Deactivate, Fails::Before, 1, activate);
 }
 
 #[test]

@@ -7,7 +7,8 @@ use crate::kit::{
 };
 use pagetide_addr::{Access, PageNo, PageRange, Va};
 use pagetide_gmem::{
-    AddressSpace, Fault, FaultOutcome, GmError, MapOptions, Mapped, Placement, Protection,
+    Activation, AddressSpace, Fault, FaultOutcome, GmError, MapOptions, Mapped, Mode, Placement,
+    Protection,
 };
 use std::sync::Arc;
 
@@ -328,7 +329,18 @@ fn the_one_door_answers_each_fault_once() {
     let beyond = PageRange::new(region.pages().start, PageNo(region.pages().end.0 + 1));
     assert_eq!(ask(beyond, Access::Read, id), FaultOutcome::OutOfRange);
     region.protect(Protection::ReadOnly).unwrap();
-    assert_eq!(ask(region.pages(), Access::Write, id), FaultOutcome::Lost);
+    assert_eq!(
+        ask(region.pages(), Access::Write, id),
+        FaultOutcome::OutOfRange
+    );
+    let sleeper = machine.gpu();
+    space
+        .attach(&sleeper.device, Mode::Coherent, Activation::Later)
+        .unwrap();
+    let refused = ask(region.pages(), Access::Read, sleeper.device.id());
+    assert_ne!(refused, FaultOutcome::Present, "it is not active");
+    assert_eq!(sleeper.count(Op::Grant), 0, "and it is granted nothing");
+    sleeper.device.detach(&space).unwrap();
     let fault = |pages| Fault {
         device: id,
         pages,

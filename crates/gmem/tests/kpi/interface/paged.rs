@@ -185,12 +185,12 @@ fn paged_memory_is_not_wired_protected_or_unmapped() {
 fn fault_on_paged_memory_by_who_may_not_is_refused() {
     let (machine, _ram, space) = setting();
     let (gpu, failing) = (machine.gpu(), machine.actor(Build::failing()));
-    attach_all(&space, &[&gpu, &failing]);
-    let region = region_of_bytes(&space, PAGE_BYTES);
+    attach_all(&space, &[&gpu]);
     refused!(
-        failing.device.fault(region.start(), Access::Read),
-        GmError::CannotRecover { .. }
+        failing.join(&space, Mode::Coherent),
+        GmError::Unsupported { .. }
     );
+    let region = region_of_bytes(&space, PAGE_BYTES);
     refused!(
         gpu.device
             .fault(Va(region.start().0 + PAGE_BYTES), Access::Read),

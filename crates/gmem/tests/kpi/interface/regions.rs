@@ -286,6 +286,31 @@ fn device_that_fails_is_named_and_nothing_else_is_mapped() {
 }
 
 #[test]
+fn region_that_could_not_be_mapped_nor_taken_back_is_unmapped_before_it_is_used() {
+    for undone in [Op::Restrict, Op::Invalidate] {
+        let machine = Machine::eager();
+        let (one, two) = (machine.gpu(), machine.gpu());
+        let space = space_of(16);
+        attach_all(&space, &[&one, &two]);
+        let region = region_of(&space, 2);
+        machine.world().failing = Some(Failing::nth(Op::Grant, 2));
+        machine.world().failing_too = Some(Failing::always(undone));
+        let options = MapOptions::new(Access::Write);
+        let map = || region.map(&own_frames(0, 2), &options);
+        refused!(map(), GmError::Device { device, .. } if device == two.device.id());
+        assert!(one.entry(region.start().0).is_some(), "{undone:?}");
+        assert_eq!(region.mapped(), Mapped::Leaving);
+        refused!(map(), GmError::AlreadyMapped { .. });
+        refused!(region.dealloc(), GmError::Device { .. });
+        machine.world().failing_too = None;
+        region.unmap().unwrap();
+        machine.assert_unreachable(region.pages());
+        map().unwrap();
+        end(&machine, &space, &[&one, &two]);
+    }
+}
+
+#[test]
 fn region_across_sections_is_taken_away_whole() {
     let machine = Machine::eager();
     let gpu = machine.gpu();

@@ -123,7 +123,8 @@ fn set_is_unmapped_later_with_one_callback_for_all_of_it() {
     let told = Arc::clone(&called);
     set.unmap_later(Some(Box::new(move |result| {
         told.lock().unwrap().push(result.is_ok());
-    })));
+    })))
+    .unwrap();
     assert_eq!(set.mapping_count(), 3);
     assert!(called.lock().unwrap().is_empty());
     space.synchronize().unwrap();
@@ -153,13 +154,13 @@ fn queued_set_means_what_is_of_it_when_its_turn_comes() {
     // One leaves the set before its turn, one joins.
     regions[0].unmap_later(None).unwrap();
     joins.map_later(own_frames(9, 1), options, None).unwrap();
-    set.unmap_later(None);
+    set.unmap_later(None).unwrap();
     space.synchronize().unwrap();
     assert_eq!(joins.mapped(), Mapped::Nothing);
     regions[0].dealloc().unwrap();
     map_in(&set, &regions[1], 1);
     regions[1].unmap_later(None).unwrap();
-    set.unmap_later(None);
+    set.unmap_later(None).unwrap();
     space.synchronize().expect("the set was empty by then");
     end(&machine, &space, &[&gpu]);
 }

@@ -107,6 +107,8 @@ pub struct World {
     pub units: Vec<Unit>,
     pub counts: HashMap<Op, u32>,
     pub failing: Option<Failing>,
+    /// What fails beside it, as where an operation cannot be undone.
+    pub failing_too: Option<Failing>,
     /// The plan has failed an operation.
     pub failed: u32,
     pub violations: Vec<String>,
@@ -314,7 +316,8 @@ impl Machine {
         if fails.is_some() {
             world.failed += 1;
         }
-        fails
+        let too = world.failing_too.as_ref();
+        fails.or_else(|| too.and_then(|plan| plan.fails(op, number)))
     }
 
     /// Physical memory with its engine, as unit `unit` works it.
