@@ -77,8 +77,9 @@ pub enum Fit {
     /// constraints on `min` and `last` may have to look at many free segments.
     #[default]
     Instant,
-    /// The lowest address that fits, in O(log n), with constraints too. With
-    /// caches, small pieces come back in the order of the magazines instead.
+    /// The lowest address that fits, in O(log n); in O(k log n) if k free
+    /// segments are long enough and only an alignment or a boundary keeps the
+    /// request out of them. With caches, small pieces come back in the order of the magazines instead.
     First,
 }
 
@@ -483,7 +484,8 @@ impl Arena {
     #[inline]
     fn cached_class(&self, size: u64) -> Option<usize> {
         let class = size.checked_sub(1)? >> self.quantum.trailing_zeros();
-        let class = usize::try_from(class).ok()?;
+        // One too large for an index is too large for a cache.
+        let class = usize::try_from(class).unwrap_or(usize::MAX);
         (class < self.caches.classes()).then_some(class)
     }
 
