@@ -140,7 +140,8 @@ enum {
 /* Whose page table a device uses. */
 typedef enum gm_mmu_mode {
     /*
-     * One that attached devices of the same format share; a coherent one is made if there is none.
+     * One that attached devices of the same format share, if both can recover from faults or
+     * neither can; a coherent one is made if there is none.
      */
     GM_MMU_MODE_SHARED = 0,
     /* One of its own, which is kept coherent with the others. */
@@ -250,7 +251,10 @@ typedef struct gm_mmu {
     uint32_t format;
     /* Must be 0. */
     uint32_t reserved;
-    /* Makes an empty page table. NULL: there is just one, which is called NULL. */
+    /*
+     * Makes an empty page table, another for each space. NULL: there is just one, which is called
+     * NULL, so the device can be attached to one space at a time.
+     */
     int (*table_create)(void *mmu_data, gm_table_t *table);
     /* Nobody uses the table any more. */
     void (*table_destroy)(void *mmu_data, gm_table_t table);
@@ -336,7 +340,8 @@ gm_ret_t gm_as_destroy(gm_as_t *as);
  *
  * Fails with GM_RET_ALREADY_ATTACHED, GM_RET_NO_ADDRESSES (an inherited mapping lies where a region
  * is), GM_RET_UNSUPPORTED (the page size of a wired mapping; more than 64 page tables),
- * GM_RET_DEVICE. The device is then not attached, and active where it was.
+ * GM_RET_DEVICE (also if the driver makes no tables and the one it has is used in another space).
+ * The device is then not attached, and active where it was.
  */
 gm_ret_t gm_as_attach(gm_as_t *as, gm_dev_t *dev, gm_mmu_mode_t mode, bool activate);
 

@@ -29,6 +29,9 @@ const INHERITED_MAX: usize = 1 << 20;
 /// What a driver is told when the interface asks what C cannot do.
 const NOT_OFFERED: c_int = -95;
 
+/// Said of the table of a driver that makes none, when a space has it.
+const ONLY_TABLE_USED: c_int = -16;
+
 /// See the module.
 pub(crate) struct Driver {
     operations: gm_mmu_t,
@@ -182,12 +185,24 @@ impl Mmu for Driver {
     }
 
     fn create_table(&self) -> Result<TableId, MmuError> {
+        let Some(create) = self.operations.table_create else {
+            // There is one, which may be another device's still when this one has left a space.
+            let taken = self
+                .tables
+                .compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed);
+            let table = taken.map(|_| TableId(0));
+            return table.map_err(|_| MmuError::Driver {
+                operation: "table_create",
+                code: ONLY_TABLE_USED,
+            });
+        };
         let mut table: gm_table_t = std::ptr::null_mut();
-        if let Some(create) = self.operations.table_create {
+        let code = {
             let _inside = InDriver::enter();
             // SAFETY: the driver's own function and argument, and a place for its result.
-            done("table_create", unsafe { create(self.arg, &raw mut table) })?;
-        }
+            unsafe { create(self.arg, &raw mut table) }
+        };
+        done("table_create", code)?;
         self.tables.fetch_add(1, Ordering::Relaxed);
         Ok(TableId(table.expose_provenance() as u64))
     }

@@ -127,7 +127,8 @@ pub const GM_AS_ALLOC_CACHED: gm_as_alloc_t = 4;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct gm_mmu_mode_t(pub u32);
 
-/// One that attached devices of the same format share; a coherent one is made if there is none.
+/// One that attached devices of the same format share, if both can recover from faults or neither can; a
+/// coherent one is made if there is none.
 pub const GM_MMU_MODE_SHARED: gm_mmu_mode_t = gm_mmu_mode_t(0);
 /// One of its own, which is kept coherent with the others.
 pub const GM_MMU_MODE_COHERENT: gm_mmu_mode_t = gm_mmu_mode_t(1);
@@ -218,7 +219,8 @@ pub struct gm_mmu_t {
     pub format: u32,
     /// Must be 0.
     pub reserved: u32,
-    /// Makes an empty page table. NULL: there is just one, which is called NULL.
+    /// Makes an empty page table, another for each space. NULL: there is just one, which is called NULL,
+    /// so the device can be attached to one space at a time.
     pub table_create:
         Option<unsafe extern "C" fn(mmu_data: *mut c_void, table: *mut gm_table_t) -> c_int>,
     /// Nobody uses the table any more.

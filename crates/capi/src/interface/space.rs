@@ -80,8 +80,9 @@ pub unsafe extern "C" fn gm_as_destroy(r#as: *mut gm_as_t) -> gm_ret_t {
 /// in one at a time: if `activate` is true, it is active here and nowhere else any more.
 ///
 /// Fails with GM_RET_ALREADY_ATTACHED, GM_RET_NO_ADDRESSES (an inherited mapping lies where a region is),
-/// GM_RET_UNSUPPORTED (the page size of a wired mapping; more than 64 page tables), GM_RET_DEVICE. The
-/// device is then not attached, and active where it was.
+/// GM_RET_UNSUPPORTED (the page size of a wired mapping; more than 64 page tables), GM_RET_DEVICE (also if
+/// the driver makes no tables and the one it has is used in another space). The device is then not
+/// attached, and active where it was.
 ///
 /// # Safety
 /// `activate` must be a bool of C.

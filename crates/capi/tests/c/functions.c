@@ -92,7 +92,7 @@ static void wired_region_is_reached_by_every_device_until_it_is_unmapped(void)
     gm_as_t *as = space_of(GM_AS_ALLOC_DEFAULT);
     gm_dev_t *a = device_create(&one, GM_DEV_CAP_NONE);
     gm_dev_t *b = device_create(&two, GM_DEV_CAP_RECOVERS);
-    gm_dev_t *c = device_create(&late, GM_DEV_CAP_NONE);
+    gm_dev_t *c = device_create(&late, GM_DEV_CAP_RECOVERS);
     gm_region_t *region = region_in(as, 2);
     gm_va_t va = begin_of(region);
     gm_pa_t pages[2];
@@ -142,6 +142,37 @@ static void wired_region_is_reached_by_every_device_until_it_is_unmapped(void)
     OK(gm_dev_destroy(b));
     OK(gm_dev_destroy(c));
     CHECK(one.tables == 0 && two.tables == 0);
+    OK(gm_as_destroy(as));
+}
+
+static void tables_are_shared_by_devices_that_fault_alike_and_made_for_each_space(void)
+{
+    static struct device one, two;
+    gm_as_t *as = space_of(0), *other = space_of(0);
+    gm_dev_t *waits = device_create(&one, GM_DEV_CAP_RECOVERS);
+    gm_dev_t *cannot = device_create(&two, GM_DEV_CAP_NONE);
+    gm_mmu_t mmu = device_mmu();
+    gm_dev_t *simple = NULL;
+    OK(gm_as_attach(as, waits, GM_MMU_MODE_SHARED, true));
+    OK(gm_as_attach(as, cannot, GM_MMU_MODE_SHARED, true));
+    CHECK(one.tables == 1 && two.tables == 1);
+    OK(gm_dev_detach(cannot, as));
+    OK(gm_dev_detach(waits, as));
+    OK(gm_dev_destroy(cannot));
+    OK(gm_dev_destroy(waits));
+    /* A driver that makes no tables has one, for one space. */
+    mmu.table_create = NULL;
+    mmu.table_destroy = NULL;
+    mmu.activate = NULL;
+    mmu.deactivate = NULL;
+    OK(gm_dev_create(&mmu, &one, GM_DEV_CAP_NONE, &simple));
+    OK(gm_as_attach(as, simple, GM_MMU_MODE_COHERENT, true));
+    EXPECT(gm_as_attach(other, simple, GM_MMU_MODE_COHERENT, false), GM_RET_DEVICE);
+    OK(gm_dev_detach(simple, as));
+    OK(gm_as_attach(other, simple, GM_MMU_MODE_COHERENT, false));
+    OK(gm_dev_detach(simple, other));
+    OK(gm_dev_destroy(simple));
+    OK(gm_as_destroy(other));
     OK(gm_as_destroy(as));
 }
 
@@ -411,6 +442,7 @@ int main(void)
     regions_are_allocated_within_their_constraints();
     region_is_found_by_each_of_its_addresses_and_has_one_handle();
     wired_region_is_reached_by_every_device_until_it_is_unmapped();
+    tables_are_shared_by_devices_that_fault_alike_and_made_for_each_space();
     large_pages_are_mapped_as_such();
     page_moves_to_who_faults_on_it_and_back();
     prefetch_brings_the_pages_that_follow();
