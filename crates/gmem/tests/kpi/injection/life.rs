@@ -2,7 +2,7 @@
 //! [`Life`]: two spaces and seven devices that do everything there is to do, in a fixed order.
 
 use crate::kit::{
-    Actor, Build, Failing, Machine, Stopped, end, other_space_of, own_frames, space_of,
+    Actor, Build, Failing, Fails, Machine, Stopped, end, other_space_of, own_frames, space_of,
 };
 use pagetide_addr::{Access, DeviceId, Pa, PageRange, Va};
 use pagetide_gmem::{
@@ -163,6 +163,16 @@ impl Life {
                     Err(error) => panic!("{plan:?}: {error}"),
                 }
             }
+        }
+        if plan.how == Fails::Panics {
+            // A table whose driver panicked while it was made ready is nobody's.
+            let mut world = machine.world();
+            let left = world
+                .tables
+                .values_mut()
+                .filter(|table| table.destroyed == 0);
+            let count = left.map(|table| table.destroyed = 1).count();
+            assert!(count <= 1, "{plan:?}: {count} tables are left");
         }
         for space in &spaces {
             end(&machine, space, &all);

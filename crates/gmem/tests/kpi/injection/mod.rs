@@ -10,8 +10,9 @@
 mod check;
 mod life;
 
-use crate::kit::{Failing, Fails, Op};
+use crate::kit::{DRIVERS_PANIC, Failing, Fails, Op};
 use life::Life;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 /// Calls at most: far more than a life has of any operation.
 const CALLS_MAX: u32 = 2_000;
@@ -24,7 +25,11 @@ fn run(plan: Failing, too: Option<Failing>) -> bool {
     life.machine.world().failing = Some(plan);
     for (number, (name, step)) in life::STEPS.iter().enumerate() {
         // What a step could not do is for the next to live with.
-        life.last = step(&mut life).err();
+        life.last = match catch_unwind(AssertUnwindSafe(|| step(&mut life))) {
+            Ok(outcome) => outcome.err(),
+            Err(panic) if panic.downcast_ref() == Some(&DRIVERS_PANIC) => None,
+            Err(panic) => resume_unwind(panic),
+        };
         let broken = check::broken(&life);
         assert!(
             broken.is_empty(),
@@ -108,6 +113,13 @@ fn failure_that_cannot_be_undone_leaves_a_consistent_space() {
     }
     let activate = Some(Failing::always(Op::Activate));
     run_all_beside(Op::Deactivate, Fails::Before, 1, activate);
+}
+
+#[test]
+fn driver_that_panics_leaves_a_consistent_space() {
+    for op in Op::FALLIBLE {
+        run_all(op, Fails::Panics, 1);
+    }
 }
 
 #[test]

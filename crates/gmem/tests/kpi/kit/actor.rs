@@ -14,6 +14,9 @@ use std::sync::Arc;
 /// Faults in a row on one page after which a device gives up: far more than others can steal it.
 const FAULTS_MAX: u32 = 100_000;
 
+/// What a driver panics with.
+pub const DRIVERS_PANIC: &str = "a driver's panic";
+
 /// What a device is to be like.
 pub struct Build {
     pub id: Option<DeviceId>,
@@ -266,6 +269,10 @@ impl SimulatedMmu {
     ) -> Result<R, MmuError> {
         let mut world = self.machine.world();
         let fails = self.machine.ask(&mut world, op, self.unit);
+        if fails == Some(Fails::Panics) {
+            drop(world);
+            std::panic::resume_unwind(Box::new(DRIVERS_PANIC));
+        }
         if fails == Some(Fails::Before) || (fails == Some(Fails::Busy) && op != Op::Restrict) {
             return Err(refusal(name));
         }
@@ -287,7 +294,6 @@ impl Mmu for SimulatedMmu {
             format: self.build.format.map(TableFormat),
             page_sizes: self.build.page_sizes,
             strongest: self.build.strongest,
-            ..MmuLimits::PAGED
         }
     }
 

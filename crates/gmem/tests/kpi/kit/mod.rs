@@ -32,7 +32,7 @@ mod actor;
 mod place;
 mod plan;
 
-pub use actor::{Actor, Build, Stopped};
+pub use actor::{Actor, Build, DRIVERS_PANIC, Stopped};
 pub use place::Ram;
 pub use plan::{Failing, Fails, Op};
 
@@ -344,6 +344,9 @@ impl PhysicalMemory for Engine {
         let fails = self.machine.ask(&mut world, Op::Prepare, self.unit);
         assert_eq!(bytes, PAGE_BYTES);
         world.nobody_reaches(frame.0, "filled");
+        if fails == Some(Fails::Panics) {
+            std::panic::resume_unwind(Box::new(DRIVERS_PANIC));
+        }
         if fails.is_some() {
             return Err(refusal("prepare"));
         }
@@ -360,6 +363,9 @@ impl PhysicalMemory for Engine {
         assert_eq!(bytes, PAGE_BYTES);
         world.nobody_reaches(from.0, "copied from");
         world.nobody_reaches(to.0, "copied to");
+        if fails == Some(Fails::Panics) {
+            std::panic::resume_unwind(Box::new(DRIVERS_PANIC));
+        }
         if fails.is_some() {
             return Err(refusal("copy"));
         }

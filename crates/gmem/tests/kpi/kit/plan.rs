@@ -40,6 +40,8 @@ pub enum Fails {
     After,
     /// A restriction is busy; others fail as with [`Self::Before`].
     Busy,
+    /// The driver panics, having done nothing.
+    Panics,
 }
 
 /// The plan: call number `from` of `op` fails, and `count` - 1 after it.
