@@ -11,8 +11,8 @@
 use crate::{
     Activation, AddressSpace, AllocPolicy, Backing, Content, Device, GmError, Installed,
     MapOptions, Mapped, MemoryParts, Mmu, MmuError, MmuLimits, Mode, OnAbsent, PageTable,
-    PagedMemory, PhysicalMemory, PlaceError, Protection, Region, RegionRequest, Restrict,
-    Restricted, StoreError, TableId, Unlimited, VolatileWords,
+    PagedMemory, PhysicalMemory, PlaceError, Placement, Protection, Region, RegionRequest,
+    Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords,
 };
 use loom::{sync::Mutex, thread};
 use pagetide_addr::{Access, PAGE_BYTES, Pa, PageNo, PageRange, PageSet, SectionNo, Va};
@@ -228,7 +228,7 @@ impl Setting {
         };
         let units = [unit(0), unit(1)];
         let devices = [units[0].device(), units[1].device()];
-        let end = Va(PAGE_BYTES * 2);
+        let end = Va(PAGE_BYTES * 3);
         let space = AddressSpace::create(Va(PAGE_BYTES), end, AllocPolicy::default()).unwrap();
         for (unit, device) in units.iter().zip(&devices) {
             let begin = Pa(0x1000 * (1 + unit.table()));
@@ -360,6 +360,34 @@ fn loom_page_that_two_devices_fault_on_keeps_what_both_wrote() {
             .iter()
             .map(|device| device.used_memory_bytes());
         assert_eq!(used.sum::<u64>(), PAGE_BYTES);
+    });
+}
+
+#[test]
+fn loom_frame_is_given_to_another_only_after_its_invalidation() {
+    check(|| {
+        let setting = Setting::new(2);
+        let [one, two] = setting.devices.each_ref().map(Arc::clone);
+        let other = setting
+            .space
+            .alloc(&RegionRequest::of_bytes(PAGE_BYTES))
+            .unwrap();
+        other.set_policy(Placement::Unique, Some(&one)).unwrap();
+        // The only frame of the first device.
+        setting.units[0]
+            .store(&one, setting.region.start(), 1)
+            .unwrap();
+        setting.region.unmap_later(None).unwrap();
+        let unit = setting.units[1].clone();
+        let va = other.start();
+        let storer = thread::spawn(move || match unit.store(&two, va, 2) {
+            Ok(()) | Err(GmError::NoMemory { .. }) => {}
+            Err(error) => panic!("{error}"),
+        });
+        setting.space.synchronize().unwrap();
+        storer.join().unwrap();
+        let tlbs = setting.units[0].with(|hardware| hardware.tlbs);
+        assert_eq!(tlbs[0], None);
     });
 }
 
