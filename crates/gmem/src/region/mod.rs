@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Region`]: an allocated range of addresses, and what is behind it (GMEM 4.1).
+//!
+//! Behind it are frames that the caller wires, frames that faults bring, or pages
+//! of the space's paged memory. The states and the ways between them are drawn in
+//! [`state`].
+
+pub(crate) mod state;
+
+pub(crate) use state::{
+    Content, DemandPage, Inner, Kind, Leaving, Origin, RegionCore, State, Wired, Wiring,
+};
+
+use crate::{
+    device::Device,
+    error::GmError,
+    set::MappingSet,
+    space::{AddressSpace, Callback, Leaver, Operation, PendingRegion},
+    sync::Arc,
+};
+use pagetide_addr::{Access, PAGE_BYTES, Pa, PageRange, Va};
+
+/// What a fault makes of a page's other mappings (GMEM 4.1, `gm_region_placement_t`; 7).
+#[doc(alias = "gm_region_placement_t")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Placement {
+    /// One mapping in the whole space: others are destroyed first, and the page moves to the memory
+    /// of the device that faulted, if it has any.
+    #[default]
+    Unique,
+    /// The page stays where it is, and is mapped by everybody who faults on it.
+    RemoteAccess,
+    /// As [`Self::Unique`], and the pages that follow are brought along without being waited for.
+    Prefetch,
+}
+
+/// What may be done with the pages of a region.
+#[doc(alias = "gm_prot_t")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Protection {
+    /// Nothing: every fault is denied.
+    Nothing,
+    /// Reads.
+    ReadOnly,
+    /// Reads and writes.
+    #[default]
+    ReadWrite,
+}
+
+impl Protection {
+    /// The strongest access it allows.
+    #[must_use]
+    pub const fn strongest(self) -> Option<Access> {
+        match self {
+            Self::Nothing => None,
+            Self::ReadOnly => Some(Access::Read),
+            Self::ReadWrite => Some(Access::Write),
+        }
+    }
+
+    /// True if it allows `access`.
+    #[must_use]
+    pub const fn allows(self, access: Access) -> bool {
+        matches!(
+            (self, access),
+            (Self::ReadWrite, _) | (Self::ReadOnly, Access::Read)
+        )
+    }
+}
+
+/// How a region is to be wired.
+#[derive(Clone, Debug)]
+pub struct MapOptions {
+    /// Access that devices get.
+    pub access: Access,
+    /// Size of the pages to map by, in bytes; every frame given is one of them.
+    pub page_bytes: u64,
+    /// The set that the mapping joins.
+    pub set: Option<MappingSet>,
+}
+
+impl MapOptions {
+    /// Pages of 4 KiB, in no set.
+    #[must_use]
+    pub fn new(access: Access) -> Self {
+        Self {
+            access,
+            page_bytes: PAGE_BYTES,
+            set: None,
+        }
+    }
+}
+
+/// What is behind a region, as far as a caller can tell.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mapped {
+    /// Nothing.
+    Nothing,
+    /// Frames of the caller's.
+    Wired,
+    /// Frames that faults have brought.
+    Demand,
+    /// Pages of the space's paged memory.
+    Paged,
+    /// Being unmapped, or to be unmapped again because a device failed.
+    Leaving,
+}
+
+/// A region; clones are the same one. It lives until [`Region::dealloc`].
+#[doc(alias = "gm_region_t")]
+#[derive(Clone)]
+pub struct Region {
+    pub(crate) space: Arc<AddressSpace>,
+    pub(crate) core: Arc<RegionCore>,
+}
+
+impl Region {
+    /// Its first address.
+    #[must_use]
+    pub fn start(&self) -> Va {
+        self.core.start()
+    }
+
+    /// Its length, in bytes.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.core.pages.bytes()
+    }
+
+    /// Its pages.
+    #[must_use]
+    pub fn pages(&self) -> PageRange {
+        self.core.pages
+    }
+
+    /// The space it was allocated from.
+    #[must_use]
+    pub fn space(&self) -> &Arc<AddressSpace> {
+        &self.space
+    }
+
+    /// What is behind it now.
+    #[must_use]
+    pub fn mapped(&self) -> Mapped {
+        if self.core.kind == Kind::Paged {
+            return Mapped::Paged;
+        }
+        match &self.core.lock().state {
+            State::Empty | State::Freed => Mapped::Nothing,
+            State::Mapped(Content::Wired(_)) => Mapped::Wired,
+            State::Mapped(Content::Demand(_)) => Mapped::Demand,
+            State::Leaving | State::Stuck(_) => Mapped::Leaving,
+        }
+    }
+
+    /// Wires the region to `frames`, one for each page of `options.page_bytes`, in the tables of all
+    /// devices of the space, those to come included.
+    ///
+    /// # Errors
+    /// [`GmError::AlreadyMapped`], [`GmError::InvalidArgument`], [`GmError::Unsupported`],
+    /// [`GmError::Destroyed`]; [`GmError::Device`], and then nothing is mapped, or (if the device
+    /// would not take back what it had got) the region must be unmapped before it is used again.
+    #[doc(alias = "gm_region_map")]
+    pub fn map(&self, frames: &[Pa], options: &MapOptions) -> Result<(), GmError> {
+        let wiring = self.wiring(options)?;
+        self.settle_queued();
+        self.space.map_now(&self.core, frames, &wiring)
+    }
+
+    /// As [`Self::map`], without waiting: `callback` tells when it is done.
+    ///
+    /// # Errors
+    /// [`GmError::Destroyed`]; all others are told by the callback and by
+    /// [`AddressSpace::synchronize`].
+    #[doc(alias = "gm_region_map")]
+    pub fn map_later(
+        &self,
+        frames: Vec<Pa>,
+        options: MapOptions,
+        callback: Option<Callback>,
+    ) -> Result<(), GmError> {
+        self.refuse_if_freed()?;
+        let operation = Operation::Map {
+            region: PendingRegion::new(&self.core),
+            frames,
+            wiring: self.wiring(&options)?,
+        };
+        self.space.enqueue(operation, callback.into());
+        Ok(())
+    }
+
+    fn wiring(&self, options: &MapOptions) -> Result<Wiring, GmError> {
+        let set = options.set.as_ref();
+        if set.is_some_and(|set| !set.is_of(&self.space)) {
+            return Err(GmError::InvalidArgument {
+                argument: "mapping set",
+                why: "it must belong to the region's space",
+            });
+        }
+        Ok(Wiring {
+            access: options.access,
+            page_bytes: options.page_bytes,
+            set: set.map(|set| Arc::clone(set.core())),
+        })
+    }
+
+    /// Takes the region from all devices. It stays allocated, and pages that faults brought are
+    /// freed. When this returns without error, no device can reach it.
+    ///
+    /// # Errors
+    /// [`GmError::NotMapped`] (also while another thread unmaps it), [`GmError::Destroyed`],
+    /// [`GmError::Unsupported`] for paged memory; [`GmError::Device`] or [`GmError::Busy`], after which some devices may still reach it: nothing is freed, unmap again.
+    #[doc(alias = "gm_region_unmap")]
+    pub fn unmap(&self) -> Result<(), GmError> {
+        self.refuse_if_freed()?;
+        self.settle_queued();
+        let leaver = Leaver {
+            region: Arc::clone(&self.core),
+            mapping: None,
+        };
+        let mut results = self.space.unmap_together(&[leaver]);
+        results.pop().unwrap_or(Ok(()))
+    }
+
+    /// As [`Self::unmap`], without waiting: `callback` tells when no device can reach it any more.
+    ///
+    /// # Errors
+    /// As [`Self::map_later`].
+    #[doc(alias = "gm_region_unmap")]
+    pub fn unmap_later(&self, callback: Option<Callback>) -> Result<(), GmError> {
+        self.refuse_if_freed()?;
+        let region = PendingRegion::new(&self.core);
+        self.space
+            .enqueue(Operation::Unmap { region }, callback.into());
+        Ok(())
+    }
+
+    /// Unmaps the region if need be and gives its addresses back.
+    ///
+    /// # Errors
+    /// [`GmError::Destroyed`]; [`GmError::Device`], [`GmError::Busy`]: it is then still allocated.
+    #[doc(alias = "gm_region_dealloc")]
+    pub fn dealloc(&self) -> Result<(), GmError> {
+        self.settle_queued();
+        self.space.dealloc(&self.core)
+    }
+
+    /// Says what a fault makes of the region's pages, and in whose memory they are placed: the
+    /// faulting device's (the host's if it has none) unless `home` names one. Pages that lie
+    /// elsewhere move when they are next faulted on.
+    ///
+    /// # Errors
+    /// [`GmError::NotAttached`] if `home` is not attached to the space, [`GmError::Destroyed`].
+    #[doc(alias = "gm_region_set_policy")]
+    pub fn set_policy(
+        &self,
+        placement: Placement,
+        home: Option<&Arc<Device>>,
+    ) -> Result<(), GmError> {
+        if let Some(device) = home {
+            self.space.require_attached(device)?;
+        }
+        let mut inner = self.core.lock();
+        if matches!(inner.state, State::Freed) {
+            return Err(GmError::Destroyed);
+        }
+        inner.placement = placement;
+        inner.home = home.map(Arc::clone);
+        Ok(())
+    }
+
+    /// The policy, and the device named by it.
+    #[must_use]
+    pub fn policy(&self) -> (Placement, Option<Arc<Device>>) {
+        let inner = self.core.lock();
+        (inner.placement, inner.home.as_ref().map(Arc::clone))
+    }
+
+    /// Says what may be done with the region from now on, as `mprotect` does for a process. When this
+    /// returns without error, no device has more access than that.
+    ///
+    /// # Errors
+    /// [`GmError::Unsupported`] for paged memory, [`GmError::Destroyed`]; [`GmError::Device`] or
+    /// [`GmError::Busy`], after which a device may keep the access it had: protect again.
+    pub fn protect(&self, protection: Protection) -> Result<(), GmError> {
+        self.settle_queued();
+        self.space.protect(&self.core, protection)
+    }
+
+    /// Operations that were queued come first.
+    fn settle_queued(&self) {
+        if self.core.has_queued() || self.space.has_queued_sets() {
+            self.space.wait_for_changes();
+        }
+    }
+
+    fn refuse_if_freed(&self) -> Result<(), GmError> {
+        if matches!(self.core.lock().state, State::Freed) {
+            return Err(GmError::Destroyed);
+        }
+        if self.core.kind == Kind::Paged {
+            return Err(GmError::Unsupported {
+                what: "mapping and unmapping of paged memory, which faults and evictions do",
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Two are equal if they are the same region, not if they lie in the same place.
+impl PartialEq for Region {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.core, &other.core)
+    }
+}
+
+impl Eq for Region {}
+
+impl std::fmt::Debug for Region {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Region({} bytes at {})", self.len_bytes(), self.start())
+    }
+}
