@@ -64,6 +64,13 @@ impl SetCore {
         Ok(())
     }
 
+    /// A mapping that may not have gone is in the set still.
+    pub(crate) fn keep(&self, region: &Arc<RegionCore>, mapping: u64) {
+        if region.may_be_mapped_as(mapping) {
+            self.add(region, mapping);
+        }
+    }
+
     pub(crate) fn add(&self, region: &Arc<RegionCore>, serial: u64) {
         let mut all = lock(&self.0);
         // Mappings that ended on their own are swept out when the list would grow.

@@ -175,9 +175,10 @@ impl Gathered {
     }
 
     /// Tells each operation what became of its regions; of several failures the first counts.
-    fn finish(self, results: Vec<Result<(), GmError>>, due: &mut Vec<Due>) {
-        let mut parts = self.leavers.iter().zip(results);
-        for unmap in self.operations {
+    fn finish(mut self, results: Vec<Result<(), GmError>>, due: &mut Vec<Due>) {
+        let leavers = std::mem::take(&mut self.leavers);
+        let mut parts = leavers.iter().zip(results);
+        for unmap in std::mem::take(&mut self.operations) {
             let mut outcome = Ok(());
             for (leaver, result) in parts.by_ref().take(unmap.region_count) {
                 outcome = outcome.and(match &unmap.asked {
@@ -186,6 +187,20 @@ impl Gathered {
                 });
             }
             due.push((unmap.answer, outcome));
+        }
+    }
+}
+
+/// A driver panicked: what it kept of a set is in the set still.
+impl Drop for Gathered {
+    fn drop(&mut self) {
+        let mut leavers = self.leavers.iter();
+        for unmap in &self.operations {
+            for leaver in leavers.by_ref().take(unmap.region_count) {
+                if let (Asked::Set(pending), Some(mapping)) = (&unmap.asked, leaver.mapping) {
+                    pending.set.keep(&leaver.region, mapping);
+                }
+            }
         }
     }
 }

@@ -2,11 +2,22 @@
 //! `gm_mapping_set_unmap`: mappings that belong together.
 
 use crate::kit::{
-    Failing, Machine, Op, attach_all, end, own_frames, refused, region_of, space_of, wire,
+    Actor, DRIVERS_PANIC, Failing, Fails, Machine, Op, attach_all, end, own_frames, refused,
+    region_of, space_of, wire,
 };
 use pagetide_addr::Access;
 use pagetide_gmem::{AddressSpace, GmError, MapOptions, Mapped, MappingSet, Region};
-use std::sync::{Arc, Mutex};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering::SeqCst},
+        mpsc::{Receiver, Sender, TryRecvError, channel},
+    },
+};
+
+/// How often a thread is looked for that must not come, and could meanwhile.
+const LOOKS: u32 = 20_000;
 
 /// Regions of one page each, wired and of the set.
 fn wired_in(set: &MappingSet, space: &Arc<AddressSpace>, count: u64) -> Vec<Region> {
@@ -163,4 +174,240 @@ fn queued_set_means_what_is_of_it_when_its_turn_comes() {
     set.unmap_later(None).unwrap();
     space.synchronize().expect("the set was empty by then");
     end(&machine, &space, &[&gpu]);
+}
+
+/// A device, a space, and a set of two regions in it.
+fn setting() -> (Machine, Actor, Arc<AddressSpace>, MappingSet, Vec<Region>) {
+    let machine = Machine::eager();
+    let gpu = machine.gpu();
+    let space = space_of(64);
+    attach_all(&space, &[&gpu]);
+    let set = MappingSet::new(&space);
+    let regions = wired_in(&set, &space, 2);
+    (machine, gpu, space, set, regions)
+}
+
+/// The first invalidation from now on stands still before it does anything.
+struct StandsStill {
+    reached: Receiver<()>,
+    go_on: Sender<()>,
+    is_going: Arc<AtomicBool>,
+}
+
+impl StandsStill {
+    fn in_invalidation(machine: &Machine) -> Self {
+        let (reach, reached) = channel();
+        let (go_on, go) = channel();
+        let is_going = Arc::new(AtomicBool::new(false));
+        let going = Arc::clone(&is_going);
+        let once = Mutex::new(Some((reach, go)));
+        machine.before_each(Op::Invalidate, move || {
+            let first = once.lock().unwrap().take();
+            if let Some((reach, go)) = first {
+                reach.send(()).unwrap();
+                go.recv().unwrap();
+                going.store(true, SeqCst);
+            }
+        });
+        Self {
+            reached,
+            go_on,
+            is_going,
+        }
+    }
+
+    /// Nobody tells anything while it stands still; then it goes on.
+    fn keeps_silent<T: std::fmt::Debug>(self, told: &Receiver<T>) {
+        for _ in 0..LOOKS {
+            std::thread::yield_now();
+            let nothing = told.try_recv();
+            assert!(
+                matches!(nothing, Err(TryRecvError::Empty)),
+                "{nothing:?} before the invalidation"
+            );
+        }
+        self.go_on.send(()).unwrap();
+    }
+}
+
+#[test]
+fn set_that_is_being_unmapped_is_waited_for_by_whoever_unmaps_it_too() {
+    let (machine, gpu, space, set, regions) = setting();
+    let still = StandsStill::in_invalidation(&machine);
+    let going = Arc::clone(&still.is_going);
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| set.unmap());
+        still.reached.recv().unwrap();
+        let (started, begins) = channel();
+        let (tell, told) = channel();
+        let (set, regions) = (&set, &regions);
+        scope.spawn(move || {
+            started.send(()).unwrap();
+            let result = set.unmap();
+            let state = regions[0].mapped();
+            tell.send((result, state, going.load(SeqCst))).unwrap();
+        });
+        begins.recv().unwrap();
+        still.keeps_silent(&told);
+        first.join().unwrap().unwrap();
+        let (result, state, was_going) = told.recv().unwrap();
+        result.unwrap();
+        assert_eq!((state, was_going), (Mapped::Nothing, true));
+    });
+    end(&machine, &space, &[&gpu]);
+}
+
+/// One member is unmapped on its own and stands still; the set is queued meanwhile. Returns what its
+/// callback was told.
+fn set_beside_its_member(
+    machine: &Machine,
+    space: &Arc<AddressSpace>,
+    set: &MappingSet,
+    member: &Region,
+) -> Result<(), GmError> {
+    let still = StandsStill::in_invalidation(machine);
+    let going = Arc::clone(&still.is_going);
+    std::thread::scope(|scope| {
+        let alone = scope.spawn(|| member.unmap());
+        still.reached.recv().unwrap();
+        let (tell, told) = channel();
+        let waiting = scope.spawn(move || {
+            set.unmap_later(Some(Box::new(move |result| {
+                tell.send((result, going.load(SeqCst))).unwrap();
+            })))
+            .unwrap();
+            space.synchronize()
+        });
+        still.keeps_silent(&told);
+        let alone = alone.join().unwrap();
+        let (result, was_going) = told.recv().unwrap();
+        assert!(was_going, "called back before the invalidation");
+        assert_eq!(alone.is_ok(), result.is_ok());
+        assert_eq!(waiting.join().unwrap().is_ok(), result.is_ok());
+        result
+    })
+}
+
+#[test]
+fn set_whose_member_is_being_unmapped_is_gone_when_that_is() {
+    let (machine, gpu, space, set, regions) = setting();
+    set_beside_its_member(&machine, &space, &set, &regions[0]).unwrap();
+    assert_eq!(set.mapping_count(), 0);
+    for region in &regions {
+        machine.assert_unreachable(region.pages());
+    }
+    end(&machine, &space, &[&gpu]);
+}
+
+#[test]
+fn set_whose_member_would_not_go_for_another_keeps_it_and_says_so() {
+    let (machine, gpu, space, set, regions) = setting();
+    regions[1].unmap().unwrap();
+    machine.world().failing = Some(Failing::nth(Op::Invalidate, 2));
+    let told = set_beside_its_member(&machine, &space, &set, &regions[0]);
+    refused!(told, GmError::InUse { .. });
+    assert_eq!(regions[0].mapped(), Mapped::Leaving);
+    assert_eq!(set.mapping_count(), 1, "it is of the set still");
+    set.unmap().unwrap();
+    assert_eq!(set.mapping_count(), 0);
+    machine.assert_unreachable(regions[0].pages());
+    end(&machine, &space, &[&gpu]);
+}
+
+#[test]
+fn region_of_a_queued_set_can_be_mapped_anew_at_once() {
+    let (machine, gpu, space, set, regions) = setting();
+    set.unmap_later(None).unwrap();
+    wire(&regions[0], 8);
+    assert_eq!(regions[1].mapped(), Mapped::Nothing);
+    space.synchronize().unwrap();
+    assert_eq!(regions[0].mapped(), Mapped::Wired);
+    assert_eq!(gpu.entry(regions[0].start().0).unwrap().pa, frame(8));
+    end(&machine, &space, &[&gpu]);
+}
+
+#[test]
+fn mapping_made_after_a_set_was_queued_is_not_taken_by_it() {
+    let (machine, gpu, space, set, regions) = setting();
+    set.unmap_later(None).unwrap();
+    refused!(regions[0].unmap(), GmError::NotMapped { .. });
+    map_in(&set, &regions[0], 9);
+    space.synchronize().unwrap();
+    assert_eq!(regions[0].mapped(), Mapped::Wired);
+    assert_eq!(gpu.entry(regions[0].start().0).unwrap().pa, frame(9));
+    assert_eq!(set.mapping_count(), 1);
+    end(&machine, &space, &[&gpu]);
+}
+
+#[test]
+fn mapping_queued_behind_a_queued_set_is_not_taken_by_it() {
+    let (machine, gpu, space, set, regions) = setting();
+    let options = MapOptions {
+        set: Some(set.clone()),
+        ..MapOptions::new(Access::Write)
+    };
+    set.unmap_later(None).unwrap();
+    regions[0]
+        .map_later(own_frames(9, 1), options, None)
+        .unwrap();
+    space.synchronize().unwrap();
+    assert_eq!(regions[0].mapped(), Mapped::Wired);
+    assert_eq!(set.mapping_count(), 1);
+    end(&machine, &space, &[&gpu]);
+}
+
+#[test]
+fn set_of_another_space_takes_no_mapping() {
+    let (machine, gpu, space, _set, _regions) = setting();
+    let elsewhere = space_of(4);
+    let region = region_of(&space, 1);
+    let options = MapOptions {
+        set: Some(MappingSet::new(&elsewhere)),
+        ..MapOptions::new(Access::Write)
+    };
+    let argument = "mapping set";
+    refused!(
+        region.map(&own_frames(9, 1), &options),
+        GmError::InvalidArgument { argument: named, .. } if named == argument
+    );
+    refused!(
+        region.map_later(own_frames(9, 1), options, None),
+        GmError::InvalidArgument { argument: named, .. } if named == argument
+    );
+    end(&machine, &space, &[&gpu]);
+}
+
+#[test]
+fn set_whose_drivers_panic_has_its_mappings_still() {
+    for op in [Op::Restrict, Op::Invalidate] {
+        for asked_later in [false, true] {
+            let (machine, gpu, space, set, regions) = setting();
+            machine.world().failing = Some(Failing {
+                how: Fails::Panics,
+                ..Failing::nth(op, 1)
+            });
+            let unmap = || {
+                if asked_later {
+                    set.unmap_later(None).unwrap();
+                    space.synchronize()
+                } else {
+                    set.unmap()
+                }
+            };
+            let panic = catch_unwind(AssertUnwindSafe(unmap)).unwrap_err();
+            assert_eq!(panic.downcast_ref(), Some(&DRIVERS_PANIC));
+            assert_eq!(regions[0].mapped(), Mapped::Leaving);
+            assert_eq!(set.mapping_count(), 2, "{op:?}");
+            set.unmap().unwrap();
+            assert_eq!(set.mapping_count(), 0);
+            for region in &regions {
+                machine.assert_unreachable(region.pages());
+            }
+            end(&machine, &space, &[&gpu]);
+        }
+    }
+}
+
+fn frame(number: u64) -> u64 {
+    own_frames(number, 1)[0].0
 }

@@ -267,6 +267,7 @@ impl SimulatedMmu {
         name: &'static str,
         act: impl FnOnce(&mut World, Option<Fails>) -> R,
     ) -> Result<R, MmuError> {
+        self.machine.interrupt(op, self.unit);
         let mut world = self.machine.world();
         let fails = self.machine.ask(&mut world, op, self.unit);
         if fails == Some(Fails::Panics) {
@@ -326,7 +327,7 @@ impl Mmu for SimulatedMmu {
     fn activate(&self, table: TableId) -> Result<(), MmuError> {
         let unit = self.unit;
         self.operate(Op::Activate, "activate", |world, fails| {
-            if world.units[unit].active.is_some() {
+            if world.units[unit].active.is_some() && !world.spaces_end {
                 world.violation(format!("unit {unit} is activated twice"));
             }
             if world.tables.get(&table.0).is_none_or(|t| t.destroyed > 0) {

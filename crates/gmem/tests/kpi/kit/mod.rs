@@ -118,7 +118,24 @@ pub struct World {
     /// Pages that nobody may reach.
     pub forbidden: BTreeSet<u64>,
     pub eager: bool,
+    /// Called before each operation, with nothing locked that is the machine's: for what a test does
+    /// in the middle of something. One that names the machine must be taken out again.
+    pub before_each: Option<BeforeEach>,
+    /// A device that is active may be activated for another table: its space is at its end.
+    pub spaces_end: bool,
     next_table: u64,
+}
+
+/// See [`World::before_each`]: the operation, and the unit it is asked of.
+pub type BeforeEach = Arc<dyn Fn(Op, usize) + Send + Sync>;
+
+/// No test forgets to ask whether a rule was broken.
+impl Drop for World {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            assert!(self.violations.is_empty(), "{:#?}", self.violations);
+        }
+    }
 }
 
 impl World {
@@ -259,6 +276,24 @@ impl Machine {
         self.count(Op::Restrict) + self.count(Op::Invalidate) + self.count(Op::Grant)
     }
 
+    /// From now on `act` is called before each operation of kind `op`.
+    pub fn before_each(&self, op: Op, act: impl Fn() + Send + Sync + 'static) {
+        let only = move |asked, _| {
+            if asked == op {
+                act();
+            }
+        };
+        self.world().before_each = Some(Arc::new(only));
+    }
+
+    /// The test's own doings before an operation.
+    fn interrupt(&self, op: Op, unit: usize) {
+        let before_each = self.world().before_each.clone();
+        if let Some(act) = before_each {
+            act(op, unit);
+        }
+    }
+
     pub fn note(&self, what: &'static str, number: u64) {
         self.world().events.push(Event::Note(what, number));
     }
@@ -340,6 +375,7 @@ fn refusal(operation: &'static str) -> MmuError {
 
 impl PhysicalMemory for Engine {
     fn prepare(&self, frame: Pa, bytes: u64) -> Result<(), MmuError> {
+        self.machine.interrupt(Op::Prepare, self.unit);
         let mut world = self.machine.world();
         let fails = self.machine.ask(&mut world, Op::Prepare, self.unit);
         assert_eq!(bytes, PAGE_BYTES);
@@ -358,6 +394,7 @@ impl PhysicalMemory for Engine {
     }
 
     fn copy(&self, from: Pa, to: Pa, bytes: u64) -> Result<(), MmuError> {
+        self.machine.interrupt(Op::Copy, self.unit);
         let mut world = self.machine.world();
         let fails = self.machine.ask(&mut world, Op::Copy, self.unit);
         assert_eq!(bytes, PAGE_BYTES);
