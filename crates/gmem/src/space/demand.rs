@@ -160,10 +160,6 @@ impl AddressSpace {
             }
         }
     }
-
-    pub(super) fn is_destroyed(&self) -> bool {
-        crate::sync::share(&self.regions).destroyed == super::Destroyed::Yes
-    }
 }
 
 /// The attachment of a device, if it may fault here.

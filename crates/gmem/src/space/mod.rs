@@ -27,6 +27,7 @@ mod mapping;
 #[cfg(all(test, loom))]
 mod model;
 mod operations;
+mod region_map;
 mod regions;
 
 pub use attachments::TABLES_MAX;
@@ -39,13 +40,14 @@ use crate::{
     arena::{Arena, ArenaSettings, Fit},
     error::GmError,
     paging::{Fault, FaultOutcome, PagedMemory, Reply},
-    region::{Kind, RegionCore},
-    sync::{Arc, RwLock, own, share},
+    region::Kind,
+    sync::Arc,
 };
 use attachments::Attachments;
 use operations::Operations;
 use pagetide_addr::{PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, Va};
-use std::{collections::BTreeMap, sync::atomic::AtomicU64};
+use region_map::RegionMap;
+use std::sync::atomic::AtomicU64;
 
 /// Sizes of up to so many pages come from the caches of a space that has some.
 const CACHED_PAGES: u32 = 16;
@@ -117,24 +119,11 @@ pub struct AddressSpace {
     pages: PageRange,
     policy: AllocPolicy,
     arena: Arena,
-    regions: RwLock<Regions>,
+    regions: RegionMap,
     pub(crate) devices: Arc<Attachments>,
     memory: Option<Arc<PagedMemory>>,
     operations: Operations,
     next_serial: AtomicU64,
-}
-
-#[derive(Default)]
-struct Regions {
-    by_start: BTreeMap<PageNo, Arc<RegionCore>>,
-    destroyed: Destroyed,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Default)]
-enum Destroyed {
-    #[default]
-    No,
-    Yes,
 }
 
 impl AddressSpace {
@@ -197,7 +186,7 @@ impl AddressSpace {
             pages: PageRange::new(PageNo(begin.0 >> PAGE_SHIFT), PageNo(end.0 >> PAGE_SHIFT)),
             policy,
             arena,
-            regions: RwLock::new(Regions::default()),
+            regions: RegionMap::new(),
             devices,
             memory,
             operations: Operations::new(),
@@ -225,8 +214,7 @@ impl AddressSpace {
     pub fn destroy(&self) -> Result<(), GmError> {
         self.wait_for_changes();
         let devices = self.devices.own();
-        let mut regions = own(&self.regions);
-        if regions.destroyed == Destroyed::Yes {
+        if self.is_destroyed() {
             return Err(GmError::Destroyed);
         }
         if !devices.is_empty() {
@@ -234,13 +222,7 @@ impl AddressSpace {
                 by: "a device that is attached",
             });
         }
-        if !regions.by_start.is_empty() {
-            return Err(GmError::InUse {
-                by: "an allocated region",
-            });
-        }
-        regions.destroyed = Destroyed::Yes;
-        drop(regions);
+        self.regions.destroy()?;
         self.stop_operations();
         Ok(())
     }
@@ -292,7 +274,7 @@ impl Drop for AddressSpace {
         }
         if !used.is_empty() {
             // Somebody goes on using frames that the regions hold: those are never given back.
-            std::mem::forget(std::mem::take(&mut *own(&self.regions)));
+            self.regions.leak();
         }
         self.abandon_operations();
     }
@@ -310,7 +292,7 @@ fn let_go(space: &AddressSpace, gone: &attachments::Attachment) -> bool {
 
 impl std::fmt::Debug for AddressSpace {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let count = share(&self.regions).by_start.len();
+        let count = self.regions.all().len();
         write!(
             f,
             "AddressSpace({} bytes, {count} regions)",

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Regions of a space: allocation, look-up, and giving back (GMEM 4.1).
 
-use super::{AddressSpace, Caching, Destroyed, Guard, Leaver};
+use super::{AddressSpace, Caching, Guard, Leaver};
 use crate::{
     arena::{ArenaError, Constraints},
     device::Device,
     error::GmError,
     paging::GrowthError,
     region::{Kind, Origin, Region, RegionCore, State},
-    sync::{Arc, own, share},
+    sync::Arc,
 };
 use pagetide_addr::{PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, SECTION_BYTES, Va};
 
@@ -80,8 +80,12 @@ impl AddressSpace {
     /// absent as their place says; it then begins at a section of 2 MiB.
     ///
     /// # Errors
-    /// [`GmError::InvalidArgument`], [`GmError::NoAddresses`], [`GmError::Destroyed`]; in a space over
-    /// paged memory [`GmError::Unsupported`] with what the memory says.
+    /// [`GmError::InvalidArgument`], [`GmError::NoAddresses`], [`GmError::Destroyed`]. In a space over
+    /// paged memory also [`GmError::NoMemory`]: there is none for the words of its pages;
+    /// [`GmError::InUse`]: a region of another length is there, or a removal that has not come to its
+    /// end; [`GmError::Lost`]: it cannot be told which pages are present; and if by then a device will
+    /// not let go of what was granted to it already, what [`Region::dealloc`] says to that
+    /// ([`GmError::Busy`], the device's own error): the region stays, and is found by its address.
     #[doc(alias = "gm_as_alloc")]
     pub fn alloc(self: &Arc<Self>, request: &RegionRequest) -> Result<Region, GmError> {
         let bytes = request.check()?;
@@ -93,7 +97,7 @@ impl AddressSpace {
         };
         let core = RegionCore::new(pages, origin, kind);
         if let Err(error) = self.insert(&core) {
-            if !self.knows(&core) {
+            if !self.regions.knows(&core) {
                 self.give_addresses_back(&core);
             }
             return Err(error);
@@ -123,13 +127,7 @@ impl AddressSpace {
     fn insert(&self, core: &Arc<RegionCore>) -> Result<(), GmError> {
         // Held so that nobody who looks the region up gives it back half made.
         let _making = core.lock();
-        {
-            let mut regions = own(&self.regions);
-            if regions.destroyed == Destroyed::Yes {
-                return Err(GmError::Destroyed);
-            }
-            regions.by_start.insert(core.pages.start, Arc::clone(core));
-        }
+        self.regions.insert(core)?;
         let Some(memory) = &self.memory else {
             return Ok(());
         };
@@ -141,14 +139,8 @@ impl AddressSpace {
             // The sections before are part of the memory. If they will not go the region stays.
             memory.deallocate(core.pages)?;
         }
-        own(&self.regions).by_start.remove(&core.pages.start);
+        self.regions.remove(core);
         Err(error.into())
-    }
-
-    fn knows(&self, core: &Arc<RegionCore>) -> bool {
-        let regions = share(&self.regions);
-        let known = regions.by_start.get(&core.pages.start);
-        known.is_some_and(|known| Arc::ptr_eq(known, core))
     }
 
     fn guard_bytes(&self) -> u64 {
@@ -248,8 +240,7 @@ impl AddressSpace {
     }
 
     pub(super) fn cores(&self) -> Vec<Arc<RegionCore>> {
-        let regions = share(&self.regions);
-        regions.by_start.values().map(Arc::clone).collect()
+        self.regions.all()
     }
 
     /// Those whose pages are frames. Others have no mappings to look after, and their lock is held
@@ -261,10 +252,11 @@ impl AddressSpace {
 
     /// The region that holds all of `pages`.
     pub(super) fn region_over(&self, pages: PageRange) -> Option<Arc<RegionCore>> {
-        let regions = share(&self.regions);
-        let (_, found) = regions.by_start.range(..=pages.start).next_back()?;
-        let whole = found.pages.contains(pages.start) && pages.end <= found.pages.end;
-        whole.then(|| Arc::clone(found))
+        self.regions.over(pages)
+    }
+
+    pub(super) fn is_destroyed(&self) -> bool {
+        self.regions.is_destroyed()
     }
 
     /// See [`Region::dealloc`].
@@ -280,7 +272,7 @@ impl AddressSpace {
             }
             _ => self.free_frames(core)?,
         }
-        own(&self.regions).by_start.remove(&core.pages.start);
+        self.regions.remove(core);
         self.give_addresses_back(core);
         Ok(())
     }
