@@ -179,6 +179,20 @@ impl PagedMemory {
     /// [`GrowthError`]; some of the pages may be part of the space then.
     #[doc(alias = "gm_as_alloc")]
     pub fn allocate(&self, pages: PageRange) -> Result<(), GrowthError> {
+        self.make_room_for(pages)?;
+        for (section, part) in pages.by_section() {
+            self.allocate_section(section, part)?;
+        }
+        Ok(())
+    }
+
+    /// The first step of [`Self::allocate`] by itself, for a caller who has to write something down
+    /// before the rest: whether `pages` can be a region, and memory for their words. No page is part
+    /// of the space by it, and words that no allocation follows are given back by a successor.
+    ///
+    /// # Errors
+    /// [`GrowthError`].
+    pub fn make_room_for(&self, pages: PageRange) -> Result<(), GrowthError> {
         self.check_region(pages)?;
         for (section, part) in pages.by_section() {
             let leaving = |state: &super::table::Section| state.is_leaving();
@@ -189,11 +203,7 @@ impl PagedMemory {
                 return Err(GrowthError::Occupied { section });
             }
         }
-        self.table.make_room(pages)?;
-        for (section, part) in pages.by_section() {
-            self.allocate_section(section, part)?;
-        }
-        Ok(())
+        Ok(self.table.make_room(pages)?)
     }
 
     fn check_region(&self, pages: PageRange) -> Result<(), GrowthError> {

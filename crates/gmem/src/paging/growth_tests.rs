@@ -444,3 +444,26 @@ fn successor_finds_the_regions_of_a_dead_process_and_goes_on_where_it_stopped() 
     assert_eq!(state(&memory, 2), State::Stored(Content::ZERO));
     assert_eq!(memory.table().page_count(), 512);
 }
+
+#[test]
+fn forgotten_tail_of_a_section_leaves_a_region_that_is_found_by_its_new_length() {
+    let (_, memory) = empty();
+    memory.allocate(region(0, 2 * 512)).unwrap();
+    recovery::forget_pages(memory.table(), PageRange::new(PageNo(700), PageNo(1024)));
+    assert_eq!(memory.table().page_count(), 700);
+    assert_eq!(state(&memory, 700), State::Unallocated);
+    memory.allocate(region(0, 700)).unwrap();
+}
+
+#[test]
+fn room_made_beforehand_is_no_memory_yet_and_none_is_made_where_a_region_cannot_be() {
+    let (_, memory) = empty();
+    memory.make_room_for(region(3, 600)).unwrap();
+    assert_eq!(memory.table().page_count(), 0);
+    memory.allocate(region(3, 600)).unwrap();
+    let shorter = memory.make_room_for(region(3, 500));
+    assert!(matches!(shorter, Err(GrowthError::Occupied { .. })));
+    let beyond = PageRange::new(PageNo(CAPACITY - 512), PageNo(CAPACITY + 512));
+    let beyond = memory.make_room_for(beyond);
+    assert!(matches!(beyond, Err(GrowthError::Misplaced { .. })));
+}

@@ -98,8 +98,8 @@ pub fn forget_pages(table: &PageTable, pages: PageRange) {
         for page in part.iter() {
             table.set_initial(page, PageWord::new(State::Unallocated));
         }
-        if part == known && !known.is_empty() {
-            table.set_pages(section, 0);
+        if part.end == known.end && !part.is_empty() {
+            table.set_pages(section, part.start.0 - known.start.0);
         }
     }
 }

@@ -19,7 +19,7 @@
 //! left. The set is process memory: a successor starts without a round. Rounds
 //! are numbered, so that one whose candidates were all taken cannot commit what
 //! it once read for those of the next.
-
+//!
 //! # Growth
 //! The table has room for more pages than there are. A *region* of pages begins
 //! at a section's border, so each section belongs to one region at most, and its
