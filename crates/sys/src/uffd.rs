@@ -23,15 +23,17 @@ mod abi;
 
 use crate::to_usize;
 use abi::{
-    Api, CopyIn, FLAG_MINOR, FLAG_WP, FLAG_WRITE, Fill, Message, PROTECT, PROTECT_WITHOUT_WAKING,
-    Protect, Range, Register, UFFD_API, UFFD_EVENT_PAGEFAULT, UFFDIO_API, UFFDIO_COPY,
-    UFFDIO_POISON, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT,
-    UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW,
+    Api, COPY_PROTECTED, COPY_WITHOUT_WAKING, CopyIn, FLAG_MINOR, FLAG_WP, FLAG_WRITE, Fill,
+    Message, PROTECT, PROTECT_WITHOUT_WAKING, Protect, Range, Register, UFFD_API,
+    UFFD_EVENT_PAGEFAULT, UFFDIO_API, UFFDIO_COPY, UFFDIO_POISON, UFFDIO_REGISTER,
+    UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT, UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW,
 };
-use pagetide_addr::{Access, Hva};
+use pagetide_addr::{Access, Hva, PAGE_BYTES};
+use rustix::mm::{MapFlags, ProtFlags};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::OnceLock;
 
 /// Messages read at a time.
 pub const EVENTS_PER_READ: usize = 16;
@@ -376,6 +378,30 @@ impl Userfaultfd {
         fill_outcome("UFFDIO_POISON", (start, len_bytes), answer, fill.done)
     }
 
+    /// True if the mapping of which `at` is a page is watched for
+    /// [`Watch::MissingAndWriteProtected`]. Changes nothing, whoever uses the page meanwhile.
+    ///
+    /// Asked by a copy from where nothing can be read: the kernel looks at the mapping first
+    /// (`ENOENT`, or `EINVAL` without write protection), and any other answer means that this was
+    /// passed. It does not tell one userfaultfd from another; where another one watches,
+    /// [`Userfaultfd::register`] says so.
+    ///
+    /// # Errors
+    /// [`UffdError::Kernel`] if there is no address space left for a page that cannot be read.
+    pub fn is_watched(&self, at: Hva) -> Result<bool, UffdError> {
+        let src = unreadable_page()
+            .map_err(|source| kernel("reserving a page", at, PAGE_BYTES, source))?;
+        let mut copy = CopyIn {
+            dst: page_of(at).0,
+            src,
+            len: PAGE_BYTES,
+            mode: COPY_WITHOUT_WAKING | COPY_PROTECTED,
+            done: 0,
+        };
+        let answer = self.ioctl(UFFDIO_COPY, &mut copy);
+        Ok(!answer.is_err_and(|e| matches!(e.raw_os_error(), Some(libc::ENOENT | libc::EINVAL))))
+    }
+
     /// Protects pages against writes, present or absent, or takes that back.
     ///
     /// # Errors
@@ -524,6 +550,25 @@ pub fn is_userfaultfd(fd: BorrowedFd<'_>) -> bool {
         .is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]")
 }
 
+/// Address of a page of this process that nobody can read, the kernel included.
+fn unreadable_page() -> io::Result<u64> {
+    static PAGE: OnceLock<u64> = OnceLock::new();
+    if let Some(page) = PAGE.get() {
+        return Ok(*page);
+    }
+    // SAFETY: a null hint without MAP_FIXED touches no existing mapping; the page is kept for the
+    // life of the process (two, if two threads come here at once).
+    let page = unsafe {
+        rustix::mm::mmap_anonymous(
+            std::ptr::null_mut(),
+            to_usize(PAGE_BYTES),
+            ProtFlags::empty(),
+            MapFlags::PRIVATE | MapFlags::NORESERVE,
+        )
+    }?;
+    Ok(*PAGE.get_or_init(|| page.addr() as u64))
+}
+
 fn own(made: libc::c_long) -> Option<OwnedFd> {
     let number = i32::try_from(made).map_or(-1, |n| n);
     // SAFETY: a number not below zero is a descriptor the kernel has just made for us; nobody
@@ -569,17 +614,16 @@ fn fill_outcome(
 /// Rounds `address` down to its page.
 #[must_use]
 pub const fn page_of(address: Hva) -> Hva {
-    Hva(address.0 & !(pagetide_addr::PAGE_BYTES - 1))
+    Hva(address.0 & !(PAGE_BYTES - 1))
 }
 
-const _: () = assert!(to_usize(pagetide_addr::PAGE_BYTES) == 4096);
+const _: () = assert!(to_usize(PAGE_BYTES) == 4096);
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::mapping::SharedMapping;
     use crate::memory_file::GuestFile;
-    use pagetide_addr::PAGE_BYTES;
     use rustix::event::{PollFd, PollFlags};
 
     const PAGES: u64 = 16;
@@ -651,6 +695,37 @@ mod tests {
             );
             assert_eq!(reader.join().unwrap(), 42);
         });
+    }
+
+    #[test]
+    fn a_mapping_is_watched_while_it_is_registered_for_both_and_asking_changes_nothing() {
+        let Some(w) = Watched::new() else { return };
+        let filled = w.uffd.copy(w.at(1), &[5; 4096]).unwrap();
+        assert_eq!(filled, FillOutcome::Filled { bytes: PAGE_BYTES });
+        let protected = w
+            .uffd
+            .write_protect(w.at(0), 2 * PAGE_BYTES, WriteProtection::On);
+        assert_eq!(protected.unwrap(), ProtectOutcome::Done);
+        for page in 0..3 {
+            assert!(w.uffd.is_watched(w.at(page)).unwrap(), "{page}");
+        }
+        assert!(!w.file.is_data(0).unwrap() && !w.file.is_data(2 * PAGE_BYTES).unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(|| w.mapping.copy_to(PAGE_BYTES, &[6]).unwrap());
+            assert_eq!(w.next_fault().kind, FaultKind::WriteProtected);
+            let off = WriteProtection::Off;
+            let lifted = w.uffd.write_protect(w.at(1), PAGE_BYTES, off).unwrap();
+            assert_eq!(lifted, ProtectOutcome::Done);
+        });
+        w.uffd.unregister(w.at(2), PAGE_BYTES).unwrap();
+        assert!(!w.uffd.is_watched(w.at(2)).unwrap());
+        w.uffd
+            .register(w.at(2), PAGE_BYTES, Watch::Missing)
+            .unwrap();
+        assert!(!w.uffd.is_watched(w.at(2)).unwrap());
+        assert!(w.uffd.is_watched(w.at(3)).unwrap());
+        let again = SharedMapping::new(w.file.as_fd(), PAGE_BYTES).unwrap();
+        assert!(!w.uffd.is_watched(Hva(again.address() as u64)).unwrap());
     }
 
     #[test]

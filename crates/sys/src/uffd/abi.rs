@@ -26,6 +26,10 @@ const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_aa01 && UFFDIO_COPY == 0xc028_
 const _: () = assert!(UFFDIO_ZEROPAGE == 0xc020_aa04 && UFFDIO_WRITEPROTECT == 0xc018_aa06);
 const _: () = assert!(size_of::<Message>() == 32);
 
+/// Modes of `UFFDIO_COPY`.
+pub(super) const COPY_WITHOUT_WAKING: u64 = 1;
+pub(super) const COPY_PROTECTED: u64 = 2;
+
 /// Modes of `UFFDIO_WRITEPROTECT`; without the first the protection is taken off.
 pub(super) const PROTECT: u64 = 1;
 pub(super) const PROTECT_WITHOUT_WAKING: u64 = 2;
