@@ -37,7 +37,7 @@ pub use regions::RegionRequest;
 pub(crate) use operations::{Answer, Leaver, Operation, PendingRegion};
 
 use crate::{
-    arena::{Arena, ArenaSettings, Fit},
+    arena::{Arena, ArenaSettings, CACHED_QUANTA_LIMIT, Fit},
     error::GmError,
     paging::{Fault, FaultOutcome, PagedMemory, Reply},
     region::Kind,
@@ -49,8 +49,9 @@ use pagetide_addr::{PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, Va};
 use region_map::RegionMap;
 use std::sync::atomic::AtomicU64;
 
-/// Sizes of up to so many pages come from the caches of a space that has some.
-const CACHED_PAGES: u32 = 16;
+/// Sizes of up to so many pages come from the caches of a space that has some: addresses are
+/// plenty, and before a request fails all caches are emptied.
+const CACHED_PAGES: u32 = CACHED_QUANTA_LIMIT;
 
 /// Whose page table a device uses (GMEM 3.2).
 #[doc(alias = "gm_mmu_mode_t")]
