@@ -582,9 +582,9 @@ impl PagedMemory {
             return;
         }
         let list = self.devices.share();
-        for known in list.firsts().filter(|known| chosen(known.device.id())) {
+        for table in list.tables_of(chosen) {
             // A grant that fails leaves a device that faults again: nothing is lost.
-            if let Err(error) = known.table.grant(pages, Access::Write, Backing::Home) {
+            if let Err(error) = table.grant(pages, Access::Write, Backing::Home) {
                 self.incidents.fill_failed(pages.start, &error);
                 // Nor does a vCPU sleep on over the protection: it looks again, and faults again.
                 self.wake(pages);

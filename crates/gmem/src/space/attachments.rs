@@ -189,6 +189,19 @@ impl List {
         self.firsts().map(|known| &known.table)
     }
 
+    /// Each table that one of the chosen devices uses, once.
+    pub(crate) fn tables_of(
+        &self,
+        chosen: impl Fn(DeviceId) -> bool,
+    ) -> impl Iterator<Item = &Arc<Table>> {
+        self.tables().filter(move |table| {
+            let uses = |known: &Attachment| known.table.slot == table.slot;
+            self.0
+                .iter()
+                .any(|known| uses(known) && chosen(known.device.id()))
+        })
+    }
+
     /// For each table the device that has used it for longest.
     pub(crate) fn firsts(&self) -> impl Iterator<Item = &Attachment> {
         let is_first = |at: &usize| {
