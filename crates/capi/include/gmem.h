@@ -12,6 +12,11 @@
  * at once. Where a result is given back through a pointer, it is written with
  * GM_RET_OK only. What is not in the paper is marked (Ours.).
  *
+ * Two rules that no compiler checks. Hold no lock that a callback takes while calling
+ * a function here, as it may run callbacks of operations that were queued before
+ * (gm_region_unmap says which do). And a device that has faulted drops its TLB's entry
+ * of the page before it tries again (gm_dev_fault).
+ *
  * Compiles as C99 and as C++11. Made from the source of libpagetide_gmem: do not edit.
  */
 #ifndef PAGETIDE_GMEM_H
@@ -176,6 +181,23 @@ typedef enum gm_region_placement {
     GM_REGION_PREFETCH = 2
 } gm_region_placement_t;
 
+/* What is behind a region: see gm_region_state(). (Ours.) */
+typedef enum gm_region_state {
+    /* Nothing: never mapped, or unmapped. */
+    GM_REGION_NOTHING = 0,
+    /* Pages of the caller's (gm_region_map). */
+    GM_REGION_WIRED = 1,
+    /* Pages that faults have brought. */
+    GM_REGION_DEMAND = 2,
+    /* Pages of a virtual machine's memory. No space that is made by this header has such. */
+    GM_REGION_PAGED = 3,
+    /*
+     * It is being unmapped at this moment; or a device failed in an unmap and may reach it still,
+     * and it must be unmapped again.
+     */
+    GM_REGION_LEAVING = 4
+} gm_region_state_t;
+
 /*
  * Flags of gm_region_map, gm_region_unmap and gm_mapping_set_unmap; the page size of a mapping is
  * added with GM_MAP_PAGE_SIZE.
@@ -246,14 +268,17 @@ typedef struct gm_mmu {
     uint64_t page_sizes;
     /*
      * Format of its page tables. Devices with the same one can share a table, and are given the
-     * tables of one another. 0: nobody else can use them.
+     * tables of one another. 0: nobody else can use them. Not 0xffffffff, which is that of
+     * gm_mmu_CPU.
      */
     uint32_t format;
     /* Must be 0. */
     uint32_t reserved;
     /*
      * Makes an empty page table, another for each space. NULL: there is just one, which is called
-     * NULL, so the device can be attached to one space at a time.
+     * NULL. To be attached to more than one space at a time a device needs this, `activate` and
+     * `deactivate`; a table that another space has is not taken (GM_RET_UNSUPPORTED of
+     * gm_as_attach()).
      */
     int (*table_create)(void *mmu_data, gm_table_t *table);
     /* Nobody uses the table any more. */
@@ -266,7 +291,9 @@ typedef struct gm_mmu {
     int (*deactivate)(void *mmu_data, gm_table_t table);
     /*
      * Enters translations of `size` bytes to frames that follow one another from `pa` on, by pages
-     * of `page_size` bytes. What is translated already gets the new frame and access instead.
+     * of `page_size` bytes. What is translated already gets the new frame and access instead; if
+     * that only allows more, no `invalidate` follows, so a device that faults must drop its TLB's
+     * entry of the page before it tries again.
      */
     int (*map)(void *mmu_data, gm_table_t table, gm_va_t va, gm_va_t size, gm_pa_t pa,
         gm_va_t page_size, gm_prot_t prot);
@@ -339,9 +366,10 @@ gm_ret_t gm_as_destroy(gm_as_t *as);
  * any more.
  *
  * Fails with GM_RET_ALREADY_ATTACHED, GM_RET_NO_ADDRESSES (an inherited mapping lies where a region
- * is), GM_RET_UNSUPPORTED (the page size of a wired mapping; more than 64 page tables),
- * GM_RET_DEVICE (also if the driver makes no tables and the one it has is used in another space).
- * The device is then not attached, and active where it was.
+ * is), GM_RET_INVALID_ARGUMENT (an inherited mapping is not of whole pages), GM_RET_UNSUPPORTED
+ * (the page size of a wired mapping; more than 64 page tables; a second space for a driver that has
+ * one table: `table_create` of gm_mmu_t), GM_RET_DEVICE. The device is then not attached, and
+ * active where it was.
  */
 gm_ret_t gm_as_attach(gm_as_t *as, gm_dev_t *dev, gm_mmu_mode_t mode, bool activate);
 
@@ -371,7 +399,8 @@ gm_ret_t gm_as_lookup(gm_as_t *as, gm_va_t addr, gm_region_t **out_region);
  * have returned. (Within a callback it does not wait for callbacks.)
  *
  * Fails with the first failure of an asynchronous operation since the last call of this function,
- * which is told once. All operations are complete then, too.
+ * which is told once. All operations are complete then, too; gm_region_state() tells of which
+ * regions a device would not let go.
  */
 gm_ret_t gm_as_synchronize(gm_as_t *as);
 
@@ -383,7 +412,8 @@ gm_ret_t gm_as_synchronize(gm_as_t *as);
  * own.
  *
  * `mmu` is copied. `mmu_data` must be good until gm_dev_destroy() has returned GM_RET_OK. With
- * gm_mmu_CPU it is NULL, or a gm_cpu_space_t, which is copied.
+ * gm_mmu_CPU it is NULL, or a gm_cpu_space_t, which is copied. Whether `mmu` is gm_mmu_CPU is told
+ * by its address, so a copy of it is refused, and so is its format (0xffffffff) in another.
  *
  * Fails with GM_RET_INVALID_ARGUMENT, GM_RET_UNSUPPORTED (operations of a later version).
  */
@@ -416,7 +446,9 @@ gm_ret_t gm_dev_detach(gm_dev_t *dev, gm_as_t *as);
 /*
  * Serves an address translation fault of the device at `addr`, which wanted `access`: GM_PROT_READ
  * or GM_PROT_WRITE. GM_RET_OK says that the device should repeat the access. It is not promised
- * that the mapping still is there then, as others may have faulted meanwhile.
+ * that the mapping still is there then, as others may have faulted meanwhile. Before it does, it
+ * must drop what its TLB holds of the page: a translation that only allows more than before comes
+ * without `invalidate`.
  *
  * Fails with GM_RET_NOT_ACTIVE, GM_RET_CANNOT_RECOVER, GM_RET_NOT_ALLOCATED, GM_RET_DENIED,
  * GM_RET_NOT_MAPPED (the region is being unmapped, or has to be unmapped again after a failure),
@@ -473,8 +505,15 @@ gm_ret_t gm_region_map(gm_region_t *region, gm_prot_t prot, const gm_pa_t *pages
  * called with `callback_arg` when the operation is complete, which for an unmap is after the
  * invalidation and never before; any thread may be the one that calls it, and it may call functions
  * of this header. A function without a result cannot tell of a failure, so it is called after
- * success only: a failure is told by gm_as_synchronize(), and the region then is as after a failure
- * without GM_ASYNC. Other calls for the region wait for what was queued before them.
+ * success only: a failure is told by gm_as_synchronize(), gm_region_state() tells which region it
+ * was, and the region then is as after a failure without GM_ASYNC. Other calls that change the
+ * region wait for what was queued before them.
+ *
+ * Callbacks run on the space's own thread, or on any thread that does the waiting work itself: a
+ * call of gm_region_map(), gm_region_unmap(), gm_region_dealloc(), gm_region_protect(),
+ * gm_mapping_set_unmap(), gm_as_synchronize(), gm_as_attach(), gm_as_destroy(), gm_dev_detach(),
+ * gm_dev_fault(), gm_cpu_read() or gm_cpu_write() may run callbacks of other operations before it
+ * returns. So call them with no lock held that a callback takes.
  *
  * Fails with GM_RET_NOT_MAPPED; GM_RET_BUSY or GM_RET_DEVICE, after which a device may reach it
  * still: nothing was freed, and the region can do nothing but be unmapped again.
@@ -518,6 +557,13 @@ gm_ret_t gm_region_end(const gm_region_t *region, gm_va_t *end);
 /* Tells how long the region is, in bytes. (Ours.) */
 gm_ret_t gm_region_size(const gm_region_t *region, gm_va_t *size);
 
+/*
+ * Tells what is behind the region at this moment; what is queued for it is not waited for. After
+ * gm_as_synchronize() has told of a failure, a region whose mapping failed is GM_REGION_NOTHING,
+ * and one that a device would not let go is GM_REGION_LEAVING. (Ours.)
+ */
+gm_ret_t gm_region_state(const gm_region_t *region, gm_region_state_t *state);
+
 /* Tells which virtual address space the region is of. (Ours.) */
 gm_ret_t gm_region_as(const gm_region_t *region, gm_as_t **out_as);
 
@@ -530,11 +576,17 @@ gm_ret_t gm_mapping_set_create(gm_as_t *as, gm_mapping_set_t **new_set);
 gm_ret_t gm_mapping_set_destroy(gm_mapping_set_t *set);
 
 /*
- * Unmaps all mappings of the set, as gm_region_unmap() does for one. The set is empty then.
- * Completion is told when all of them are gone.
+ * Unmaps all mappings of the set, with one invalidation a device, as gm_region_unmap() does for
+ * one. Completion is told when all of them are gone.
  *
- * Fails with the first failure of one of them; all are tried, and those that failed are in the set
- * still.
+ * It takes its turn behind all that was queued in the space before, without GM_ASYNC, too, and
+ * waits for it: what is in the set when its turn comes is unmapped, mappings that were queued
+ * before it included, and mappings of which somebody else unmaps the region at that moment are
+ * waited for. A mapping that ended on its own, and whose region was mapped anew since, is not in
+ * the set and stays.
+ *
+ * Fails with the first failure of one of them, or GM_RET_IN_USE if that failure was of somebody
+ * else's unmap; all are tried, and those that failed are in the set still.
  */
 gm_ret_t gm_mapping_set_unmap(gm_mapping_set_t *set, int flags,
     void (*async_callback)(void *arg), void *callback_arg);
@@ -605,7 +657,8 @@ const char *gm_ret_string(gm_ret_t ret);
 
 /*
  * A sentence about the last call of this thread that failed, with the numbers of the case; "" if
- * none did. It is good until the thread's next call that fails. (Ours.)
+ * none did. Devices have numbers there, in the order they were created in. It is good until the
+ * thread's next call that fails. (Ours.)
  */
 const char *gm_last_error(void);
 

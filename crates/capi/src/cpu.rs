@@ -43,11 +43,71 @@ use std::{
 /// Said of a physical address that no window shows.
 pub(crate) const NO_WINDOW: i32 = -14;
 
-/// A mapping of one page.
-#[derive(Clone, Copy)]
-struct Entry {
-    frame: Pa,
+/// Pages that follow one another, with frames that do, and where they end.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Run {
+    end: PageNo,
+    first: Pa,
     access: Access,
+}
+
+/// A page table: runs that do not meet, by where they begin. What it holds grows with the number of
+/// mappings and of pages that were singled out, and not with how long a caller says that a mapping is.
+#[derive(Default)]
+struct Runs(BTreeMap<PageNo, Run>);
+
+impl Runs {
+    /// Frame and access of a page.
+    fn get(&self, page: PageNo) -> Option<(Pa, Access)> {
+        let (start, run) = self.0.range(..=page).next_back()?;
+        (page < run.end).then(|| (run.frame_of(page, *start), run.access))
+    }
+
+    /// Lets a run begin at `page`, if one goes across it.
+    fn cut(&mut self, page: PageNo) {
+        let Some((start, run)) = self.0.range_mut(..page).next_back() else {
+            return;
+        };
+        if page < run.end {
+            let first = run.frame_of(page, *start);
+            let rest = Run { first, ..*run };
+            run.end = page;
+            self.0.insert(page, rest);
+        }
+    }
+
+    fn remove(&mut self, pages: PageRange) {
+        self.cut(pages.start);
+        self.cut(pages.end);
+        while let Some((start, _)) = self.0.range(pages.start..pages.end).next() {
+            let start = *start;
+            self.0.remove(&start);
+        }
+    }
+
+    /// Leaves no more than reading.
+    fn make_read_only(&mut self, pages: PageRange) {
+        self.cut(pages.start);
+        self.cut(pages.end);
+        for (_, run) in self.0.range_mut(pages.start..pages.end) {
+            run.access = Access::Read;
+        }
+    }
+
+    /// Enters pages, in the place of what was there.
+    fn insert(&mut self, pages: PageRange, first: Pa, access: Access) {
+        self.remove(pages);
+        let end = pages.end;
+        if !pages.is_empty() {
+            self.0.insert(pages.start, Run { end, first, access });
+        }
+    }
+}
+
+impl Run {
+    fn frame_of(&self, page: PageNo, start: PageNo) -> Pa {
+        Pa(self.first.0 + (page.0 - start.0) * PAGE_BYTES)
+    }
 }
 
 /// A range of physical addresses, and the memory it is.
@@ -64,7 +124,7 @@ unsafe impl Sync for Window {}
 
 #[derive(Default)]
 struct State {
-    tables: HashMap<TableId, BTreeMap<PageNo, Entry>>,
+    tables: HashMap<TableId, Runs>,
     last_table: u64,
     active: Option<TableId>,
     windows: Vec<Window>,
@@ -183,22 +243,22 @@ impl Cpu {
 }
 
 impl State {
-    fn active(&self) -> Option<&BTreeMap<PageNo, Entry>> {
+    fn active(&self) -> Option<&Runs> {
         self.active.and_then(|table| self.tables.get(&table))
     }
 
     /// The memory behind `bytes` of one page.
     fn memory_at(&self, va: Va, bytes: u64, access: Access) -> Result<*mut u8, Stopped> {
         let page = PageNo(va.0 >> PAGE_SHIFT);
-        let entry = self.active().and_then(|table| table.get(&page));
+        let entry = self.active().and_then(|table| table.get(page));
         let fault = Stopped::Fault(va);
-        let Some(entry) = entry else {
+        let Some((frame, allowed)) = entry else {
             return Err(fault);
         };
-        if access == Access::Write && entry.access != Access::Write {
+        if access == Access::Write && allowed != Access::Write {
             return Err(fault);
         }
-        let pa = Pa(entry.frame.0 + va.0 % PAGE_BYTES);
+        let pa = Pa(frame.0 + va.0 % PAGE_BYTES);
         self.window_at(pa, bytes).ok_or(Stopped::NoWindow(pa))
     }
 
@@ -238,7 +298,7 @@ impl Mmu for Cpu {
         let mut state = self.own();
         state.last_table += 1;
         let table = TableId(state.last_table);
-        state.tables.insert(table, BTreeMap::new());
+        state.tables.insert(table, Runs::default());
         Ok(table)
     }
 
@@ -265,16 +325,10 @@ impl Mmu for Cpu {
     ) -> Result<Restricted, MmuError> {
         let mut state = self.own();
         let table = state.tables.get_mut(&table).ok_or(MmuError::Gone)?;
-        for page in pages.pages(section) {
+        for run in pages.runs(section) {
             match to {
-                Restrict::NoAccess => {
-                    table.remove(&page);
-                }
-                Restrict::ReadOnly => {
-                    if let Some(entry) = table.get_mut(&page) {
-                        entry.access = Access::Read;
-                    }
-                }
+                Restrict::NoAccess => table.remove(run),
+                Restrict::ReadOnly => table.make_read_only(run),
             }
         }
         Ok(Restricted::Done)
@@ -293,10 +347,7 @@ impl Mmu for Cpu {
         };
         let mut state = self.own();
         let table = state.tables.get_mut(&table).ok_or(MmuError::Gone)?;
-        for (number, page) in (0_u64..).zip(pages.iter()) {
-            let frame = Pa(first.0 + number * PAGE_BYTES);
-            table.insert(page, Entry { frame, access });
-        }
+        table.insert(pages, first, access);
         Ok(())
     }
 
@@ -349,6 +400,71 @@ mod tests {
     fn write(cpu: &Cpu, va: Va, byte: u8) -> Result<(), Stopped> {
         // SAFETY: there is one byte.
         unsafe { cpu.copy_in(va, &raw const byte, 1) }
+    }
+
+    /// A number from a seed that is changed.
+    fn below(seed: &mut u64, end: u64) -> u64 {
+        *seed ^= *seed << 13;
+        *seed ^= *seed >> 7;
+        *seed ^= *seed << 17;
+        *seed % end
+    }
+
+    #[test]
+    fn runs_of_pages_say_of_each_page_what_a_map_of_pages_says() {
+        const PAGES: u64 = 24;
+        let mut seed = 0x9e37_79b9_7f4a_7c15;
+        let mut runs = Runs::default();
+        let mut pages = BTreeMap::<PageNo, (Pa, Access)>::new();
+        for turn in 0..20_000_u64 {
+            let start = below(&mut seed, PAGES);
+            let end = start + below(&mut seed, PAGES - start + 1);
+            let range = PageRange::new(PageNo(start), PageNo(end));
+            match below(&mut seed, 4) {
+                0 => {
+                    runs.remove(range);
+                    pages.retain(|page, _| !range.contains(*page));
+                }
+                1 => {
+                    runs.make_read_only(range);
+                    for (_, (_, access)) in pages.range_mut(range.start..range.end) {
+                        *access = Access::Read;
+                    }
+                }
+                _ => {
+                    let first = Pa(turn << 20);
+                    runs.insert(range, first, Access::Write);
+                    for (number, page) in (0_u64..).zip(range.iter()) {
+                        let frame = Pa(first.0 + number * PAGE_BYTES);
+                        pages.insert(page, (frame, Access::Write));
+                    }
+                }
+            }
+            for page in (0..=PAGES).map(PageNo) {
+                assert_eq!(runs.get(page), pages.get(&page).copied(), "{turn} {page:?}");
+            }
+            assert!(runs.0.len() <= pages.len());
+        }
+    }
+
+    #[test]
+    fn mapping_of_a_tebibyte_is_one_run_however_it_is_cut() {
+        let mut memory = [0; 4096];
+        let cpu = cpu_over(&mut memory, Pa(0));
+        let table = TableId(1);
+        let whole = PageRange::new(PageNo(0), PageNo(1 << 28));
+        let backing = Backing::Frames {
+            first: Pa(1 << 40),
+            page_bytes: PAGE_BYTES,
+        };
+        cpu.grant(table, whole, Access::Write, backing).unwrap();
+        let runs = |cpu: &Cpu| cpu.share().tables[&table].0.len();
+        assert_eq!(runs(&cpu), 1);
+        let mut one = PageSet::EMPTY;
+        one.insert(PageNo(7 * pagetide_addr::SECTION_PAGES));
+        let gone = cpu.restrict(table, SectionNo(7), &one, Restrict::NoAccess);
+        assert_eq!(gone.unwrap(), Restricted::Done);
+        assert_eq!(runs(&cpu), 2);
     }
 
     #[test]

@@ -13,14 +13,18 @@ use crate::{
     types::*,
 };
 use gmem::{
-    Backing, Inherited, Mmu, MmuError, MmuLimits, OnAbsent, PageSizes, PhysicalMemory, Restrict,
-    Restricted, TableFormat, TableId,
+    Backing, GmError, Inherited, Mmu, MmuError, MmuLimits, OnAbsent, PageSizes, PhysicalMemory,
+    Restrict, Restricted, TableFormat, TableId,
 };
 use pagetide_addr::{Access, PAGE_SHIFT, Pa, PageRange, PageSet, SectionNo, Va};
 use std::{
+    collections::BTreeSet,
     ffi::{c_int, c_void},
     mem::size_of,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 /// Mappings that one device may have at most when it is attached.
@@ -29,16 +33,20 @@ const INHERITED_MAX: usize = 1 << 20;
 /// What a driver is told when the interface asks what C cannot do.
 const NOT_OFFERED: c_int = -95;
 
-/// Said of the table of a driver that makes none, when a space has it.
-const ONLY_TABLE_USED: c_int = -16;
+/// What failed if a driver gave a table for a second space that another space has.
+const ONE_TABLE_FOR_ALL: &str = "making another table than the one in use";
+const USED: c_int = -16;
 
 /// See the module.
 pub(crate) struct Driver {
     operations: gm_mmu_t,
     arg: *mut c_void,
     on_absent: OnAbsent,
-    /// Page tables of its making that are still used, perhaps by others.
+    /// Page tables of its making that are still used, perhaps by others. Counted until the driver has
+    /// destroyed them.
     tables: AtomicU64,
+    /// Which they are. Not until then: what the driver has destroyed it may make again at once.
+    known: Mutex<BTreeSet<u64>>,
 }
 
 // SAFETY: gmem.h says that any thread may call the operations, several at once, with this argument.
@@ -76,6 +84,14 @@ pub(crate) unsafe fn operations(given: *const gm_mmu_t) -> Result<gm_mmu_t, Fail
         return Err(wrong("reserved", "it must be 0"));
     }
     Ok(operations)
+}
+
+/// True if a device was not attached because its driver has one table for all spaces.
+pub(crate) fn has_one_table(error: &GmError) -> bool {
+    let GmError::Device { source, .. } = error else {
+        return false;
+    };
+    matches!(**source, MmuError::Driver { operation, .. } if operation == ONE_TABLE_FOR_ALL)
 }
 
 /// What a device does about absent pages.
@@ -128,7 +144,35 @@ impl Driver {
             arg,
             on_absent,
             tables: AtomicU64::new(0),
+            known: Mutex::default(),
         })
+    }
+
+    fn known(&self) -> MutexGuard<'_, BTreeSet<u64>> {
+        // Changes in single steps: a panic leaves nothing half done.
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The driver's next table.
+    fn make_table(&self) -> Result<TableId, MmuError> {
+        let mut table: gm_table_t = std::ptr::null_mut();
+        if let Some(create) = self.operations.table_create {
+            let code = {
+                let _inside = InDriver::enter();
+                // SAFETY: the driver's own function and argument, and a place for its result.
+                unsafe { create(self.arg, &raw mut table) }
+            };
+            done("table_create", code)?;
+        }
+        let table = table.expose_provenance() as u64;
+        if !self.known().insert(table) {
+            // Not destroyed: it is the other space's, or another device's that shares it.
+            return Err(MmuError::Driver {
+                operation: ONE_TABLE_FOR_ALL,
+                code: USED,
+            });
+        }
+        Ok(TableId(table))
     }
 
     /// True if a page table of its making is used still, be it by another device.
@@ -185,29 +229,16 @@ impl Mmu for Driver {
     }
 
     fn create_table(&self) -> Result<TableId, MmuError> {
-        let Some(create) = self.operations.table_create else {
-            // There is one, which may be another device's still when this one has left a space.
-            let taken = self
-                .tables
-                .compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed);
-            let table = taken.map(|_| TableId(0));
-            return table.map_err(|_| MmuError::Driver {
-                operation: "table_create",
-                code: ONLY_TABLE_USED,
-            });
-        };
-        let mut table: gm_table_t = std::ptr::null_mut();
-        let code = {
-            let _inside = InDriver::enter();
-            // SAFETY: the driver's own function and argument, and a place for its result.
-            unsafe { create(self.arg, &raw mut table) }
-        };
-        done("table_create", code)?;
         self.tables.fetch_add(1, Ordering::Relaxed);
-        Ok(TableId(table.expose_provenance() as u64))
+        let made = self.make_table();
+        if made.is_err() {
+            self.tables.fetch_sub(1, Ordering::Release);
+        }
+        made
     }
 
     fn destroy_table(&self, table: TableId) {
+        self.known().remove(&table.0);
         if let Some(destroy) = self.operations.table_destroy {
             let _inside = InDriver::enter();
             // SAFETY: the driver's own function, argument and table, which nobody uses any more.

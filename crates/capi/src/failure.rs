@@ -32,6 +32,8 @@ pub(crate) enum Failure {
         /// Of what.
         kind: &'static str,
     },
+    /// A CPU is attached to the space, this one or another.
+    CpuAttached,
     /// An operation of a driver called back.
     InDriver,
     /// Too many objects.
@@ -71,6 +73,7 @@ impl Failure {
             Self::Gmem(error) => code_of(error),
             Self::InvalidHandle { .. } => GM_RET_INVALID_HANDLE,
             Self::Destroyed { .. } => GM_RET_DESTROYED,
+            Self::CpuAttached => GM_RET_ALREADY_ATTACHED,
             Self::InDriver => GM_RET_IN_DRIVER,
             Self::TooMany { .. } | Self::NoThread { .. } => GM_RET_UNSUPPORTED,
             Self::Internal(_) => GM_RET_INTERNAL,
@@ -121,6 +124,9 @@ impl std::fmt::Display for Failure {
                 write!(f, "this is no handle of {kind} that was ever given out")
             }
             Self::Destroyed { kind } => write!(f, "the {kind} of this handle was destroyed"),
+            Self::CpuAttached => f.write_str(
+                "a CPU is attached to the address space already, and a space has one: detach it first",
+            ),
             Self::InDriver => f.write_str(
                 "called from within an operation of a driver, where it would wait for itself",
             ),

@@ -155,6 +155,23 @@ pub const GM_REGION_REMOTE_ACCESS: gm_region_placement_t = gm_region_placement_t
 /// As GM_REGION_UNIQUE, and the pages that follow are brought along without being waited for.
 pub const GM_REGION_PREFETCH: gm_region_placement_t = gm_region_placement_t(2);
 
+/// What is behind a region: see gm_region_state(). (Ours.)
+#[repr(transparent)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct gm_region_state_t(pub u32);
+
+/// Nothing: never mapped, or unmapped.
+pub const GM_REGION_NOTHING: gm_region_state_t = gm_region_state_t(0);
+/// Pages of the caller's (gm_region_map).
+pub const GM_REGION_WIRED: gm_region_state_t = gm_region_state_t(1);
+/// Pages that faults have brought.
+pub const GM_REGION_DEMAND: gm_region_state_t = gm_region_state_t(2);
+/// Pages of a virtual machine's memory. No space that is made by this header has such.
+pub const GM_REGION_PAGED: gm_region_state_t = gm_region_state_t(3);
+/// It is being unmapped at this moment; or a device failed in an unmap and may reach it still, and it
+/// must be unmapped again.
+pub const GM_REGION_LEAVING: gm_region_state_t = gm_region_state_t(4);
+
 /// Flags of gm_region_map, gm_region_unmap and gm_mapping_set_unmap; the page size of a mapping is
 /// added with GM_MAP_PAGE_SIZE.
 pub type gm_flags_t = c_int;
@@ -215,12 +232,13 @@ pub struct gm_mmu_t {
     /// Page sizes it can map: bit n stands for pages of 2^n bytes. 4 KiB always is among them.
     pub page_sizes: u64,
     /// Format of its page tables. Devices with the same one can share a table, and are given the tables
-    /// of one another. 0: nobody else can use them.
+    /// of one another. 0: nobody else can use them. Not 0xffffffff, which is that of gm_mmu_CPU.
     pub format: u32,
     /// Must be 0.
     pub reserved: u32,
-    /// Makes an empty page table, another for each space. NULL: there is just one, which is called NULL,
-    /// so the device can be attached to one space at a time.
+    /// Makes an empty page table, another for each space. NULL: there is just one, which is called NULL.
+    /// To be attached to more than one space at a time a device needs this, `activate` and `deactivate`;
+    /// a table that another space has is not taken (GM_RET_UNSUPPORTED of gm_as_attach()).
     pub table_create:
         Option<unsafe extern "C" fn(mmu_data: *mut c_void, table: *mut gm_table_t) -> c_int>,
     /// Nobody uses the table any more.
@@ -230,7 +248,9 @@ pub struct gm_mmu_t {
     /// From now on the device translates by nothing; no access by the table is under way any more.
     pub deactivate: Option<unsafe extern "C" fn(mmu_data: *mut c_void, table: gm_table_t) -> c_int>,
     /// Enters translations of `size` bytes to frames that follow one another from `pa` on, by pages of
-    /// `page_size` bytes. What is translated already gets the new frame and access instead.
+    /// `page_size` bytes. What is translated already gets the new frame and access instead; if that only
+    /// allows more, no `invalidate` follows, so a device that faults must drop its TLB's entry of the
+    /// page before it tries again.
     pub map: Option<
         unsafe extern "C" fn(
             mmu_data: *mut c_void,

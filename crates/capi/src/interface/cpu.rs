@@ -19,7 +19,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-/// Format of the tables of `gm_mmu_CPU`, which says that it is that one: nobody shares them.
+/// Format in `gm_mmu_CPU`, which no driver may use. It tells nothing: see [`is_cpu`].
 pub(crate) const FORMAT_CPU: u32 = u32::MAX;
 
 /// Faults that one page is asked for by one call at most, if others take it away every time.
@@ -44,6 +44,12 @@ static MMU_CPU: gm_mmu_t = gm_mmu_t {
 };
 
 static DEV_CPU: OnceLock<Handle<Dev>> = OnceLock::new();
+
+/// True if this is `gm_mmu_CPU`, as its address says: nothing that a driver can write into a struct of
+/// its own makes what it gives as `mmu_data` be read as a `gm_cpu_space_t`.
+pub(crate) fn is_cpu(mmu: *const gm_mmu_t) -> bool {
+    std::ptr::eq(mmu, &raw const MMU_CPU)
+}
 
 /// True if this is `gm_dev_CPU`.
 pub(crate) fn is_predefined(dev: *const gm_dev_t) -> bool {

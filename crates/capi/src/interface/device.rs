@@ -7,7 +7,7 @@ use crate::{
     driver::{Driver, access_of_c, on_absent, operations},
     failure::{Failure, wrong},
     handle::Handle,
-    interface::cpu::{FORMAT_CPU, is_predefined, refuse_predefined},
+    interface::cpu::{FORMAT_CPU, is_cpu, is_predefined, refuse_predefined},
     objects::{DEVICES, Dev, Operations, Space},
     types::*,
 };
@@ -19,7 +19,8 @@ use std::{ffi::c_void, sync::Arc};
 /// `cap`: a combination of GM_DEV_CAP_ flags. Virtual functions of a device are devices of their own.
 ///
 /// `mmu` is copied. `mmu_data` must be good until gm_dev_destroy() has returned GM_RET_OK. With
-/// gm_mmu_CPU it is NULL, or a gm_cpu_space_t, which is copied.
+/// gm_mmu_CPU it is NULL, or a gm_cpu_space_t, which is copied. Whether `mmu` is gm_mmu_CPU is told by its
+/// address, so a copy of it is refused, and so is its format (0xffffffff) in another.
 ///
 /// Fails with GM_RET_INVALID_ARGUMENT, GM_RET_UNSUPPORTED (operations of a later version).
 ///
@@ -35,15 +36,21 @@ pub unsafe extern "C" fn gm_dev_create(
     call(|| {
         let out = Out::new(new_dev)?;
         let on_absent = on_absent(cap)?;
-        // SAFETY: the header demands of the caller what this does.
-        let mmu = unsafe { operations(mmu)? };
-        let handle = if mmu.format == FORMAT_CPU {
+        let handle = if is_cpu(mmu) {
             // SAFETY: with this MMU the argument is such a space, says the header.
             let mappings = unsafe { mappings_of(mmu_data.cast()) }?;
             let cpu = Arc::new(Cpu::new(mappings, on_absent)?);
             let device = Device::with_id(DeviceId::VCPUS, Arc::clone(&cpu) as _);
             Dev::publish(device, Operations::Cpu(cpu))?
         } else {
+            // SAFETY: the header demands of the caller what this does.
+            let mmu = unsafe { operations(mmu)? };
+            if mmu.format == FORMAT_CPU {
+                return Err(wrong(
+                    "format",
+                    "0xffffffff is that of gm_mmu_CPU, which is given itself and not as a copy",
+                ));
+            }
             let driver = Arc::new(Driver::new(mmu, mmu_data, on_absent)?);
             let device = Device::create(Arc::clone(&driver) as _);
             Dev::publish(device, Operations::Driver(driver))?
@@ -125,7 +132,8 @@ pub unsafe extern "C" fn gm_dev_detach(dev: *mut gm_dev_t, r#as: *mut gm_as_t) -
 
 /// Serves an address translation fault of the device at `addr`, which wanted `access`: GM_PROT_READ or
 /// GM_PROT_WRITE. GM_RET_OK says that the device should repeat the access. It is not promised that the
-/// mapping still is there then, as others may have faulted meanwhile.
+/// mapping still is there then, as others may have faulted meanwhile. Before it does, it must drop what
+/// its TLB holds of the page: a translation that only allows more than before comes without `invalidate`.
 ///
 /// Fails with GM_RET_NOT_ACTIVE, GM_RET_CANNOT_RECOVER, GM_RET_NOT_ALLOCATED, GM_RET_DENIED,
 /// GM_RET_NOT_MAPPED (the region is being unmapped, or has to be unmapped again after a failure),

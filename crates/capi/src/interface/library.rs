@@ -11,7 +11,8 @@ pub extern "C" fn gm_ret_string(ret: gm_ret_t) -> *const c_char {
 }
 
 /// A sentence about the last call of this thread that failed, with the numbers of the case; "" if none
-/// did. It is good until the thread's next call that fails. (Ours.)
+/// did. Devices have numbers there, in the order they were created in. It is good until the thread's next
+/// call that fails. (Ours.)
 #[unsafe(no_mangle)]
 pub extern "C" fn gm_last_error() -> *const c_char {
     failure::last()

@@ -39,10 +39,16 @@ pub unsafe extern "C" fn gm_mapping_set_destroy(set: *mut gm_mapping_set_t) -> g
     })
 }
 
-/// Unmaps all mappings of the set, as gm_region_unmap() does for one. The set is empty then. Completion
-/// is told when all of them are gone.
+/// Unmaps all mappings of the set, with one invalidation a device, as gm_region_unmap() does for one.
+/// Completion is told when all of them are gone.
 ///
-/// Fails with the first failure of one of them; all are tried, and those that failed are in the set still.
+/// It takes its turn behind all that was queued in the space before, without GM_ASYNC, too, and waits for
+/// it: what is in the set when its turn comes is unmapped, mappings that were queued before it included,
+/// and mappings of which somebody else unmaps the region at that moment are waited for. A mapping that
+/// ended on its own, and whose region was mapped anew since, is not in the set and stays.
+///
+/// Fails with the first failure of one of them, or GM_RET_IN_USE if that failure was of somebody else's
+/// unmap; all are tried, and those that failed are in the set still.
 ///
 /// # Safety
 /// As gm_region_unmap().

@@ -9,7 +9,7 @@ use crate::{
     objects::{Area, Dev, Set},
     types::*,
 };
-use gmem::{MapOptions, Placement, Protection};
+use gmem::{MapOptions, Mapped, Placement, Protection};
 use pagetide_addr::{PAGE_BYTES, Pa};
 use std::ffi::{c_int, c_void};
 
@@ -99,8 +99,14 @@ pub unsafe extern "C" fn gm_region_map(
 /// `callback_arg` when the operation is complete, which for an unmap is after the invalidation and never
 /// before; any thread may be the one that calls it, and it may call functions of this header. A function
 /// without a result cannot tell of a failure, so it is called after success only: a failure is told by
-/// gm_as_synchronize(), and the region then is as after a failure without GM_ASYNC. Other calls for
-/// the region wait for what was queued before them.
+/// gm_as_synchronize(), gm_region_state() tells which region it was, and the region then is as after a
+/// failure without GM_ASYNC. Other calls that change the region wait for what was queued before them.
+///
+/// Callbacks run on the space's own thread, or on any thread that does the waiting work itself: a call of
+/// gm_region_map(), gm_region_unmap(), gm_region_dealloc(), gm_region_protect(), gm_mapping_set_unmap(),
+/// gm_as_synchronize(), gm_as_attach(), gm_as_destroy(), gm_dev_detach(), gm_dev_fault(), gm_cpu_read() or
+/// gm_cpu_write() may run callbacks of other operations before it returns. So call them with no lock held
+/// that a callback takes.
 ///
 /// Fails with GM_RET_NOT_MAPPED; GM_RET_BUSY or GM_RET_DEVICE, after which a device may reach it still:
 /// nothing was freed, and the region can do nothing but be unmapped again.
@@ -246,6 +252,30 @@ pub unsafe extern "C" fn gm_region_size(
     call(|| {
         let out = Out::new(size)?;
         out.put(Area::of_c(region)?.region.len_bytes());
+        Ok(())
+    })
+}
+
+/// Tells what is behind the region at this moment; what is queued for it is not waited for. After
+/// gm_as_synchronize() has told of a failure, a region whose mapping failed is GM_REGION_NOTHING, and one
+/// that a device would not let go is GM_REGION_LEAVING. (Ours.)
+///
+/// # Safety
+/// `state` must be NULL or a place for a state.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gm_region_state(
+    region: *const gm_region_t,
+    state: *mut gm_region_state_t,
+) -> gm_ret_t {
+    call(|| {
+        let out = Out::new(state)?;
+        out.put(match Area::of_c(region)?.region.mapped() {
+            Mapped::Nothing => GM_REGION_NOTHING,
+            Mapped::Wired => GM_REGION_WIRED,
+            Mapped::Demand => GM_REGION_DEMAND,
+            Mapped::Paged => GM_REGION_PAGED,
+            Mapped::Leaving => GM_REGION_LEAVING,
+        });
         Ok(())
     })
 }

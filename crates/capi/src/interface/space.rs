@@ -3,8 +3,9 @@
 
 use crate::{
     border::{Out, call},
-    failure::{Failure, wrong},
-    objects::{Dev, Space},
+    driver::has_one_table,
+    failure::{Failure, unsupported, wrong},
+    objects::{Dev, Operations, Space},
     types::*,
 };
 use gmem::{
@@ -80,9 +81,9 @@ pub unsafe extern "C" fn gm_as_destroy(r#as: *mut gm_as_t) -> gm_ret_t {
 /// in one at a time: if `activate` is true, it is active here and nowhere else any more.
 ///
 /// Fails with GM_RET_ALREADY_ATTACHED, GM_RET_NO_ADDRESSES (an inherited mapping lies where a region is),
-/// GM_RET_UNSUPPORTED (the page size of a wired mapping; more than 64 page tables), GM_RET_DEVICE (also if
-/// the driver makes no tables and the one it has is used in another space). The device is then not
-/// attached, and active where it was.
+/// GM_RET_INVALID_ARGUMENT (an inherited mapping is not of whole pages), GM_RET_UNSUPPORTED (the page size
+/// of a wired mapping; more than 64 page tables; a second space for a driver that has one table:
+/// `table_create` of gm_mmu_t), GM_RET_DEVICE. The device is then not attached, and active where it was.
 ///
 /// # Safety
 /// `activate` must be a bool of C.
@@ -107,9 +108,22 @@ pub unsafe extern "C" fn gm_as_attach(
             Activation::Later
         };
         let _held = device.hold();
-        space.space.attach(&device.device, mode, activation)?;
-        Ok(())
+        let attached = space.space.attach(&device.device, mode, activation);
+        attached.map_err(|error| why_not_attached(&device, error))
     })
+}
+
+/// What the interface says of a device by its number, in words of C.
+fn why_not_attached(device: &Dev, error: GmError) -> Failure {
+    match (&device.operations, error) {
+        // All CPUs have one number: it may be another that is attached.
+        (Operations::Cpu(_), GmError::AlreadyAttached { .. }) => Failure::CpuAttached,
+        (Operations::Driver(_), error) if has_one_table(&error) => unsupported(
+            "a second address space for a driver that has one page table (table_create, activate and \
+             deactivate of gm_mmu_t make it able to)",
+        ),
+        (_, error) => error.into(),
+    }
 }
 
 /// Allocates a region of `size` bytes, rounded up to whole pages of 4 KiB.
@@ -192,7 +206,8 @@ pub unsafe extern "C" fn gm_as_lookup(
 /// returned. (Within a callback it does not wait for callbacks.)
 ///
 /// Fails with the first failure of an asynchronous operation since the last call of this function, which
-/// is told once. All operations are complete then, too.
+/// is told once. All operations are complete then, too; gm_region_state() tells of which regions a device
+/// would not let go.
 ///
 /// # Safety
 /// None beyond the handle's.

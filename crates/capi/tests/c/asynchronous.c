@@ -213,6 +213,74 @@ static void mapping_set_goes_with_one_callback(void)
     take_down();
 }
 
+static void regions_that_failed_are_told_by_their_states(void)
+{
+    gm_region_t *regions[3];
+    gm_pa_t page = frame(1);
+    gm_region_state_t states[3];
+    set_up();
+    for (int at = 0; at < 3; at++) {
+        regions[at] = region_in_as(1);
+        if (at == 1)
+            let_fail(&one, MAP, 1, 15);
+        OK(gm_region_map(regions[at], GM_PROT_READ, &page, NULL, GM_ASYNC, count, NULL));
+        if (at == 1) {
+            EXPECT(gm_as_synchronize(as), GM_RET_DEVICE);
+        } else {
+            OK(gm_as_synchronize(as));
+        }
+    }
+    CHECK(calls() == 2);
+    let_fail(&one, UNMAP, 1, 16);
+    OK(gm_region_unmap(regions[0], GM_ASYNC, count, NULL));
+    EXPECT(gm_as_synchronize(as), GM_RET_DEVICE);
+    CHECK(calls() == 2);
+    for (int at = 0; at < 3; at++)
+        OK(gm_region_state(regions[at], &states[at]));
+    CHECK(states[0] == GM_REGION_LEAVING);
+    CHECK(states[1] == GM_REGION_NOTHING);
+    CHECK(states[2] == GM_REGION_WIRED);
+    for (int at = 0; at < 3; at++)
+        OK(gm_region_dealloc(regions[at]));
+    take_down();
+}
+
+/* A set's unmap takes its turn: what was queued for the set before it goes, too. */
+static void mapping_set_without_async_goes_after_what_was_queued(void)
+{
+    gm_mapping_set_t *set = NULL;
+    gm_region_t *first, *queued;
+    gm_pa_t page = frame(1);
+    gm_region_state_t state = GM_REGION_LEAVING;
+    set_up();
+    OK(gm_mapping_set_create(as, &set));
+    first = region_in_as(1);
+    queued = region_in_as(1);
+    OK(gm_region_map(first, GM_PROT_READ, &page, NULL, 0, NULL, NULL));
+    /* Whoever carries operations out stays in a callback; the map behind it waits. */
+    set_gate(0);
+    OK(gm_region_unmap(first, GM_ASYNC, wait_at_gate, NULL));
+    wait_for_calls(1);
+    OK(gm_region_map(queued, GM_PROT_READ, &page, set, GM_ASYNC, count, NULL));
+    OK(gm_mapping_set_unmap(set, 0, NULL, NULL));
+    OK(gm_region_state(queued, &state));
+    CHECK(state == GM_REGION_NOTHING);
+    set_gate(1);
+    OK(gm_as_synchronize(as));
+    CHECK(calls() == 2);
+    /* One that was mapped anew since is not in the set. */
+    OK(gm_region_map(queued, GM_PROT_READ, &page, set, 0, NULL, NULL));
+    OK(gm_region_unmap(queued, 0, NULL, NULL));
+    OK(gm_region_map(queued, GM_PROT_READ, &page, NULL, 0, NULL, NULL));
+    OK(gm_mapping_set_unmap(set, 0, NULL, NULL));
+    OK(gm_region_state(queued, &state));
+    CHECK(state == GM_REGION_WIRED);
+    OK(gm_region_dealloc(first));
+    OK(gm_region_dealloc(queued));
+    OK(gm_mapping_set_destroy(set));
+    take_down();
+}
+
 static gm_ret_t outcomes[3];
 
 /* Uses the interface: another region, synchronize, and the region's end. */
@@ -277,7 +345,9 @@ int main(void)
     mapping_is_there_when_the_callback_is_called_and_gone_when_it_is_again();
     unmaps_that_wait_together_are_one_invalidation();
     failure_is_told_once_by_synchronize_and_not_by_the_callback();
+    regions_that_failed_are_told_by_their_states();
     mapping_set_goes_with_one_callback();
+    mapping_set_without_async_goes_after_what_was_queued();
     callback_may_use_the_interface_and_even_end_the_space();
     more_operations_than_the_queue_holds_are_all_carried_out();
     puts("asynchronous: all as said");

@@ -285,6 +285,7 @@ static void null_handles_and_null_results_are_refused(void)
     gm_dev_t *dev = NULL;
     gm_region_t *region = NULL;
     gm_mapping_set_t *set = NULL;
+    gm_region_state_t state = GM_REGION_NOTHING;
     gm_va_t va = 0;
     uint64_t bytes = 0;
     char byte = 0;
@@ -313,6 +314,7 @@ static void null_handles_and_null_results_are_refused(void)
     EXPECT(gm_region_end(NULL, &va), GM_RET_INVALID_HANDLE);
     EXPECT(gm_region_size(NULL, &va), GM_RET_INVALID_HANDLE);
     EXPECT(gm_region_as(NULL, &as), GM_RET_INVALID_HANDLE);
+    EXPECT(gm_region_state(NULL, &state), GM_RET_INVALID_HANDLE);
     EXPECT(gm_mapping_set_create(NULL, &set), GM_RET_INVALID_HANDLE);
     EXPECT(gm_mapping_set_destroy(NULL), GM_RET_INVALID_HANDLE);
     EXPECT(gm_mapping_set_unmap(NULL, 0, NULL, NULL), GM_RET_INVALID_HANDLE);
@@ -331,6 +333,7 @@ static void null_handles_and_null_results_are_refused(void)
     EXPECT(gm_region_end(now->region, NULL), GM_RET_INVALID_ARGUMENT);
     EXPECT(gm_region_size(now->region, NULL), GM_RET_INVALID_ARGUMENT);
     EXPECT(gm_region_as(now->region, NULL), GM_RET_INVALID_ARGUMENT);
+    EXPECT(gm_region_state(now->region, NULL), GM_RET_INVALID_ARGUMENT);
     EXPECT(gm_mapping_set_create(now->as, NULL), GM_RET_INVALID_ARGUMENT);
     EXPECT(gm_region_map(now->region, GM_PROT_READ, NULL, NULL, 0, NULL, NULL), GM_RET_INVALID_ARGUMENT);
     EXPECT(gm_cpu_add_window(gm_dev_CPU, PA_BASE, PAGE, NULL), GM_RET_INVALID_ARGUMENT);
@@ -404,6 +407,27 @@ static void unknown_flags_and_values_are_refused(void)
     down(now, GM_RET_OK);
 }
 
+/* Nothing that stands in a driver's own struct lets its `mmu_data` be read as a gm_cpu_space_t. */
+static void driver_with_the_format_of_the_cpu_is_refused_and_is_no_cpu(void)
+{
+    uint64_t mine[2] = {8, 4}; /* as a gm_cpu_space_t: four mappings at address 8 */
+    gm_mmu_t mmu = device_mmu();
+    gm_dev_t *dev = NULL;
+    mmu.format = 0xffffffff;
+    EXPECT(gm_dev_create(&mmu, mine, GM_DEV_CAP_RECOVERS, &dev), GM_RET_INVALID_ARGUMENT);
+    CHECK(strstr(gm_last_error(), "gm_mmu_CPU") != NULL);
+    mmu = *gm_mmu_CPU;
+    EXPECT(gm_dev_create(&mmu, mine, GM_DEV_CAP_RECOVERS, &dev), GM_RET_INVALID_ARGUMENT);
+    mmu = device_mmu();
+    mmu.format = 0xfffffffe;
+    OK(gm_dev_create(&mmu, mine, GM_DEV_CAP_RECOVERS, &dev));
+    EXPECT(gm_cpu_remove_window(dev, PA_BASE), GM_RET_UNSUPPORTED);
+    OK(gm_dev_destroy(dev));
+    OK(gm_dev_create(gm_mmu_CPU, NULL, GM_DEV_CAP_RECOVERS, &dev));
+    EXPECT(gm_cpu_remove_window(dev, PA_BASE), GM_RET_INVALID_ARGUMENT);
+    OK(gm_dev_destroy(dev));
+}
+
 static void device_that_fails_at_any_operation_leaves_a_space_that_can_be_used(void)
 {
     /* Each operation fails at its first, second, third call from here on. */
@@ -444,6 +468,7 @@ int main(void)
     every_code_is_returned_by_its_call();
     null_handles_and_null_results_are_refused();
     unknown_flags_and_values_are_refused();
+    driver_with_the_format_of_the_cpu_is_refused_and_is_no_cpu();
     device_that_fails_at_any_operation_leaves_a_space_that_can_be_used();
     puts("codes: every one has its call");
     return 0;

@@ -145,6 +145,12 @@ static void wired_region_is_reached_by_every_device_until_it_is_unmapped(void)
     OK(gm_as_destroy(as));
 }
 
+static int the_same_table(void *mmu_data, gm_table_t *table)
+{
+    *table = mmu_data;
+    return 0;
+}
+
 static void tables_are_shared_by_devices_that_fault_alike_and_made_for_each_space(void)
 {
     static struct device one, two;
@@ -167,9 +173,20 @@ static void tables_are_shared_by_devices_that_fault_alike_and_made_for_each_spac
     mmu.deactivate = NULL;
     OK(gm_dev_create(&mmu, &one, GM_DEV_CAP_NONE, &simple));
     OK(gm_as_attach(as, simple, GM_MMU_MODE_COHERENT, true));
-    EXPECT(gm_as_attach(other, simple, GM_MMU_MODE_COHERENT, false), GM_RET_DEVICE);
+    EXPECT(gm_as_attach(other, simple, GM_MMU_MODE_COHERENT, false), GM_RET_UNSUPPORTED);
+    CHECK(strstr(gm_last_error(), "table_create") != NULL);
     OK(gm_dev_detach(simple, as));
     OK(gm_as_attach(other, simple, GM_MMU_MODE_COHERENT, false));
+    OK(gm_dev_detach(simple, other));
+    OK(gm_dev_destroy(simple));
+    /* Nor is it taken twice from one that says it made another. */
+    mmu.table_create = the_same_table;
+    OK(gm_dev_create(&mmu, &one, GM_DEV_CAP_NONE, &simple));
+    OK(gm_as_attach(as, simple, GM_MMU_MODE_COHERENT, true));
+    EXPECT(gm_as_attach(other, simple, GM_MMU_MODE_COHERENT, false), GM_RET_UNSUPPORTED);
+    OK(gm_dev_detach(simple, as));
+    OK(gm_as_attach(other, simple, GM_MMU_MODE_COHERENT, false));
+    EXPECT(gm_dev_destroy(simple), GM_RET_IN_USE);
     OK(gm_dev_detach(simple, other));
     OK(gm_dev_destroy(simple));
     OK(gm_as_destroy(other));
@@ -412,6 +429,79 @@ static void mappings_of_the_host_are_inherited_and_replicated(void)
     OK(gm_as_destroy(as));
 }
 
+static gm_region_state_t state_of(gm_region_t *region)
+{
+    gm_region_state_t state = GM_REGION_PAGED;
+    OK(gm_region_state(region, &state));
+    return state;
+}
+
+static void region_tells_what_is_behind_it(void)
+{
+    static struct device one;
+    gm_as_t *as = space_of(0);
+    gm_dev_t *dev = device_create(&one, GM_DEV_CAP_RECOVERS);
+    gm_region_t *region = region_in(as, 1);
+    gm_pa_t page = frame(3);
+    OK(gm_dev_register_physmem(dev, frame(512), frame(513)));
+    OK(gm_as_attach(as, dev, GM_MMU_MODE_COHERENT, true));
+    CHECK(state_of(region) == GM_REGION_NOTHING);
+    OK(gm_region_map(region, GM_PROT_READ, &page, NULL, 0, NULL, NULL));
+    CHECK(state_of(region) == GM_REGION_WIRED);
+    let_fail(&one, INVALIDATE, 1, 9);
+    EXPECT(gm_region_unmap(region, 0, NULL, NULL), GM_RET_DEVICE);
+    CHECK(state_of(region) == GM_REGION_LEAVING);
+    OK(gm_region_unmap(region, 0, NULL, NULL));
+    CHECK(state_of(region) == GM_REGION_NOTHING);
+    OK(gm_dev_fault(dev, begin_of(region), GM_PROT_READ));
+    CHECK(state_of(region) == GM_REGION_DEMAND);
+    OK(gm_region_dealloc(region));
+    OK(gm_dev_detach(dev, as));
+    OK(gm_dev_destroy(dev));
+    OK(gm_as_destroy(as));
+}
+
+/*
+ * A list of mappings is input: it costs what it is long, and not what it says. A TiB by pages would be
+ * 2^28 entries, of some GiB.
+ */
+static void inherited_mapping_costs_nothing_for_its_length_and_is_of_whole_pages(void)
+{
+    const gm_va_t tebibyte = (gm_va_t)1 << 40;
+    gm_mapping_t mapping;
+    gm_cpu_space_t host = {&mapping, 1};
+    gm_as_t *as = NULL;
+    gm_dev_t *cpu;
+    gm_region_t *found = NULL;
+    gm_va_t size = 0;
+    char byte = 0;
+    OK(gm_as_create(tebibyte, 4 * tebibyte, 0, &as));
+    mapping.va = 2 * tebibyte;
+    mapping.size = tebibyte;
+    mapping.pa = PA_BASE;
+    mapping.prot = GM_PROT_READ;
+    cpu = cpu_create(&host, 1);
+    OK(gm_as_attach(as, cpu, GM_MMU_MODE_COHERENT, true));
+    OK(gm_as_lookup(as, 3 * tebibyte - 1, &found));
+    OK(gm_region_size(found, &size));
+    CHECK(size == tebibyte);
+    memory_at(frame(0))[7] = 't';
+    OK(gm_cpu_read(cpu, mapping.va + 7, &byte, 1));
+    CHECK(byte == 't');
+    OK(gm_region_dealloc(found));
+    EXPECT(gm_cpu_read(cpu, mapping.va + 7, &byte, 1), GM_RET_NOT_ALLOCATED);
+    OK(gm_dev_detach(cpu, as));
+    OK(gm_dev_destroy(cpu));
+
+    mapping.size = 100;
+    cpu = cpu_create(&host, 1);
+    EXPECT(gm_as_attach(as, cpu, GM_MMU_MODE_COHERENT, true), GM_RET_INVALID_ARGUMENT);
+    EXPECT(gm_as_lookup(as, mapping.va, &found), GM_RET_NOT_ALLOCATED);
+    EXPECT(gm_dev_detach(cpu, as), GM_RET_NOT_ATTACHED);
+    OK(gm_dev_destroy(cpu));
+    OK(gm_as_destroy(as));
+}
+
 static void predefined_cpu_is_one_and_cannot_be_destroyed(void)
 {
     gm_as_t *as = space_of(0);
@@ -424,6 +514,7 @@ static void predefined_cpu_is_one_and_cannot_be_destroyed(void)
     OK(gm_dev_register_physmem(gm_dev_CPU, frame(0), frame(1)));
     OK(gm_as_attach(as, gm_dev_CPU, GM_MMU_MODE_SHARED, true));
     EXPECT(gm_as_attach(as, another, GM_MMU_MODE_SHARED, true), GM_RET_ALREADY_ATTACHED);
+    CHECK(strstr(gm_last_error(), "a space has one") != NULL);
     OK(gm_dev_destroy(another));
     OK(gm_cpu_write(gm_dev_CPU, begin_of(region), "c", 1));
     OK(gm_cpu_read(gm_dev_CPU, begin_of(region), &back, 1));
@@ -449,6 +540,8 @@ int main(void)
     device_is_active_in_one_space_at_a_time();
     mapping_set_is_unmapped_as_one();
     mappings_of_the_host_are_inherited_and_replicated();
+    region_tells_what_is_behind_it();
+    inherited_mapping_costs_nothing_for_its_length_and_is_of_whole_pages();
     predefined_cpu_is_one_and_cannot_be_destroyed();
     puts("functions: all as said");
     return 0;

@@ -24,6 +24,11 @@ const BEGIN: &str = r#"/* SPDX-License-Identifier: Apache-2.0 */
  * at once. Where a result is given back through a pointer, it is written with
  * GM_RET_OK only. What is not in the paper is marked (Ours.).
  *
+ * Two rules that no compiler checks. Hold no lock that a callback takes while calling
+ * a function here, as it may run callbacks of operations that were queued before
+ * (gm_region_unmap says which do). And a device that has faulted drops its TLB's entry
+ * of the page before it tries again (gm_dev_fault).
+ *
  * Compiles as C99 and as C++11. Made from the source of libpagetide_gmem: do not edit.
  */
 #ifndef PAGETIDE_GMEM_H
