@@ -23,6 +23,7 @@
 mod found;
 mod live;
 mod recorded;
+mod watched;
 
 pub use live::{LiveLayout, NewRam, RamNews, Strangers};
 pub use recorded::{MapsChange, RecordedLayout, RecordedMapping};

@@ -20,7 +20,7 @@
 //! ```
 
 use crate::Refusal;
-use crate::layout::RamLayout;
+use crate::layout::{RamLayout, RecordedLayout};
 use crate::process::{VmmIdentity, VmmProcess, in_proc};
 use pagetide_sys::process::ProcessError;
 use pagetide_sys::ptrace::{PtraceError, StoppedThread, run_inside};
@@ -37,6 +37,9 @@ pub enum TakeOverError {
     /// The userfaultfd could not be used.
     #[error(transparent)]
     Uffd(#[from] UffdError),
+    /// Its RAM could not be found again.
+    #[error(transparent)]
+    Ram(#[from] Refusal),
     /// Its descriptor could not be fetched.
     #[error(transparent)]
     Process(#[from] ProcessError),
@@ -120,20 +123,35 @@ pub fn take_over(vmm: &VmmProcess, layout: &RamLayout) -> Result<TakenOver, Take
     }
 }
 
-/// Takes a userfaultfd again that an earlier process left in the VMM as descriptor `number`.
+/// A VMM that has been taken over again.
+#[derive(Debug)]
+pub struct Resumed {
+    /// Our descriptor of its userfaultfd; all of `layout` is registered.
+    pub userfaultfd: Userfaultfd,
+    /// Its RAM as it was recorded, but for what was unplugged meanwhile.
+    pub layout: RamLayout,
+}
+
+/// Takes a userfaultfd again that an earlier process left in the VMM as descriptor `number`, for
+/// the RAM that was `recorded`. RAM that it does not watch any more was taken out meanwhile: what
+/// may lie there now is left as it is, as new RAM (see [`RamLayout::news`]).
 /// The caller then wakes all of the RAM: faults that the dead had read are lost otherwise.
 ///
 /// # Errors
 /// [`TakeOverError::NotOurs`] if it is no longer there.
 pub fn resume(
     vmm: &VmmProcess,
-    layout: &RamLayout,
+    recorded: &RecordedLayout,
     number: i32,
-) -> Result<Userfaultfd, TakeOverError> {
+) -> Result<Resumed, TakeOverError> {
     let userfaultfd = take_inside(vmm, number)?;
+    let layout = RamLayout::of_watched(vmm, recorded, &userfaultfd)?;
     // Changes nothing where it is registered already, and fails where another one is.
-    match watch(&userfaultfd, layout) {
-        Ok(()) => Ok(userfaultfd),
+    match watch(&userfaultfd, &layout) {
+        Ok(()) => Ok(Resumed {
+            userfaultfd,
+            layout,
+        }),
         Err(UffdError::Busy { .. }) => Err(TakeOverError::NotOurs {
             pid: vmm.pid(),
             number,

@@ -346,8 +346,9 @@ fn a_successor_takes_the_userfaultfd_again_and_serves_those_who_wait() {
         (qemu, memory)
     });
     let again = VmmProcess::reopen(vm.vmm.identity()).unwrap();
-    let layout = Arc::new(RamLayout::of_process(&again).unwrap());
-    let userfaultfd = Arc::new(resume(&again, &layout, vm.number).unwrap());
+    let recorded = RamLayout::of_process(&again).unwrap().recorded();
+    let resumed = resume(&again, &recorded, vm.number).unwrap();
+    let (layout, userfaultfd) = (Arc::new(resumed.layout), Arc::new(resumed.userfaultfd));
     let store = Arc::new(Store::new(&userfaultfd, &layout));
     *store.stored.lock().unwrap() = stored;
     let everything = PageRange::new(PageNo(0), PageNo(layout.page_count()));
@@ -359,7 +360,7 @@ fn a_successor_takes_the_userfaultfd_again_and_serves_those_who_wait() {
         .collect();
     assert!(memory == expected);
     assert!(matches!(
-        resume(&again, &layout, 0),
+        resume(&again, &recorded, 0),
         Err(TakeOverError::NotOurs { .. })
     ));
     store.bring_all_back();
@@ -416,11 +417,17 @@ fn ram_plugged_in_is_news_until_the_layout_has_it_and_unplugged_ram_until_it_has
     }
     let mut vm = attach(Qemu::with_shared_ram(&[]));
     let mut strangers = Strangers::default();
-    let news = vm.layout.news(&vm.vmm, &mut strangers).unwrap();
+    let news = vm
+        .layout
+        .news(&vm.vmm, &vm.userfaultfd, &mut strangers)
+        .unwrap();
     assert!(news.gone.is_empty() && news.new.unwrap().is_empty());
     let more = r#"{"execute":"object-add","arguments":{"qom-type":"memory-backend-memfd","id":"more","size":67108864,"share":true}}"#;
     vm.qemu.ask(more);
-    let news = vm.layout.news(&vm.vmm, &mut strangers).unwrap();
+    let news = vm
+        .layout
+        .news(&vm.vmm, &vm.userfaultfd, &mut strangers)
+        .unwrap();
     let new = &news.new.unwrap()[0];
     let room = vm.layout.room_for(new.page_count());
     let grown = vm.layout.with(new, room).unwrap();
@@ -432,14 +439,20 @@ fn ram_plugged_in_is_news_until_the_layout_has_it_and_unplugged_ram_until_it_has
     let installed = place.install(pages.start, &[7; 4096]).unwrap();
     assert_eq!(installed, Installed::Installed);
     let grown = live.now();
-    let news = grown.news(&vm.vmm, &mut strangers).unwrap();
+    let news = grown
+        .news(&vm.vmm, &vm.userfaultfd, &mut strangers)
+        .unwrap();
     assert!(news.gone.is_empty() && news.new.unwrap().is_empty());
     vm.qemu
         .ask(r#"{"execute":"object-del","arguments":{"id":"more"}}"#);
-    let mut news = grown.news(&vm.vmm, &mut strangers).unwrap();
+    let mut news = grown
+        .news(&vm.vmm, &vm.userfaultfd, &mut strangers)
+        .unwrap();
     while news.gone.is_empty() {
         std::thread::yield_now();
-        news = grown.news(&vm.vmm, &mut strangers).unwrap();
+        news = grown
+            .news(&vm.vmm, &vm.userfaultfd, &mut strangers)
+            .unwrap();
     }
     assert_eq!(news.gone, [new.key()]);
     live.set(grown.without(new.key()));
@@ -508,7 +521,7 @@ fn a_take_over_cut_off_at_any_point_is_abandoned_without_a_trace() {
     let number = create();
     assert_eq!(find_inside(&vmm).unwrap(), Some(number));
     assert!(matches!(
-        resume(&vmm, &layout, number),
+        resume(&vmm, &layout.recorded(), number),
         Err(TakeOverError::Uffd(UffdError::Kernel { .. }))
     ));
     abandon(&vmm, &layout, number).unwrap();

@@ -331,8 +331,8 @@ pub(super) fn recover(
         Err(refusal) => return Err(refused(&refusal)),
     };
     let recorded = identity.recorded();
-    let layout = RamLayout::of_recorded(&vmm, &recorded).map_err(|r| refused(&r))?;
     if pool.phase() != Phase::Attached {
+        let layout = RamLayout::of_recorded(&vmm, &recorded).map_err(|r| refused(&r))?;
         abandon(&pool, &vmm, &layout)?;
         return Ok(Found::Removed);
     }
@@ -342,7 +342,8 @@ pub(super) fn recover(
             path.display()
         )));
     };
-    let userfaultfd = Arc::new(takeover::resume(&vmm, &layout, number).map_err(failed)?);
+    let resumed = takeover::resume(&vmm, &recorded, number).map_err(failed)?;
+    let (userfaultfd, layout) = (Arc::new(resumed.userfaultfd), resumed.layout);
     let claim = Claim::take(&layout, domains, shared)?;
     let live = Arc::new(LiveLayout::new(layout.clone()));
     let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));

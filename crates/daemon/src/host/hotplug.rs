@@ -22,6 +22,11 @@
 //! A device that hears of new RAM from its front end finds the file read-write
 //! and unwatched: its DMA works at once. It only is not evicted yet.
 //!
+//! # The same file again
+//! A backend with a path may be taken out and put in again between two looks. That
+//! is told by its mapping, which nobody watches, and is both columns above, one
+//! after the other: its pages that were away have no content any more.
+//!
 //! # DMA into RAM that is gone
 //! The front end takes the region from its device before the VMM unmaps it, so a
 //! descriptor that names it is answered with an error by the device itself. A
@@ -63,6 +68,15 @@ const DRAIN_WAIT: Duration = Duration::from_secs(1);
 /// Between two looks at leases.
 const DRAIN_LOOK: Duration = Duration::from_micros(200);
 
+/// What has become of a file that was unmapped.
+#[derive(Clone, Copy)]
+enum Fate {
+    /// It is mapped nowhere.
+    Gone,
+    /// It was mapped anew before anybody looked: new RAM, of the same file.
+    Back,
+}
+
 /// Follows the RAM of one VM; belongs to its rounds.
 pub(super) struct Hotplug {
     vm: Arc<VmCore>,
@@ -87,13 +101,19 @@ impl Hotplug {
     pub(super) fn follow(&mut self) -> Vec<EvictionBar> {
         let barred = |why: String| vec![EvictionBar::NewRam { why }];
         let layout = self.vm.layout.now();
-        let news = match layout.news(&self.vm.vmm, &mut self.strangers) {
+        let (vmm, userfaultfd) = (&self.vm.vmm, &self.vm.userfaultfd);
+        let news = match layout.news(vmm, userfaultfd, &mut self.strangers) {
             Ok(news) => news,
             Err(refusal) => return barred(refusal.to_string()),
         };
+        let is_back = |key| {
+            let is_it = |ram: &NewRam| ram.key() == key;
+            news.new.as_ref().is_ok_and(|new| new.iter().any(is_it))
+        };
         for key in news.gone {
+            let fate = if is_back(key) { Fate::Back } else { Fate::Gone };
             // Its addresses may be those of new RAM already: that waits until this is done.
-            if let Err(error) = self.remove(key) {
+            if let Err(error) = self.remove(key, fate) {
                 tracing::warn!(vm = self.vm.name, %error, "unplugged RAM is not let go yet");
                 return Vec::new();
             }
@@ -104,12 +124,16 @@ impl Hotplug {
         };
         let refused = |ram: &NewRam| self.add(ram).err();
         let whys = new.iter().filter_map(refused);
-        whys.map(|error| EvictionBar::NewRam { why: error.message })
+        let barred = whys.map(|error| EvictionBar::NewRam { why: error.message });
+        let changed = news.unwatched.into_iter();
+        changed
+            .map(|change| EvictionBar::MapsChanged { change })
+            .chain(barred)
             .collect()
     }
 
     /// Lets go of a file that the VMM has unmapped.
-    fn remove(&self, key: FileKey) -> Result<(), ControlError> {
+    fn remove(&self, key: FileKey, fate: Fate) -> Result<(), ControlError> {
         let vm = &self.vm;
         let layout = vm.layout.now();
         let Some(pages) = layout.file(key).map(|file| file.pages()) else {
@@ -119,10 +143,19 @@ impl Hotplug {
         let domains = vm.mmu.domains();
         if let Some(domain) = domains.iter().find(|domain| domain.key() == key) {
             vm.mmu.remove(domain.id());
-            self.shared.service.refuse(domain);
-            self.shared.domains.retire(domain);
             if let Some(alias) = lock(&vm.alias).as_mut() {
                 alias.remove(domain);
+            }
+            match fate {
+                Fate::Gone => {
+                    self.shared.service.refuse(domain);
+                    self.shared.domains.retire(domain);
+                }
+                // A device may have it by its new mapping already.
+                Fate::Back => {
+                    domain.detach();
+                    self.shared.service.release(std::slice::from_ref(domain));
+                }
             }
         }
         let left = layout.without(key);
@@ -135,7 +168,7 @@ impl Hotplug {
             bytes = pages.bytes(),
             first_page = pages.start.0,
             ram_bytes = vm.layout.look().len_bytes(),
-            "RAM was unplugged"
+            "RAM was unplugged; pages of it that were away read zeros in its file from now on"
         );
         vm.ram_changed();
         Ok(())

@@ -10,19 +10,26 @@
 //! |---|---|
 //! | none known, and it would be RAM at an attach | new RAM ([`NewRam`]) |
 //! | all gone | RAM unplugged |
-//! | one more, one less, one changed | neither: see [`MapsChange`](super::MapsChange) |
+//! | as they were, but watched by nobody | RAM unplugged, and plugged in again since |
+//! | one more, one less, one changed | neither: see [`MapsChange`] |
 //! | all gone, of all files | another program (exec): no RAM was unplugged |
+//!
+//! What is gone loses its content, so it is looked at twice: the kernel does not
+//! list mappings in one stroke, and one that is being split or moved may be missing.
 //!
 //! Memory that virtio-mem plugs and unplugs lies in a file that is mapped as a
 //! whole from the start: the layout does not change at all.
 
 use super::found::{FoundRam, Known, find_ram, is_shared_writable, key_of, len_of};
+use super::recorded::{MapsChange, RecordedMapping, list, maps_of, unasked};
+use super::watched::{self, Ask, Watched, how_watched};
 use super::{LayoutError, RamLayout, RamMapping, SMALLEST_RAM_BYTES, in_order};
 use crate::Refusal;
 use crate::process::{VmmProcess, in_proc};
 use arc_swap::{ArcSwap, Guard};
 use pagetide_addr::{FileKey, PAGE_BYTES, PAGE_SHIFT};
 use pagetide_sys::memory_file::GuestFile;
+use pagetide_sys::uffd::{UffdError, Userfaultfd};
 use procfs::process::MemoryMap;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -124,9 +131,12 @@ impl NewRam {
 /// How a VMM's RAM differs from a layout by whole files.
 #[derive(Debug)]
 pub struct RamNews {
-    /// Files of the layout that are mapped nowhere any more.
+    /// Files of the layout that are mapped nowhere any more; or that are, but not by the mappings
+    /// that were watched.
     pub gone: Vec<FileKey>,
-    /// Files that the layout does not have; or why not all of them can be taken over, by the words
+    /// A mapping of another of its files that is not the one that was watched.
+    pub unwatched: Option<MapsChange>,
+    /// Files that the layout does not have, or has lost; or why not all of them can be taken over, by the words
     /// that would refuse an attach.
     pub new: Result<Vec<NewRam>, Refusal>,
 }
@@ -136,30 +146,75 @@ pub struct RamNews {
 #[derive(Debug, Default)]
 pub struct Strangers(BTreeSet<FileKey>);
 
+/// What of a layout is not as it was.
+#[derive(Default)]
+struct Lost {
+    gone: Vec<FileKey>,
+    unwatched: Option<MapsChange>,
+}
+
 impl RamLayout {
     /// Which RAM files have come and gone since this layout was made.
     ///
-    /// Looks at the list of mappings only, unless a file of a size is there that is not known.
+    /// Looks at the list of mappings, and asks `userfaultfd` about each that is known; more only
+    /// if a file of a size is there that is not known.
     ///
     /// # Errors
     /// [`Refusal`].
-    pub fn news(&self, vmm: &VmmProcess, strangers: &mut Strangers) -> Result<RamNews, Refusal> {
-        let maps = super::recorded::maps_of(vmm)?;
+    pub fn news(
+        &self,
+        vmm: &VmmProcess,
+        userfaultfd: &Userfaultfd,
+        strangers: &mut Strangers,
+    ) -> Result<RamNews, Refusal> {
+        let ask = watched::by(userfaultfd);
+        let lost = |maps: &[MemoryMap]| self.lost(maps, &ask).map_err(|e| unasked(vmm, &e));
+        let mut maps = maps_of(vmm)?;
+        let Lost {
+            mut gone,
+            mut unwatched,
+        } = lost(&maps)?;
+        let left;
+        let known = if gone.is_empty() {
+            self
+        } else {
+            maps = maps_of(vmm)?;
+            let again = lost(&maps)?;
+            gone.retain(|key| again.gone.contains(key));
+            unwatched = again.unwatched;
+            left = gone
+                .iter()
+                .fold(self.clone(), |layout, key| layout.without(*key));
+            &left
+        };
         Ok(RamNews {
-            gone: self.gone(&maps),
-            new: self.new_files(vmm, &maps, strangers),
+            gone,
+            unwatched,
+            new: known.new_files(vmm, &maps, strangers),
         })
     }
 
-    /// Files that are mapped nowhere; none if none is mapped any more, for that is another program.
-    fn gone(&self, maps: &[MemoryMap]) -> Vec<FileKey> {
-        let mapped: BTreeSet<FileKey> = maps.iter().map(key_of).collect();
-        let keys = || self.files.iter().map(super::RamFile::key);
-        if keys().any(|key| mapped.contains(&key)) {
-            keys().filter(|key| !mapped.contains(key)).collect()
-        } else {
-            Vec::new()
+    /// What of the layout is not as it was.
+    fn lost(&self, maps: &[MemoryMap], ask: Ask<'_>) -> Result<Lost, UffdError> {
+        let (listed, known) = (list(maps), self.recorded().mappings);
+        let mut lost = Lost::default();
+        for file in &self.files {
+            match how_watched(file.key, &known, &listed, ask)? {
+                Watched::AsKnown => {}
+                Watched::NotAll(part) => {
+                    lost.unwatched.get_or_insert(MapsChange::Unwatched(part));
+                }
+                Watched::Nowhere => lost.gone.push(file.key),
+            }
         }
+        if lost.gone.len() == self.files.len() {
+            // Another program, or something that nobody has thought of: no RAM was unplugged.
+            let there =
+                |one: &&RecordedMapping| listed.iter().any(|part| part.mapping.overlaps(one));
+            lost.gone.clear();
+            lost.unwatched = known.iter().find(there).copied().map(MapsChange::Unwatched);
+        }
+        Ok(lost)
     }
 
     fn new_files(
@@ -338,7 +393,10 @@ mod tests {
             .and_then(|layout| layout.with(&two, PageNo(512)))
             .unwrap();
         // Other tests of this process map files of their own: only what is gone is asked here.
-        let gone = || layout.gone(&super::super::recorded::maps_of(&own).unwrap());
+        let gone = || {
+            let lost = layout.lost(&maps_of(&own).unwrap(), &|_| Ok(true));
+            lost.unwrap().gone
+        };
         assert_eq!(gone(), []);
         drop(at_one);
         assert_eq!(gone(), [one.key()]);
@@ -347,9 +405,31 @@ mod tests {
     }
 
     #[test]
+    fn file_mapped_as_it_was_but_watched_by_nobody_is_gone_unless_all_are() {
+        let own = VmmProcess::open(std::process::id()).unwrap();
+        let (one, at_one) = mapped(PAGE_BYTES);
+        let (two, at_two) = mapped(PAGE_BYTES);
+        let layout = RamLayout::default()
+            .with(&one, PageNo(0))
+            .and_then(|layout| layout.with(&two, PageNo(512)))
+            .unwrap();
+        let maps = maps_of(&own).unwrap();
+        let at_two = at_two.address() as u64;
+        let lost = layout.lost(&maps, &|at| Ok(at.0 == at_two)).unwrap();
+        assert_eq!(lost.gone, [one.key()]);
+        assert_eq!(lost.unwatched, None);
+        let lost = layout.lost(&maps, &|_| Ok(false)).unwrap();
+        assert_eq!(lost.gone, []);
+        let Some(MapsChange::Unwatched(mapping)) = lost.unwatched else {
+            panic!("{:?}", lost.unwatched);
+        };
+        assert_eq!(mapping.hva, Hva(at_one.address() as u64));
+    }
+
+    #[test]
     fn small_or_private_files_are_not_worth_a_closer_look() {
         let own = VmmProcess::open(std::process::id()).unwrap();
-        let large = || large_shared_files(&super::super::recorded::maps_of(&own).unwrap());
+        let large = || large_shared_files(&maps_of(&own).unwrap());
         let (small, _at_small) = mapped(SMALLEST_RAM_BYTES - PAGE_BYTES);
         let (ram, at_ram) = mapped(SMALLEST_RAM_BYTES);
         assert!(large().contains(&ram.key()));

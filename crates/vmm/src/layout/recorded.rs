@@ -5,7 +5,9 @@
 //! takes a VM up again does not look for RAM anew, for the VMM may have mapped
 //! more since (a backend plugged in): it takes the very mappings that were
 //! recorded, each file with its first page. A file of which no mapping is left
-//! was unplugged while nobody looked; one of which a part is gone is refused.
+//! was unplugged while nobody looked; one of which a part is gone is refused. The
+//! same file put in again since is new, though it may lie where it lay before: its
+//! mapping is not the one that is watched (see `watched`).
 //!
 //! While a VM is served the same comparison tells of mappings that would be
 //! dangerous: a second one of a RAM file is watched by nobody and reads zeros
@@ -15,12 +17,15 @@
 //! that), so what counts is that each recorded byte is mapped where it was.
 
 use super::found::{huge_page_warning, is_shared_writable, key_of, open_ram_file, unreadable};
+use super::watched::{self, Watched, how_watched};
 use super::{LayoutError, NewRam, RamFile, RamLayout, RamMapping};
 use crate::Refusal;
 use crate::process::{VmmProcess, in_proc};
 use pagetide_addr::{FileKey, Hva, PAGE_SHIFT, PageNo};
 use pagetide_sys::memory_file::GuestFile;
+use pagetide_sys::uffd::{UffdError, Userfaultfd};
 use procfs::process::MemoryMap;
+use std::io;
 
 /// A mapping of a RAM file in the VMM, with all that tells it from others.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -89,13 +94,16 @@ pub enum MapsChange {
     /// One that the layout does not have.
     #[error("there is a further mapping, of {0}, that nobody watches")]
     Further(RecordedMapping),
+    /// One that the layout has was made anew, so that its faults come to nobody.
+    #[error("the mapping of {0} is not the one that was watched, but a new one in its place")]
+    Unwatched(RecordedMapping),
 }
 
 /// Part of an address space, as `/proc/PID/maps` lists it.
 #[derive(Clone, Copy, Debug)]
-struct Listed {
-    mapping: RecordedMapping,
-    shared_writable: bool,
+pub(super) struct Listed {
+    pub(super) mapping: RecordedMapping,
+    pub(super) shared_writable: bool,
 }
 
 impl RecordedMapping {
@@ -136,6 +144,13 @@ impl RecordedMapping {
         true
     }
 
+    /// True if some byte lies in both.
+    pub(super) const fn overlaps(&self, other: &Self) -> bool {
+        let (start, end) = (self.hva.0, self.hva.0.saturating_add(self.len_bytes));
+        let other_end = other.hva.0.saturating_add(other.len_bytes);
+        start < other_end && other.hva.0 < end
+    }
+
     /// True if all of `part` lies in it, at the same bytes of the file.
     fn has(&self, part: &Self) -> bool {
         let fits = part.end().zip(self.end()).is_some_and(|(a, b)| a <= b);
@@ -154,7 +169,7 @@ fn difference(recorded: &[RecordedMapping], listed: &[Listed]) -> Option<MapsCha
     further.map(MapsChange::Further)
 }
 
-fn list(maps: &[MemoryMap]) -> Vec<Listed> {
+pub(super) fn list(maps: &[MemoryMap]) -> Vec<Listed> {
     let of_files = maps.iter().filter(|map| map.inode != 0);
     of_files
         .map(|map| Listed {
@@ -174,6 +189,14 @@ pub(super) fn maps_of(vmm: &VmmProcess) -> Result<Vec<MemoryMap>, Refusal> {
     let maps = maps.map_err(|e| Refusal::parsing(vmm.pid(), "read the mappings", e))?;
     vmm.still_runs()?;
     Ok(maps.0)
+}
+
+pub(super) fn unasked(vmm: &VmmProcess, error: &UffdError) -> Refusal {
+    Refusal::Unreadable {
+        pid: vmm.pid(),
+        what: "ask what is watched",
+        source: io::Error::other(error.to_string()),
+    }
 }
 
 impl RamLayout {
@@ -200,6 +223,45 @@ impl RamLayout {
     /// # Errors
     /// [`Refusal::RamGone`] if it has one of the others no longer; [`Refusal`].
     pub fn of_recorded(vmm: &VmmProcess, recorded: &RecordedLayout) -> Result<Self, Refusal> {
+        let maps = maps_of(vmm)?;
+        let listed = list(&maps);
+        let is_there = |key: FileKey| listed.iter().any(|part| part.mapping.key == key);
+        Self::of_those_left(vmm, recorded, &maps, &is_there)
+    }
+
+    /// [`RamLayout::of_recorded`] of a VMM whose RAM `userfaultfd` watches: also without files that
+    /// it does not watch, which were taken out and put in again since. (If it watches none at all,
+    /// all are as they were found.)
+    ///
+    /// # Errors
+    /// As there.
+    pub fn of_watched(
+        vmm: &VmmProcess,
+        recorded: &RecordedLayout,
+        userfaultfd: &Userfaultfd,
+    ) -> Result<Self, Refusal> {
+        let maps = maps_of(vmm)?;
+        let listed = list(&maps);
+        let ask = watched::by(userfaultfd);
+        let mut there = Vec::new();
+        for key in recorded.files() {
+            let how = how_watched(key, &recorded.mappings, &listed, &ask);
+            if how.map_err(|e| unasked(vmm, &e))? != Watched::Nowhere {
+                there.push(key);
+            }
+        }
+        if there.is_empty() {
+            return Self::of_recorded(vmm, recorded);
+        }
+        Self::of_those_left(vmm, recorded, &maps, &|key| there.contains(&key))
+    }
+
+    fn of_those_left(
+        vmm: &VmmProcess,
+        recorded: &RecordedLayout,
+        maps: &[MemoryMap],
+        is_there: &dyn Fn(FileKey) -> bool,
+    ) -> Result<Self, Refusal> {
         let (pid, name) = (vmm.pid(), vmm.name().to_owned());
         let refused = |source| Refusal::Layout {
             pid,
@@ -211,10 +273,8 @@ impl RamLayout {
             name: name.clone(),
             mapping: *mapping,
         };
-        let maps = maps_of(vmm)?;
-        let listed = list(&maps);
-        let is_listed = |key: &FileKey| listed.iter().any(|part| part.mapping.key == *key);
-        let any_is_left = recorded.files().iter().any(is_listed);
+        let listed = list(maps);
+        let any_is_left = recorded.files().into_iter().any(is_there);
         let mut layout = Self::default();
         // As if nothing had gone: where files without a first page begin.
         let mut next = PageNo(0);
@@ -223,7 +283,7 @@ impl RamLayout {
             let first = recorded.first_page(key).unwrap_or(next);
             let len_bytes = recorded.len_bytes(key);
             next = PageNo(first.0.saturating_add(len_bytes >> PAGE_SHIFT));
-            if !is_listed(&key) && any_is_left {
+            if !is_there(key) && any_is_left {
                 continue;
             }
             if let Some(mapping) = of_file().find(|mapping| !mapping.is_among(&listed)) {
@@ -232,7 +292,7 @@ impl RamLayout {
             let Some(mapping) = of_file().next() else {
                 continue;
             };
-            let file = open_recorded(vmm, mapping, &maps)?.ok_or_else(|| gone(mapping))?;
+            let file = open_recorded(vmm, mapping, maps)?.ok_or_else(|| gone(mapping))?;
             let mappings = of_file().map(|mapping| RamMapping {
                 hva: mapping.hva,
                 len_bytes: mapping.len_bytes,
