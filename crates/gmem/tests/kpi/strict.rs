@@ -11,7 +11,8 @@ use crate::kit::{
 };
 use pagetide_addr::Access;
 use pagetide_gmem::{
-    AddressSpace, Callback, GmError, MapOptions, Mapped, Mode, Region, space::QUEUED_MAX,
+    AddressSpace, Callback, GmError, MapOptions, Mapped, Mode, Region, RegionRequest,
+    space::QUEUED_MAX,
 };
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -105,29 +106,62 @@ fn page_is_never_reached_after_its_unmaps_callback() {
     end(&machine, &space, &[&actors[0], &actors[1]]);
 }
 
+/// How a region goes.
+type Goes = fn(&AddressSpace, &Region);
+
 #[test]
 fn frames_and_addresses_are_not_used_again_before_the_invalidation() {
-    let machine = Machine::eager();
-    let gpu = machine.gpu();
-    gpu.give_memory(0x40_0000, 4);
-    let space = space_of(4);
-    attach_all(&space, &[&gpu]);
-    for round in 0..8 {
-        let region = region_of(&space, 4);
-        assert_eq!(gpu.verify_zero(region.pages()), 4, "round {round}");
-        gpu.fill(region.pages(), round);
-        region.unmap_later(forbidding(&machine, &region)).unwrap();
-        // All frames are taken, and all addresses.
-        assert!(gpu.device.used_memory_bytes() == 4 * 4096);
-        let more = pagetide_gmem::RegionRequest::of_bytes(1);
-        refused!(space.alloc(&more), GmError::NoAddresses { .. });
-        region.dealloc().unwrap();
-        machine.permit(space.pages());
-        assert_eq!(gpu.device.used_memory_bytes(), 0);
-        machine.assert_unreachable(space.pages());
+    let ways: [Goes; 3] = [
+        |_, region| region.dealloc().unwrap(),
+        |_, region| {
+            region.unmap().unwrap();
+            region.dealloc().unwrap();
+        },
+        |space, region| {
+            region.unmap_later(None).unwrap();
+            space.synchronize().unwrap();
+            region.dealloc().unwrap();
+        },
+    ];
+    for goes in ways {
+        let machine = Machine::eager();
+        let (gpu, other) = (machine.gpu(), machine.gpu());
+        gpu.give_memory(0x40_0000, 4);
+        let space = space_of(4);
+        attach_all(&space, &[&gpu, &other]);
+        for round in 0..4 {
+            let region = region_of(&space, 4);
+            assert_eq!(gpu.verify_zero(region.pages()), 4, "round {round}");
+            gpu.fill(region.pages(), round);
+            let asked = grab_in_the_middle(&machine, &space, &gpu);
+            goes(&space, &region);
+            machine.world().before_each = None;
+            assert_eq!(asked.load(SeqCst), 2, "in the table and in the TLB");
+            assert_eq!(gpu.device.used_memory_bytes(), 0);
+            machine.assert_unreachable(space.pages());
+        }
+        end(&machine, &space, &[&gpu, &other]);
     }
-    space.synchronize().unwrap();
-    end(&machine, &space, &[&gpu]);
+}
+
+/// In the middle of an unmap of all there is, somebody asks for addresses and another for frames: both
+/// are refused. Returns how often they asked.
+fn grab_in_the_middle(machine: &Machine, space: &Arc<AddressSpace>, gpu: &Actor) -> Arc<AtomicU64> {
+    let asked = Arc::new(AtomicU64::new(0));
+    let (count, space, device) = (
+        Arc::clone(&asked),
+        Arc::clone(space),
+        Arc::clone(&gpu.device),
+    );
+    machine.world().before_each = Some(Arc::new(move |op, _| {
+        if matches!(op, Op::Restrict | Op::Invalidate) {
+            count.fetch_add(1, SeqCst);
+            let more = RegionRequest::of_bytes(1);
+            refused!(space.alloc(&more), GmError::NoAddresses { .. });
+            assert_eq!(device.used_memory_bytes(), 4 * 4096, "a frame is free");
+        }
+    }));
+    asked
 }
 
 #[test]
@@ -217,6 +251,8 @@ fn operations_take_effect_in_the_order_they_were_queued_in() {
     space.synchronize().expect("a failure is told once");
     region.map_later(own_frames(2, 1), write(), None).unwrap();
     region.protect(pagetide_gmem::Protection::ReadOnly).unwrap();
+    assert_eq!(region.mapped(), Mapped::Wired, "it was mapped first");
+    space.synchronize().unwrap();
     actors[1].read(region.start().0);
     assert!(actors[1].try_write(region.start().0, 1).is_err());
     end(&machine, &space, &[&actors[0], &actors[1]]);

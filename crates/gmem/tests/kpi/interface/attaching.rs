@@ -141,8 +141,12 @@ fn device_that_makes_no_tables_is_for_one_space() {
     device.destroy().unwrap();
 }
 
-/// A reason why a device cannot come, and the space it cannot come to.
-type Obstacle = (&'static str, fn(&Machine, &Actor) -> Arc<AddressSpace>);
+/// A reason why a device cannot come, the error's name, and the space it cannot come to.
+type Obstacle = (
+    &'static str,
+    &'static str,
+    fn(&Machine, &Actor) -> Arc<AddressSpace>,
+);
 
 fn next_fails(machine: &Machine, op: Op) -> Arc<AddressSpace> {
     let next = machine.count(op) + 1;
@@ -151,22 +155,22 @@ fn next_fails(machine: &Machine, op: Op) -> Arc<AddressSpace> {
 }
 
 const OBSTACLES: [Obstacle; 9] = [
-    ("no table", |machine, _| {
+    ("no table", "Device", |machine, _| {
         next_fails(machine, Op::CreateTable)
     }),
-    ("nothing to inherit", |machine, _| {
+    ("nothing to inherit", "Device", |machine, _| {
         next_fails(machine, Op::Inherited)
     }),
-    ("an inherited mapping fails", |machine, _| {
+    ("an inherited mapping fails", "Device", |machine, _| {
         next_fails(machine, Op::Grant)
     }),
-    ("a wired mapping fails", |machine, _| {
+    ("a wired mapping fails", "Device", |machine, _| {
         let away = other_space_of(1024);
         wire(&region_of(&away, 1), 8);
         next_fails(machine, Op::Grant);
         away
     }),
-    ("a page size", |_, _| {
+    ("a page size", "Unsupported", |_, _| {
         let away = other_space_of(1024);
         let options = MapOptions {
             page_bytes: 1 << 20,
@@ -179,13 +183,17 @@ const OBSTACLES: [Obstacle; 9] = [
         region.unwrap().map(&[Pa(1 << 20)], &options).unwrap();
         away
     }),
-    ("addresses of an inherited mapping", |_, _| {
-        let away = other_space_of(1024);
-        away.alloc(&RegionRequest::of_bytes(1024 * PAGE_BYTES))
-            .unwrap();
-        away
-    }),
-    ("its number", |machine, actor| {
+    (
+        "addresses of an inherited mapping",
+        "NoAddresses",
+        |_, _| {
+            let away = other_space_of(1024);
+            away.alloc(&RegionRequest::of_bytes(1024 * PAGE_BYTES))
+                .unwrap();
+            away
+        },
+    ),
+    ("its number", "AlreadyAttached", |machine, actor| {
         let away = other_space_of(1024);
         let same = machine.actor(Build {
             id: Some(actor.device.id()),
@@ -194,21 +202,25 @@ const OBSTACLES: [Obstacle; 9] = [
         attach_all(&away, &[&same]);
         away
     }),
-    ("the end of the space", |_, _| {
+    ("the end of the space", "Destroyed", |_, _| {
         let away = other_space_of(1024);
         away.destroy().unwrap();
         away
     }),
-    ("paged memory has no inherited mappings", |machine, _| {
-        let memory = Ram::new(machine).memory(512);
-        let end = Va(SECTION_BYTES);
-        AddressSpace::over(memory, Va(0), end, AllocPolicy::default()).unwrap()
-    }),
+    (
+        "paged memory has no inherited mappings",
+        "Unsupported",
+        |machine, _| {
+            let memory = Ram::new(machine).memory(512);
+            let end = Va(SECTION_BYTES);
+            AddressSpace::over(memory, Va(0), end, AllocPolicy::default()).unwrap()
+        },
+    ),
 ];
 
 #[test]
 fn device_that_cannot_come_never_stops_where_it_is() {
-    for (why, obstruct) in OBSTACLES {
+    for (why, error, obstruct) in OBSTACLES {
         let machine = Machine::eager();
         let home = other_space_of(1024);
         let cpu = cpu_with(&machine, vec![inherited(home_begin(), 1, 0x9_0000)]);
@@ -223,7 +235,8 @@ fn device_that_cannot_come_never_stops_where_it_is() {
         };
         let before = state();
         let refused = cpu.join(&away, Mode::Coherent).unwrap_err();
-        println!("{why}: {refused:?}");
+        let refused = format!("{refused:?}");
+        assert!(refused.starts_with(error), "{why}: {refused}");
         machine.world().failing = None;
         assert_eq!(state(), before, "{why}: it stopped for a while");
         assert_eq!(cpu.read(region.start().0), 5, "{why}");

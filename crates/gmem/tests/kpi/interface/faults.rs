@@ -352,3 +352,32 @@ fn the_one_door_answers_each_fault_once() {
     assert!(space.memory().is_none());
     end(&machine, &space, &[&cpu, &gpu]);
 }
+
+#[test]
+fn pages_behind_a_fault_at_the_one_door_are_prefetched() {
+    let (machine, space, cpu, gpu) = setting(32);
+    let region = region_of(&space, 20);
+    region.set_policy(Placement::Prefetch, None).unwrap();
+    let part = |from, to| {
+        let start = region.pages().start.0;
+        PageRange::new(PageNo(start + from), PageNo(start + to))
+    };
+    let fault = Fault {
+        device: gpu.device.id(),
+        pages: part(0, 2),
+        access: Access::Write,
+    };
+    space.fault(&fault, None);
+    assert_eq!(
+        gpu.device.used_memory_bytes(),
+        2 << 12,
+        "nobody waits for more"
+    );
+    space.synchronize().unwrap();
+    assert_eq!(gpu.device.used_memory_bytes(), 17 << 12);
+    assert_eq!(gpu.touch(part(0, 17), Access::Write), 0);
+    assert_eq!(gpu.touch(part(17, 18), Access::Read), 1);
+    space.synchronize().unwrap();
+    assert_eq!(gpu.touch(part(18, 20), Access::Read), 0, "up to its end");
+    end(&machine, &space, &[&cpu, &gpu]);
+}

@@ -3,8 +3,10 @@
 
 mod attaching;
 mod devices;
+mod endings;
 mod faults;
 mod paged;
+mod panics;
 mod regions;
 mod sets;
 mod spaces;

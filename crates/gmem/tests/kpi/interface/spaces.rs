@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `gm_as_create`, `gm_as_destroy`, `gm_as_alloc`, `gm_as_lookup`, `gm_region_dealloc`: addresses.
 
-use crate::kit::{Machine, SPACE_BEGIN, attach_all, refused, region_of, space_of, space_with};
+use crate::kit::{
+    Actor, Machine, SPACE_BEGIN, attach_all, refused, region_of, space_of, space_with,
+};
 use pagetide_addr::{Access, PAGE_BYTES, PAGE_SHIFT, Va};
 use pagetide_gmem::{
-    AddressFit, AddressSpace, AllocPolicy, Caching, GmError, Guard, Mapped, Mode, RegionRequest,
+    AddressFit, AddressSpace, AllocPolicy, Caching, GmError, Guard, Mapped, Mode, Region,
+    RegionRequest,
 };
 
 const FIRST_FIT: AllocPolicy = AllocPolicy {
@@ -180,6 +183,49 @@ fn cached_space_gives_a_freed_region_again_and_loses_nothing() {
 }
 
 #[test]
+fn request_that_asks_for_what_all_have_comes_from_the_caches() {
+    let policy = AllocPolicy {
+        cache: Caching::Cached,
+        ..FIRST_FIT
+    };
+    let space = space_with(256, policy);
+    let last = Some(Va(at(256).0 - 1));
+    let wanted = [
+        request(4),
+        RegionRequest {
+            align: PAGE_BYTES,
+            ..request(4)
+        },
+        RegionRequest {
+            max: last,
+            ..request(4)
+        },
+        RegionRequest {
+            max: Some(Va(u64::MAX)),
+            align: 1,
+            ..request(4)
+        },
+    ];
+    for freed in &wanted {
+        for asked in &wanted {
+            let region = space.alloc(freed).unwrap();
+            let start = region.start();
+            region.dealloc().unwrap();
+            let again = space.alloc(asked).unwrap();
+            assert_eq!(again.start(), start, "{freed:?}, {asked:?}");
+            again.dealloc().unwrap();
+        }
+    }
+    // What asks for more does not: the addresses in the caches are taken, as far as it knows.
+    let region = region_of(&space, 4);
+    let start = region.start();
+    region.dealloc().unwrap();
+    let max = Some(Va(at(256).0 - 2));
+    let limited = space.alloc(&RegionRequest { max, ..request(4) }).unwrap();
+    assert_ne!(limited.start(), start);
+}
+
+#[test]
 fn hint_is_taken_if_free_else_above_it_else_anywhere() {
     for fit in [AddressFit::First, AddressFit::Instant] {
         let space = space_with(16, AllocPolicy { fit, ..FIRST_FIT });
@@ -293,11 +339,14 @@ fn lookup_finds_the_region_of_each_byte_and_none_beside_it() {
 }
 
 #[test]
-fn every_policy_gives_all_addresses_back() {
+fn every_policy_guards_both_ends_and_gives_all_addresses_back() {
+    let machine = Machine::new();
+    let (cpu, gpu) = machine.cpu_and_gpu(64);
     for fit in [AddressFit::First, AddressFit::Instant] {
         for guard in [Guard::Unguarded, Guard::Guarded] {
             for cache in [Caching::Uncached, Caching::Cached] {
                 let space = space_with(512, AllocPolicy { fit, guard, cache });
+                attach_all(&space, &[&cpu, &gpu]);
                 let mut all = Vec::new();
                 for pages in (1..20).cycle() {
                     match space.alloc(&request(pages)) {
@@ -307,8 +356,22 @@ fn every_policy_gives_all_addresses_back() {
                     }
                 }
                 assert!(all.len() > 20);
+                if guard == Guard::Guarded {
+                    // Requests of other kinds, and addresses from the caches, have theirs too.
+                    for region in all.split_off(all.len() - 12) {
+                        region.dealloc().unwrap();
+                    }
+                    let hint = Some(Va(all[0].start().0 & !(PAGE_BYTES - 1)));
+                    let hinted = RegionRequest { hint, ..request(1) };
+                    all.extend([1, 5, 16].map(|pages| region_of(&space, pages)));
+                    all.push(space.alloc(&hinted).unwrap());
+                    all.iter().for_each(|region| probe_guards(region, &gpu));
+                }
                 for region in all {
                     region.dealloc().unwrap();
+                }
+                for actor in [&cpu, &gpu] {
+                    actor.device.detach(&space).unwrap();
                 }
                 let margin = if guard == Guard::Guarded { 2 } else { 0 };
                 region_of(&space, 512 - margin).dealloc().unwrap();
@@ -316,6 +379,21 @@ fn every_policy_gives_all_addresses_back() {
             }
         }
     }
+}
+
+/// Its ends can be written to, and the bytes beside them not.
+fn probe_guards(region: &Region, gpu: &Actor) {
+    let (begin, end) = (region.start().0, region.start().0 + region.len_bytes());
+    gpu.write(begin, 1);
+    gpu.write(end - 8, 2);
+    for outside in [begin - 8, end] {
+        let refusal = gpu.refused(outside, Access::Write);
+        assert!(
+            matches!(refusal, GmError::NotAllocated { va } if va == Va(outside)),
+            "{refusal:?}"
+        );
+    }
+    region.unmap().unwrap();
 }
 
 #[test]
