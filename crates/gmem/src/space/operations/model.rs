@@ -3,8 +3,8 @@
 //! wake-up that is lost shows as a thread that waits for ever.
 
 use crate::{
-    Activation, AddressSpace, AllocPolicy, Device, GmError, MapOptions, Mmu, MmuError, MmuLimits,
-    Mode, Region, RegionRequest, Restrict, Restricted, TableId,
+    Activation, AddressSpace, AllocPolicy, Device, GmError, MapOptions, Mapped, MappingSet, Mmu,
+    MmuError, MmuLimits, Mode, Region, RegionRequest, Restrict, Restricted, TableId,
 };
 use loom::sync::{
     Condvar, Mutex,
@@ -64,7 +64,7 @@ impl Scene {
             .attach(&attached, Mode::Coherent, Activation::Now)
             .unwrap();
         let regions = (0..count).map(|frame| {
-            let region = space.alloc(&RegionRequest::of_bytes(PAGE_BYTES)).unwrap();
+            let region = region_of(&space);
             let frames = [Pa(frame * PAGE_BYTES)];
             region
                 .map(&frames, &MapOptions::new(Access::Write))
@@ -76,6 +76,11 @@ impl Scene {
             device,
             space,
         }
+    }
+
+    /// A region that is not wired.
+    fn region(&self) -> Region {
+        region_of(&self.space)
     }
 
     /// A thread that serves the queue.
@@ -95,6 +100,10 @@ impl Scene {
         });
         self.regions[region].unmap_later(Some(callback)).unwrap();
     }
+}
+
+fn region_of(space: &Arc<AddressSpace>) -> Region {
+    space.alloc(&RegionRequest::of_bytes(PAGE_BYTES)).unwrap()
 }
 
 /// Callbacks so far.
@@ -195,5 +204,59 @@ fn loom_what_is_queued_before_the_stop_is_carried_out() {
         scene.space.stop_operations();
         server.join().unwrap();
         assert_eq!(called.count(), 1);
+    });
+}
+
+/// Wires the region to the frame of that number, in the set.
+fn joins(set: &MappingSet, region: &Region, frame: u64) -> Result<(), GmError> {
+    let options = MapOptions {
+        set: Some(set.clone()),
+        ..MapOptions::new(Access::Write)
+    };
+    region.map(&[Pa(frame * PAGE_BYTES)], &options)
+}
+
+#[test]
+fn loom_two_threads_that_unmap_one_set_both_return_after_the_invalidation() {
+    check(|| {
+        let scene = Scene::new(0);
+        let (set, region) = (MappingSet::new(&scene.space), scene.region());
+        joins(&set, &region, 0).unwrap();
+        let unmap = |set: MappingSet, device: Arc<Obedient>| {
+            move || {
+                set.unmap().unwrap();
+                assert!(device.0.load(Relaxed) > 0, "returned too early");
+            }
+        };
+        let other = loom::thread::spawn(unmap(set.clone(), Arc::clone(&scene.device)));
+        unmap(set, Arc::clone(&scene.device))();
+        other.join().unwrap();
+        assert_eq!(region.mapped(), Mapped::Nothing);
+    });
+}
+
+#[test]
+fn loom_set_beside_its_members_unmap_takes_nothing_that_is_not_its() {
+    check(|| {
+        let scene = Scene::new(0);
+        let (set, region) = (MappingSet::new(&scene.space), scene.region());
+        joins(&set, &region, 0).unwrap();
+        let (all, device) = (set.clone(), Arc::clone(&scene.device));
+        let other = loom::thread::spawn(move || {
+            all.unmap().unwrap();
+            assert!(device.0.load(Relaxed) > 0, "returned too early");
+        });
+        match region.unmap() {
+            Ok(()) | Err(GmError::NotMapped { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+        // Refused while the set is unmapping what it had.
+        let mapped = region.map(&[Pa(PAGE_BYTES)], &MapOptions::new(Access::Write));
+        other.join().unwrap();
+        match mapped {
+            Ok(()) => assert_eq!(region.mapped(), Mapped::Wired),
+            Err(_) => assert_eq!(region.mapped(), Mapped::Nothing),
+        }
+        assert_eq!(set.mapping_count(), 0);
     });
 }
