@@ -268,8 +268,8 @@ typedef struct gm_mmu {
     uint64_t page_sizes;
     /*
      * Format of its page tables. Devices with the same one can share a table, and are given the
-     * tables of one another. 0: nobody else can use them. Not 0xffffffff, which is that of
-     * gm_mmu_CPU.
+     * tables of one another (by `activate`, without which a device shares none). 0: nobody else can
+     * use them. Not 0xffffffff, which is that of gm_mmu_CPU.
      */
     uint32_t format;
     /* Must be 0. */
@@ -321,8 +321,8 @@ typedef struct gm_mmu {
      */
     int (*copy)(void *mmu_data, gm_pa_t to, gm_pa_t from, gm_va_t size);
     /*
-     * Tells, by calling `add`, of the mappings that exist already; they become wired regions of the
-     * space the device is attached to.
+     * Tells, by calling `add`, of the mappings that exist already, 2^20 at most; they become wired
+     * regions of the space the device is attached to.
      */
     int (*inherit)(void *mmu_data, gm_inherit_fn add, void *list);
 } gm_mmu_t;
@@ -334,7 +334,7 @@ typedef struct gm_mmu {
 typedef struct gm_cpu_space {
     /* The mappings; NULL if there are none. */
     const gm_mapping_t *mappings;
-    /* How many. */
+    /* How many: 2^20 at most. */
     size_t count;
 } gm_cpu_space_t;
 

@@ -27,8 +27,8 @@ use std::{
     },
 };
 
-/// Mappings that one device may have at most when it is attached.
-const INHERITED_MAX: usize = 1 << 20;
+/// Mappings that one device may have at most when it is attached: as many regions are made of them.
+pub(crate) const INHERITED_MAX: usize = 1 << 20;
 
 /// What a driver is told when the interface asks what C cannot do.
 const NOT_OFFERED: c_int = -95;
@@ -220,9 +220,11 @@ impl Driver {
 impl Mmu for Driver {
     fn limits(&self) -> MmuLimits {
         let format = self.operations.format;
+        // A device that cannot be told by which table to translate cannot use another's.
+        let shares = format != 0 && self.operations.activate.is_some();
         MmuLimits {
             on_absent: self.on_absent,
-            format: (format != 0).then_some(TableFormat(format)),
+            format: shares.then_some(TableFormat(format)),
             page_sizes: PageSizes::of_bits(self.operations.page_sizes),
             ..MmuLimits::PAGED
         }

@@ -232,7 +232,7 @@ pub struct gm_mmu_t {
     /// Page sizes it can map: bit n stands for pages of 2^n bytes. 4 KiB always is among them.
     pub page_sizes: u64,
     /// Format of its page tables. Devices with the same one can share a table, and are given the tables
-    /// of one another. 0: nobody else can use them. Not 0xffffffff, which is that of gm_mmu_CPU.
+    /// of one another (by `activate`, without which a device shares none). 0: nobody else can use them. Not 0xffffffff, which is that of gm_mmu_CPU.
     pub format: u32,
     /// Must be 0.
     pub reserved: u32,
@@ -307,8 +307,8 @@ pub struct gm_mmu_t {
             size: gm_va_t,
         ) -> c_int,
     >,
-    /// Tells, by calling `add`, of the mappings that exist already; they become wired regions of the
-    /// space the device is attached to.
+    /// Tells, by calling `add`, of the mappings that exist already, 2^20 at most; they become wired
+    /// regions of the space the device is attached to.
     pub inherit: Option<
         unsafe extern "C" fn(mmu_data: *mut c_void, add: gm_inherit_fn, list: *mut c_void) -> c_int,
     >,
@@ -321,6 +321,6 @@ pub struct gm_mmu_t {
 pub struct gm_cpu_space_t {
     /// The mappings; NULL if there are none.
     pub mappings: *const gm_mapping_t,
-    /// How many.
+    /// How many: 2^20 at most.
     pub count: usize,
 }

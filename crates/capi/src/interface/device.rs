@@ -4,7 +4,7 @@
 use crate::{
     border::{Out, array, call},
     cpu::Cpu,
-    driver::{Driver, access_of_c, on_absent, operations},
+    driver::{Driver, INHERITED_MAX, access_of_c, on_absent, operations},
     failure::{Failure, wrong},
     handle::Handle,
     interface::cpu::{FORMAT_CPU, is_cpu, is_predefined, refuse_predefined},
@@ -71,6 +71,9 @@ unsafe fn mappings_of<'a>(space: *const gm_cpu_space_t) -> Result<&'a [gm_mappin
     // SAFETY: aligned; the caller says that it is such a space, or NULL.
     match unsafe { space.as_ref() } {
         None => Ok(&[]),
+        Some(space) if space.count > INHERITED_MAX => {
+            Err(wrong("count", "a CPU has 2^20 mappings at most"))
+        }
         // SAFETY: the caller says that so many mappings are there.
         Some(space) => unsafe { array("mappings", space.mappings, space.count) },
     }

@@ -410,6 +410,8 @@ static void unknown_flags_and_values_are_refused(void)
 /* Nothing that stands in a driver's own struct lets its `mmu_data` be read as a gm_cpu_space_t. */
 static void driver_with_the_format_of_the_cpu_is_refused_and_is_no_cpu(void)
 {
+    gm_mapping_t mapping = {VA_BASE, PAGE, PA_BASE, GM_PROT_READ};
+    gm_cpu_space_t endless = {&mapping, (1u << 20) + 1};
     uint64_t mine[2] = {8, 4}; /* as a gm_cpu_space_t: four mappings at address 8 */
     gm_mmu_t mmu = device_mmu();
     gm_dev_t *dev = NULL;
@@ -426,6 +428,10 @@ static void driver_with_the_format_of_the_cpu_is_refused_and_is_no_cpu(void)
     OK(gm_dev_create(gm_mmu_CPU, NULL, GM_DEV_CAP_RECOVERS, &dev));
     EXPECT(gm_cpu_remove_window(dev, PA_BASE), GM_RET_INVALID_ARGUMENT);
     OK(gm_dev_destroy(dev));
+    /* Of a count that no list has, nothing is read. */
+    EXPECT(gm_dev_create(gm_mmu_CPU, &endless, GM_DEV_CAP_RECOVERS, &dev), GM_RET_INVALID_ARGUMENT);
+    endless.count = SIZE_MAX;
+    EXPECT(gm_dev_create(gm_mmu_CPU, &endless, GM_DEV_CAP_RECOVERS, &dev), GM_RET_INVALID_ARGUMENT);
 }
 
 static void device_that_fails_at_any_operation_leaves_a_space_that_can_be_used(void)

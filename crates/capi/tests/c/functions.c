@@ -179,6 +179,16 @@ static void tables_are_shared_by_devices_that_fault_alike_and_made_for_each_spac
     OK(gm_as_attach(other, simple, GM_MMU_MODE_COHERENT, false));
     OK(gm_dev_detach(simple, other));
     OK(gm_dev_destroy(simple));
+    /* It cannot be told of another's, so it shares none, though the format is the same. */
+    waits = device_create(&two, GM_DEV_CAP_NONE);
+    OK(gm_as_attach(as, waits, GM_MMU_MODE_SHARED, true));
+    OK(gm_dev_create(&mmu, &one, GM_DEV_CAP_NONE, &simple));
+    OK(gm_as_attach(as, simple, GM_MMU_MODE_SHARED, true));
+    EXPECT(gm_as_attach(other, simple, GM_MMU_MODE_SHARED, false), GM_RET_UNSUPPORTED);
+    OK(gm_dev_detach(simple, as));
+    OK(gm_dev_destroy(simple));
+    OK(gm_dev_detach(waits, as));
+    OK(gm_dev_destroy(waits));
     /* Nor is it taken twice from one that says it made another. */
     mmu.table_create = the_same_table;
     OK(gm_dev_create(&mmu, &one, GM_DEV_CAP_NONE, &simple));
