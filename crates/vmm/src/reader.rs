@@ -28,11 +28,13 @@
 use crate::layout::LiveLayout;
 use crate::process::VmmProcess;
 use crate::threads::last_cpu;
-use pagetide_addr::{Access, PAGE_BYTES, PageNo};
+use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo};
 use pagetide_sys::cpu;
 use pagetide_sys::interrupt;
 use pagetide_sys::process::{ProcessError, ProcessFd};
-use pagetide_sys::uffd::{FaultEvent, FaultKind as RawKind, UffdError, Userfaultfd, page_of};
+use pagetide_sys::uffd::{
+    FaultEvent, FaultKind as RawKind, UffdError, Userfaultfd, Watch as WatchFor, page_of,
+};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use std::any::Any;
@@ -459,15 +461,34 @@ impl Reading {
                     thread: event.thread,
                 });
             } else {
-                // Nothing of ours, but somebody waits: let it look again.
-                self.counters.strays.fetch_add(1, Ordering::Relaxed);
-                self.userfaultfd.wake(page_of(event.address), PAGE_BYTES)?;
+                self.stray(event.address)?;
             }
         }
         if let Some(last) = faults.last() {
             self.follow(last.thread);
         }
         Ok(())
+    }
+
+    /// Somebody waits at an address that is no RAM of the layout, though it is watched (RAM that a
+    /// predecessor had begun to take). Woken he would only fault again, for ever: so its mapping is
+    /// watched no more, and he finds what is in the file, or zeros.
+    fn stray(&self, address: Hva) -> Result<(), ReaderError> {
+        self.counters.strays.fetch_add(1, Ordering::Relaxed);
+        let page = page_of(address);
+        if self.layout.look().page_at(address).is_none() {
+            let (start, len_bytes) = self.layout.now().stray_part(self.pid, page);
+            if let Err(error) = self.userfaultfd.unregister(start, len_bytes) {
+                tracing::debug!(%address, %error, "a stray fault's mapping was not watched, or is gone");
+            }
+            // It may have become RAM meanwhile, and is to be watched then.
+            if let Some(page) = self.layout.look().page_at(address) {
+                tracing::debug!(%address, %page, "a stray fault's mapping has become RAM");
+                let both = WatchFor::MissingAndWriteProtected;
+                self.userfaultfd.register(start, len_bytes, both)?;
+            }
+        }
+        Ok(self.userfaultfd.wake(page, PAGE_BYTES)?)
     }
 
     /// Every so many faults: goes where `thread` runs.
@@ -504,10 +525,9 @@ impl Reading {
 mod tests {
     use super::*;
     use crate::layout::{RamLayout, RamMapping};
-    use pagetide_addr::Hva;
     use pagetide_sys::mapping::SharedMapping;
     use pagetide_sys::memory_file::GuestFile;
-    use pagetide_sys::uffd::{Features, Watch};
+    use pagetide_sys::uffd::Features;
     use std::sync::mpsc::{Sender, channel};
 
     struct Panics(Sender<String>);
@@ -540,7 +560,7 @@ mod tests {
         let mapping = SharedMapping::new(file.as_fd(), PAGE_BYTES).unwrap();
         let hva = Hva(mapping.address() as u64);
         userfaultfd
-            .register(hva, PAGE_BYTES, Watch::Missing)
+            .register(hva, PAGE_BYTES, WatchFor::Missing)
             .unwrap();
         let mapped = RamMapping {
             hva,
@@ -565,6 +585,55 @@ mod tests {
             assert!(said.contains("was not expected"), "{said}");
             userfaultfd.unregister(hva, PAGE_BYTES).unwrap();
         });
+        reader.stop();
+    }
+
+    struct NoFaults;
+
+    impl FaultSink for NoFaults {
+        fn fault(&self, fault: VcpuFault) {
+            panic!("{} was not expected", fault.page);
+        }
+
+        fn vmm_gone(&self) {}
+
+        fn reader_failed(&self, error: &ReaderError) {
+            eprintln!("{error}");
+        }
+    }
+
+    #[test]
+    fn a_fault_where_no_ram_is_goes_on_and_its_mapping_is_watched_no_more() {
+        let userfaultfd = match Userfaultfd::create_here() {
+            Ok(userfaultfd) => Arc::new(userfaultfd),
+            Err(e) => {
+                eprintln!("SKIPPED: {e}");
+                return;
+            }
+        };
+        userfaultfd.api(Features::WANTED).unwrap();
+        let bytes = 64 * PAGE_BYTES;
+        let file = GuestFile::new_memfd("stray", bytes).unwrap();
+        let mapping = SharedMapping::new(file.as_fd(), bytes).unwrap();
+        let hva = Hva(mapping.address() as u64);
+        let both = WatchFor::MissingAndWriteProtected;
+        userfaultfd.register(hva, bytes, both).unwrap();
+        let reader = FaultReader::start(
+            &VmmProcess::open(std::process::id()).unwrap(),
+            Arc::clone(&userfaultfd),
+            Arc::new(LiveLayout::new(RamLayout::default())),
+            Arc::new(NoFaults),
+            ReaderConfig::default(),
+        )
+        .unwrap();
+        // Were it woken only, it would fault for ever.
+        mapping.copy_to(7 * PAGE_BYTES, &[1]).unwrap();
+        mapping.copy_to(40 * PAGE_BYTES, &[2]).unwrap();
+        let mut found = [0; 1];
+        file.read_at(40 * PAGE_BYTES, &mut found).unwrap();
+        assert_eq!(found, [2]);
+        assert_eq!(reader.counters().strays.load(Ordering::Relaxed), 1);
+        assert!(!userfaultfd.is_watched(hva).unwrap());
         reader.stop();
     }
 }

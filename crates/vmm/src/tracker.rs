@@ -16,9 +16,21 @@
 //! Step 4 passes over files on a tmpfs mounted with `noswap`, whose pages are
 //! unevictable. For those a thread of the VMM is borrowed (see
 //! [`pagetide_sys::ptrace`]) to drop its own translations, which is 0.2 ms of that
-//! thread's time a look and some more for pages. `MADV_DONTNEED` on anything but a
-//! shared file would lose content, so the mappings are looked at first, with the
-//! thread stopped: RAM that the VMM unplugs is left alone.
+//! thread's time a run of [`RUN_BYTES_MAX`] and some more for pages.
+//!
+//! `MADV_DONTNEED` on anything but a shared file would lose content. So the
+//! mappings are compared with the layout right before each run, with the thread
+//! stopped, and a run is short. What remains: the VMM's other threads go on, and
+//! one of them might, between that look and the end of its run (about a
+//! millisecond), unmap RAM, map private memory in its place, and write there; that
+//! write would be lost. A VMM that unplugs RAM does so on one thread, after its
+//! guest was told; and what it maps next comes there only if the kernel chooses
+//! the very addresses. No other call takes translations away and spares private
+//! memory. `MADV_PAGEOUT` loses nothing in any case: who wants no such window keeps
+//! RAM on a file system that is not `noswap`.
+//!
+//! Nothing of a file is held between two looks but how it is unmapped, so that RAM
+//! that was unplugged goes back to the host whether or not anybody looks again.
 //!
 //! An access between steps 1 and 4 is lost to the tracker: such a page looks
 //! colder than it is, once. Some ten pages per CPU stay mapped because they are
@@ -33,8 +45,15 @@ use pagetide_sys::mapping::{MappingError, SharedMapping};
 use pagetide_sys::pagemap::{Pagemap, PagemapError};
 use pagetide_sys::process::ProcessError;
 use pagetide_sys::ptrace::{PtraceError, run_inside};
+use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Most bytes whose translations a thread of the VMM drops after one look at its mappings: some
+/// hundred nanoseconds a page that is mapped, so a millisecond or two.
+const RUN_BYTES_MAX: u64 = 32 << 20;
+/// Most calls for that.
+const RUN_CALLS_MAX: usize = 32;
 
 /// Why accesses could not be told.
 #[derive(Debug, thiserror::Error)]
@@ -131,10 +150,10 @@ pub struct UnmapAndLook {
     vmm_map: Pagemap,
     own_map: Pagemap,
     own: Arc<dyn OwnMappings>,
-    files: Mutex<Files>,
+    ways: Mutex<BTreeMap<FileKey, Way>>,
 }
 
-/// What is known of the files of a layout, in their order.
+/// The files of a layout, in their order, for one look.
 struct Files {
     layout: Arc<RamLayout>,
     aliases: Vec<Option<Arc<SharedMapping>>>,
@@ -161,6 +180,29 @@ impl Ranges {
             _ => self.0.push((start, len_bytes)),
         }
     }
+
+    /// The same in parts of at most [`RUN_BYTES_MAX`] and [`RUN_CALLS_MAX`].
+    fn runs(&self) -> Vec<Vec<(Hva, u64)>> {
+        let mut runs: Vec<Vec<(Hva, u64)>> = Vec::new();
+        let mut room = 0;
+        for (start, len_bytes) in &self.0 {
+            let mut done = 0;
+            while done < *len_bytes {
+                let full = runs.last().is_none_or(|run| run.len() == RUN_CALLS_MAX);
+                if room == 0 || full {
+                    runs.push(Vec::new());
+                    room = RUN_BYTES_MAX;
+                }
+                let part = room.min(len_bytes - done);
+                if let Some(run) = runs.last_mut() {
+                    run.push((Hva(start.0 + done), part));
+                }
+                done += part;
+                room -= part;
+            }
+        }
+        runs
+    }
 }
 
 impl UnmapAndLook {
@@ -178,38 +220,48 @@ impl UnmapAndLook {
         if vmm.fd().has_ended()? {
             return Err(PagemapError::Gone.into());
         }
-        let files = Files::new(vmm.pid(), layout.now(), own.as_ref())?;
-        Ok(Self {
+        let tracker = Self {
             vmm: vmm.try_clone()?,
             vmm_map,
             own_map: Pagemap::of_self()?,
             layout,
             own,
-            files: Mutex::new(files),
+            ways: Mutex::default(),
+        };
+        // Told now rather than at the first look.
+        tracker.files()?;
+        Ok(tracker)
+    }
+
+    /// The files as they are now.
+    fn files(&self) -> Result<Files, TrackerError> {
+        let layout = self.layout.now();
+        let keys = || layout.files().iter().map(|file| file.key());
+        let mut known = self.ways.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() != keys().count() || keys().any(|key| !known.contains_key(&key)) {
+            *known = ways(self.vmm.pid(), keys())?;
+        }
+        let way = |key| known.get(&key).copied().unwrap_or(Way::PageOut);
+        Ok(Files {
+            aliases: keys().map(|key| self.own.of(key)).collect(),
+            ways: keys().map(way).collect(),
+            layout,
         })
     }
 
-    /// The files as they are now: known anew whenever the layout has changed.
-    fn files(&self) -> Result<MutexGuard<'_, Files>, TrackerError> {
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = self.layout.now();
-        if !Arc::ptr_eq(&files.layout, &now) {
-            *files = Files::new(self.vmm.pid(), now, self.own.as_ref())?;
+    /// Has the VMM drop its translations of `ranges`, as long as its RAM is where `layout` has it.
+    fn unmap_inside(&self, layout: &RamLayout, ranges: &Ranges) -> Result<(), TrackerError> {
+        for run in ranges.runs() {
+            run_inside(self.vmm.fd(), |thread| {
+                if let Some(change) = layout.maps_change(&self.vmm)? {
+                    return Err(TrackerError::Changed(change));
+                }
+                for (start, len_bytes) in &run {
+                    thread.drop_translations(*start, *len_bytes)?;
+                }
+                Ok(())
+            })?;
         }
-        Ok(files)
-    }
-
-    /// Has the VMM drop its translations of `ranges`.
-    fn unmap_inside(&self, ranges: &[(Hva, u64)]) -> Result<(), TrackerError> {
-        run_inside(self.vmm.fd(), |thread| {
-            if let Some(change) = self.layout.look().maps_change(&self.vmm)? {
-                return Err(TrackerError::Changed(change));
-            }
-            for (start, len_bytes) in ranges {
-                thread.drop_translations(*start, *len_bytes)?;
-            }
-            Ok(())
-        })?;
         Ok(())
     }
 
@@ -225,30 +277,24 @@ impl UnmapAndLook {
 }
 
 impl Files {
-    fn new(pid: u32, layout: Arc<RamLayout>, own: &dyn OwnMappings) -> Result<Self, TrackerError> {
-        let never_swapped = swap::file_systems_without_swap(pid)?;
-        let way = |key: FileKey| {
-            if never_swapped.contains(&key.dev) {
-                Way::Inside
-            } else {
-                Way::PageOut
-            }
-        };
-        let keys = || layout.files().iter().map(|file| file.key());
-        let (ways, aliases) = (
-            keys().map(way).collect(),
-            keys().map(|k| own.of(k)).collect(),
-        );
-        Ok(Self {
-            layout,
-            aliases,
-            ways,
-        })
-    }
-
     fn pieces(&self, section: SectionNo) -> impl Iterator<Item = Piece> + '_ {
         self.layout.pieces(section.pages(self.layout.page_count()))
     }
+}
+
+fn ways(
+    pid: u32,
+    keys: impl Iterator<Item = FileKey>,
+) -> Result<BTreeMap<FileKey, Way>, TrackerError> {
+    let never_swapped = swap::file_systems_without_swap(pid)?;
+    let way = |key: FileKey| {
+        if never_swapped.contains(&key.dev) {
+            Way::Inside
+        } else {
+            Way::PageOut
+        }
+    };
+    Ok(keys.map(|key| (key, way(key))).collect())
 }
 
 fn collect(
@@ -300,7 +346,7 @@ impl AccessTracker for UnmapAndLook {
             self.vmm.fd().page_out(&to_page_out.0)?;
         }
         if !to_drop.0.is_empty() {
-            self.unmap_inside(&to_drop.0)?;
+            self.unmap_inside(&files.layout, &to_drop)?;
         }
         Ok(all)
     }
@@ -312,5 +358,32 @@ impl AccessTracker for UnmapAndLook {
             mapped.unite(&self.mapped(&files, &piece)?.by_anybody());
         }
         Ok(mapped)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_dropped_in_runs_that_are_short_and_miss_nothing() {
+        let mut ranges = Ranges::default();
+        ranges.add(Hva(1 << 40), RUN_BYTES_MAX / 2);
+        ranges.add(Hva((1 << 40) + RUN_BYTES_MAX / 2), 3 * RUN_BYTES_MAX);
+        for small in 0..100_u64 {
+            ranges.add(Hva((2 << 40) + (small << 22)), 4096);
+        }
+        let runs = ranges.runs();
+        for run in &runs {
+            let bytes: u64 = run.iter().map(|(_, bytes)| bytes).sum();
+            assert!(bytes <= RUN_BYTES_MAX && run.len() <= RUN_CALLS_MAX);
+            assert!(bytes > 0);
+        }
+        let mut joined = Ranges::default();
+        for (start, bytes) in runs.into_iter().flatten() {
+            joined.add(start, bytes);
+        }
+        assert_eq!(joined.0, ranges.0);
+        assert!(Ranges::default().runs().is_empty());
     }
 }

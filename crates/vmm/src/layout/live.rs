@@ -27,7 +27,7 @@ use super::{LayoutError, RamLayout, RamMapping, SMALLEST_RAM_BYTES, in_order};
 use crate::Refusal;
 use crate::process::{VmmProcess, in_proc};
 use arc_swap::{ArcSwap, Guard};
-use pagetide_addr::{FileKey, PAGE_BYTES, PAGE_SHIFT};
+use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PAGE_SHIFT};
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_sys::uffd::{UffdError, Userfaultfd};
 use procfs::process::MemoryMap;
@@ -194,6 +194,32 @@ impl RamLayout {
         })
     }
 
+    /// The mapping of process `pid` in which `page` lies, as far as it is no RAM of the layout: what
+    /// may be watched no more. Just that page if there is none, or it cannot be told.
+    pub(crate) fn stray_part(&self, pid: u32, page: Hva) -> (Hva, u64) {
+        let maps = match in_proc(pid).and_then(|process| process.maps()) {
+            Ok(maps) => maps.0,
+            Err(error) => {
+                tracing::debug!(pid, %error, "mappings cannot be read");
+                Vec::new()
+            }
+        };
+        let around = maps
+            .iter()
+            .map(|map| map.address)
+            .find(|(start, end)| (*start..*end).contains(&page.0));
+        let (mut start, mut end) = around.unwrap_or((page.0, page.0 + PAGE_BYTES));
+        for ram in self.mappings() {
+            let ram_end = ram.hva.0.saturating_add(ram.len_bytes);
+            if ram_end <= page.0 {
+                start = start.max(ram_end);
+            } else if ram.hva.0 > page.0 {
+                end = end.min(ram.hva.0);
+            }
+        }
+        (Hva(start), end - start)
+    }
+
     /// What of the layout is not as it was.
     fn lost(&self, maps: &[MemoryMap], ask: Ask<'_>) -> Result<Lost, UffdError> {
         let (listed, known) = (list(maps), self.recorded().mappings);
@@ -280,7 +306,7 @@ impl FoundRam {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagetide_addr::{Hva, PageNo, PageRange, SECTION_PAGES};
+    use pagetide_addr::{PageNo, PageRange, SECTION_PAGES};
     use pagetide_sys::mapping::SharedMapping;
     use std::os::fd::AsFd;
 
