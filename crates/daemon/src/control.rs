@@ -264,6 +264,8 @@ report! {
         attach_pause_us: f64 => gauge,
         /// What forbids eviction now, as sentences.
         eviction_bars: Vec<String> => skip,
+        /// What should be known though it forbids nothing, as sentences: RAM that is not managed, say.
+        warnings: Vec<String> => skip,
         /// Daemons that took this VM up again after a predecessor died.
         restarts: u64 => counter,
         /// CPU time of the VM's fault reader.

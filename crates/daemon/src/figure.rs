@@ -263,6 +263,7 @@ mod tests {
             "vmm",
             "state",
             "eviction_bars",
+            "warnings",
             "regions",
             "socket",
             "kind",

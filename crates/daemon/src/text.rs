@@ -43,6 +43,9 @@ impl Text for VmList {
             for bar in &vm.eviction_bars {
                 text += &format!("{}: not evicted: {bar}\n", vm.name);
             }
+            for warning in &vm.warnings {
+                text += &format!("{}: {warning}\n", vm.name);
+            }
         }
         text
     }

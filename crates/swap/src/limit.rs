@@ -171,11 +171,16 @@ impl Limit {
         }
     }
 
-    /// Ends every wait, now and later.
+    /// Ends every wait, now and later, until [`Self::go_on`].
     pub fn stop(&self) {
         self.lock().stopped = true;
         self.wanted.notify_all();
         self.freed.notify_all();
+    }
+
+    /// Undoes [`Self::stop`]: the VM is not let go after all.
+    pub fn go_on(&self) {
+        self.lock().stopped = false;
     }
 
     /// The reclaimer's wait: until the low mark is passed, somebody asks, or `timeout`.
@@ -206,7 +211,7 @@ impl Limit {
         }
     }
 
-    /// True once [`Self::stop`] was called.
+    /// True from [`Self::stop`] until [`Self::go_on`].
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.lock().stopped

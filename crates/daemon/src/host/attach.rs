@@ -23,9 +23,9 @@ use super::{
 };
 use crate::control::{AttachRequest, ControlError};
 use pagetide_addr::{Access, PageNo, PageRange, SECTION_PAGES, SectionNo};
-use pagetide_gmem::{Backing, Mmu, PageTable, Place, TableId, recovery};
+use pagetide_gmem::{Backing, Mmu, PageTable, Place, TableId, WordArray, recovery};
 use pagetide_swap::{Pool, PoolError, PoolStore, PoolWords, limit::LIMIT_PAGES_MIN, pool::Phase};
-use pagetide_sys::memory_file::FileError;
+use pagetide_sys::{memory_file::FileError, uffd::Userfaultfd};
 use pagetide_vmm::{
     Refusal, hazards,
     layout::{LiveLayout, RamLayout},
@@ -33,7 +33,7 @@ use pagetide_vmm::{
     process::VmmProcess,
     takeover,
 };
-use pagetide_vpri::{DmaMmu, DomainTable};
+use pagetide_vpri::{DmaDomain, DmaMmu, DomainTable};
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -42,6 +42,8 @@ use std::{
 
 /// How long the I/O that is under way at an attach may take to finish.
 const DRAIN_WAIT: Duration = Duration::from_secs(10);
+/// Between two looks at leases.
+const DRAIN_LOOK: Duration = Duration::from_micros(200);
 /// Smallest limit, in bytes.
 const LIMIT_BYTES_MIN: u64 = LIMIT_PAGES_MIN * pagetide_addr::PAGE_BYTES;
 
@@ -97,7 +99,7 @@ pub(super) fn attach(
     };
     refuse_unseen_pages(&layout)?;
     let claim = Claim::take(&layout, domains, shared)?;
-    claim.drain()?;
+    drain(&claim.mmu.domains(), DRAIN_WAIT)?;
     let path = pool_path(state_dir, &request.name);
     let pool = Arc::new(make_pool(&path, &layout, &identity)?);
     pool.set_limit_bytes(request.limit_bytes);
@@ -133,7 +135,7 @@ pub(super) fn attach(
         Ok(vm) => {
             undo.keep();
             claim.keep();
-            vm.core.look_for_hazards(Vec::new());
+            vm.core.look_for_hazards(Ok(Vec::new()));
             vm.core.enforce_limit();
             vm.core.limit.want_reclaim();
             Ok(vm)
@@ -210,7 +212,7 @@ impl<'a> Claim<'a> {
             if let Err(error) = domain.attach() {
                 attached
                     .iter()
-                    .for_each(|domain: &Arc<pagetide_vpri::DmaDomain>| domain.detach());
+                    .for_each(|domain: &Arc<DmaDomain>| domain.detach());
                 return Err(ControlError::refused(error.to_string()));
             }
             attached.push(Arc::clone(domain));
@@ -227,26 +229,6 @@ impl<'a> Claim<'a> {
         })
     }
 
-    /// Waits until no DMA is under way that began before the bits were cleared.
-    fn drain(&self) -> Result<(), ControlError> {
-        let begun = Instant::now();
-        while self
-            .mmu
-            .domains()
-            .iter()
-            .any(|domain| domain.attributes().is_any_leased())
-        {
-            if begun.elapsed() > DRAIN_WAIT {
-                return Err(ControlError::refused(format!(
-                    "a device has had I/O in flight for {} s that does not finish; see to its image's storage, then attach again",
-                    DRAIN_WAIT.as_secs()
-                )));
-            }
-            std::thread::sleep(Duration::from_micros(200));
-        }
-        Ok(())
-    }
-
     fn keep(mut self) {
         self.kept = true;
     }
@@ -260,6 +242,25 @@ impl Drop for Claim<'_> {
             self.shared.service.release(&domains);
         }
     }
+}
+
+/// Waits until no DMA is under way in `domains` that began before their bits were cleared.
+///
+/// # Errors
+/// A sentence, after `patience`.
+pub(super) fn drain(domains: &[Arc<DmaDomain>], patience: Duration) -> Result<(), ControlError> {
+    let begun = Instant::now();
+    let is_leased = |domain: &Arc<DmaDomain>| domain.attributes().is_any_leased();
+    while domains.iter().any(is_leased) {
+        if begun.elapsed() > patience {
+            return Err(ControlError::refused(format!(
+                "a device has had I/O in flight for {} s that does not finish; see to its image's storage",
+                patience.as_secs()
+            )));
+        }
+        std::thread::sleep(DRAIN_LOOK);
+    }
+    Ok(())
 }
 
 /// Removes the pool of an attach that fails.
@@ -343,12 +344,13 @@ pub(super) fn recover(
         )));
     };
     let resumed = takeover::resume(&vmm, &recorded, number).map_err(failed)?;
-    let (userfaultfd, layout) = (Arc::new(resumed.userfaultfd), resumed.layout);
+    let userfaultfd = Arc::new(resumed.userfaultfd);
+    let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(&pool)))).map_err(failed)?;
+    let layout = leave_out_misfits(&resumed.layout, (&table, &pool), &userfaultfd);
     let claim = Claim::take(&layout, domains, shared)?;
     let live = Arc::new(LiveLayout::new(layout.clone()));
     let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
-    let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(&pool)))).map_err(failed)?;
-    forget_what_went(&table, &pool, &layout, &identity)?;
+    forget_what_went(&table, &layout);
     let store = Arc::new(PoolStore::new(Arc::clone(&pool)));
     adopt_words(&table, &place, &store, (&vmm, &identity))?;
     let alias = AliasGuard::watch(&claim.mmu).map_err(failed)?;
@@ -379,28 +381,42 @@ pub(super) fn recover(
 
 /// Leaves words out of the table that belong to RAM of which the VM has none any more, or to a part
 /// of a removal that the dead daemon had begun.
-fn forget_what_went(
-    table: &PageTable,
-    pool: &Pool,
-    layout: &RamLayout,
-    identity: &Identity,
-) -> Result<(), ControlError> {
+fn forget_what_went(table: &PageTable, layout: &RamLayout) {
     let sections: Vec<SectionNo> = table.sections().collect();
     for section in sections {
         for part in hotplug::outside(layout, table.pages_of(section)) {
             recovery::forget_pages(table, part);
         }
     }
-    let now = identity.with_ram(layout);
-    if now == *identity {
-        return Ok(());
+}
+
+/// The layout without files that the dead daemon had only begun to take, if the pool cannot hold their
+/// words: nothing of them was ever evicted, and they are new RAM again.
+fn leave_out_misfits(
+    layout: &RamLayout,
+    (table, pool): (&PageTable, &Arc<Pool>),
+    userfaultfd: &Userfaultfd,
+) -> RamLayout {
+    let words = PoolWords(Arc::clone(pool));
+    let mut left = layout.clone();
+    for file in layout.files() {
+        let pages = file.pages();
+        let is_known = |section| !table.pages_of(section).intersect(pages).is_empty();
+        if pages.sections().any(is_known) || left.files().len() == 1 {
+            continue;
+        }
+        let fits = if pages.end.0 > pool.capacity_pages() {
+            Err("it is past the end of the pool".to_owned())
+        } else {
+            words.make_room(pages).map_err(|error| error.to_string())
+        };
+        if let Err(why) = fits {
+            tracing::warn!(file = %file.key(), why, "RAM that was being plugged in is left out for now");
+            hotplug::unwatch(userfaultfd, &hotplug::only(&left, file.key()));
+            left = left.without(file.key());
+        }
     }
-    tracing::info!(
-        vm = identity.name,
-        ram_bytes = layout.len_bytes(),
-        "RAM was unplugged while no daemon ran"
-    );
-    super::identity::remember(pool, &now)
+    left
 }
 
 fn adopt_words(

@@ -14,6 +14,7 @@ use pagetide_gmem::{AddressSpace, PagedMemory};
 use pagetide_swap::{Counter, Limit, Pool, PoolStore, reclaim::Reclaimed, sets::Level};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
+    Refusal,
     hazards::{self, EvictionBar},
     layout::{LiveLayout, RamLayout},
     process::VmmProcess,
@@ -50,6 +51,8 @@ pub(super) struct VmCore {
     pub(super) suspended: Mutex<Option<String>>,
     pub(super) synced: Mutex<[u64; 10]>,
     pub(super) bars: Mutex<Vec<String>>,
+    /// What an operator should know though it forbids nothing.
+    pub(super) warnings: Mutex<Vec<String>>,
     pub(super) orders: Orders,
     pub(super) userfaultfd: Arc<Userfaultfd>,
 }
@@ -79,6 +82,11 @@ impl Orders {
         }
     }
 
+    /// Undoes [`Self::close`].
+    pub(super) fn open(&self) {
+        lock(&self.0).closed = false;
+    }
+
     pub(super) fn pop(&self) -> Option<ReclaimOrder> {
         lock(&self.0).waiting.pop()
     }
@@ -105,10 +113,11 @@ impl VmCore {
     }
 
     /// Looks for what forbids eviction now, beside what is `known` to.
-    pub(super) fn look_for_hazards(&self, known: Vec<EvictionBar>) {
-        match hazards::check(&self.vmm, &self.layout.look()) {
-            Ok(bars) => {
-                let bars = known.iter().chain(&bars);
+    pub(super) fn look_for_hazards(&self, known: Result<Vec<EvictionBar>, Refusal>) {
+        let found = hazards::check(&self.vmm, &self.layout.look());
+        match known.and_then(|known| Ok((known, found?))) {
+            Ok((known, found)) => {
+                let bars = known.iter().chain(&found);
                 self.set_bars(bars.map(ToString::to_string).collect());
             }
             Err(error) => self.set_bars(vec![format!("the VM cannot be looked at: {error}")]),
@@ -151,6 +160,15 @@ impl VmCore {
             }
             *known = bars;
         }
+    }
+
+    /// Takes note of what an operator should know now.
+    pub(super) fn set_warnings(&self, warnings: Vec<String>) {
+        let mut known = lock(&self.warnings);
+        for warning in warnings.iter().filter(|warning| !known.contains(warning)) {
+            tracing::warn!(vm = self.name, "{warning}");
+        }
+        *known = warnings;
     }
 
     pub(super) fn bars(&self) -> Vec<String> {

@@ -43,20 +43,24 @@
 //! same thread that evicts.
 
 use super::{
+    attach::drain,
     core::{VmCore, lock},
     vm::{Shared, failed},
 };
 use crate::control::ControlError;
 use pagetide_addr::{Access, FileKey, PageNo, PageRange};
 use pagetide_gmem::{AddressSpace, Fault, Mmu, Place};
+use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
+    Refusal,
     hazards::{self, EvictionBar},
-    layout::{NewRam, RamLayout, Strangers},
+    layout::{NewRam, RamLayout, RamMapping, RamNews, Strangers},
     place::VmPlace,
     takeover,
 };
 use pagetide_vpri::{DPU, DmaDomain, DmaMmu};
 use std::{
+    collections::BTreeMap,
     os::fd::AsFd,
     sync::Arc,
     time::{Duration, Instant},
@@ -65,17 +69,11 @@ use std::{
 /// How long DMA that is under way in new RAM may take before the VM's rounds go on without it; they
 /// come again.
 const DRAIN_WAIT: Duration = Duration::from_secs(1);
-/// Between two looks at leases.
-const DRAIN_LOOK: Duration = Duration::from_micros(200);
-
-/// What has become of a file that was unmapped.
-#[derive(Clone, Copy)]
-enum Fate {
-    /// It is mapped nowhere.
-    Gone,
-    /// It was mapped anew before anybody looked: new RAM, of the same file.
-    Back,
-}
+/// RAM that was refused is tried again after this time, then after twice that, and so on: a try may
+/// hold up DMA into it.
+const RETRY_MIN: Duration = Duration::from_secs(1);
+/// The longest of these times.
+const RETRY_MAX: Duration = Duration::from_secs(30);
 
 /// Follows the RAM of one VM; belongs to its rounds.
 pub(super) struct Hotplug {
@@ -83,6 +81,26 @@ pub(super) struct Hotplug {
     place: VmPlace,
     shared: Shared,
     strangers: Strangers,
+    /// New RAM that cannot be taken, by its file.
+    refused: BTreeMap<FileKey, Refused>,
+    /// False while the pool names files of which a predecessor let the VM have none.
+    identity_is_true: bool,
+}
+
+/// What became of a RAM file that is not the VM's as it was.
+#[derive(Clone, Copy)]
+enum Fate {
+    /// It was unplugged.
+    Gone,
+    /// And plugged in again, as new RAM.
+    Back,
+}
+
+/// Why new RAM was not taken, and when it is looked at again.
+struct Refused {
+    why: String,
+    wait: Duration,
+    at: Instant,
 }
 
 impl Hotplug {
@@ -90,46 +108,129 @@ impl Hotplug {
     pub(super) fn new(vm: Arc<VmCore>, shared: &Shared) -> Self {
         Self {
             place: VmPlace::new(Arc::clone(&vm.userfaultfd), Arc::clone(&vm.layout)),
+            identity_is_true: vm.identity.has_files_of(&vm.layout.look()),
             vm,
             shared: shared.clone(),
             strangers: Strangers::default(),
+            refused: BTreeMap::new(),
         }
     }
 
-    /// Brings the VM's regions in line with what the VMM has mapped. Returns what forbids eviction:
-    /// RAM that cannot be taken. RAM that cannot be given back yet shows as a mapping that is gone.
-    pub(super) fn follow(&mut self) -> Vec<EvictionBar> {
-        let barred = |why: String| vec![EvictionBar::NewRam { why }];
-        let layout = self.vm.layout.now();
-        let (vmm, userfaultfd) = (&self.vm.vmm, &self.vm.userfaultfd);
-        let news = match layout.news(vmm, userfaultfd, &mut self.strangers) {
+    /// Brings the VM's regions in line with what the VMM has mapped. Returns what forbids eviction.
+    /// RAM that cannot be taken harms nobody: it is not evicted, and a warning says so.
+    ///
+    /// # Errors
+    /// [`Refusal`]: the VMM cannot be looked at.
+    pub(super) fn follow(&mut self) -> Result<Vec<EvictionBar>, Refusal> {
+        self.put_identity_right();
+        let news = self.news()?;
+        let mut warnings = self.let_go(&news);
+        match news.new {
+            Ok(new) => {
+                let is_new = |key: &FileKey| new.iter().any(|ram| ram.key() == *key);
+                self.refused.retain(|key, _| is_new(key));
+                for ram in &new {
+                    warnings.extend(self.take(ram).map(not_managed));
+                }
+            }
+            Err(refusal) => warnings.push(not_managed(refusal.to_string())),
+        }
+        self.vm.set_warnings(warnings);
+        let changed = news.unwatched.into_iter();
+        Ok(changed
+            .map(|change| EvictionBar::MapsChanged { change })
+            .collect())
+    }
+
+    /// Lets go of files that the VMM has unmapped, and takes nothing new: while the VM is let go and
+    /// there are no rounds. Returns the RAM that it still has.
+    pub(super) fn let_go_of_unplugged(&mut self) -> RamLayout {
+        let news = match self.news() {
             Ok(news) => news,
-            Err(refusal) => return barred(refusal.to_string()),
+            Err(error) => {
+                tracing::warn!(vm = self.vm.name, %error, "what was unplugged cannot be told");
+                return RamLayout::clone(&self.vm.layout.look());
+            }
         };
-        let is_back = |key| {
-            let is_it = |ram: &NewRam| ram.key() == key;
-            news.new.as_ref().is_ok_and(|new| new.iter().any(is_it))
-        };
-        for key in news.gone {
-            let fate = if is_back(key) { Fate::Back } else { Fate::Gone };
-            // Its addresses may be those of new RAM already: that waits until this is done.
-            if let Err(error) = self.remove(key, fate) {
-                tracing::warn!(vm = self.vm.name, %error, "unplugged RAM is not let go yet");
-                return Vec::new();
+        for warning in self.let_go(&news) {
+            tracing::warn!(vm = self.vm.name, "{warning}");
+        }
+        let layout = RamLayout::clone(&self.vm.layout.look());
+        let gone = news.gone.iter();
+        gone.fold(layout, |layout, key| layout.without(*key))
+    }
+
+    fn news(&mut self) -> Result<RamNews, Refusal> {
+        let (vmm, userfaultfd) = (&self.vm.vmm, &self.vm.userfaultfd);
+        let layout = self.vm.layout.now();
+        layout.news(vmm, userfaultfd, &mut self.strangers)
+    }
+
+    /// The pool may name RAM that went while no daemon ran. That is put right once the VM is served
+    /// again: had it come to nothing, the predecessor's program could have taken it up as it was.
+    fn put_identity_right(&mut self) {
+        if self.identity_is_true {
+            return;
+        }
+        let vm = &self.vm;
+        let layout = vm.layout.now();
+        match vm.remember_ram(&layout) {
+            Ok(()) => {
+                let ram_bytes = layout.len_bytes();
+                tracing::info!(
+                    vm = vm.name,
+                    ram_bytes,
+                    "RAM was unplugged while no daemon ran"
+                );
+            }
+            Err(error) => {
+                tracing::error!(vm = vm.name, %error, "the pool names RAM that is not the VM's");
             }
         }
-        let new = match news.new {
-            Ok(new) => new,
-            Err(refusal) => return barred(refusal.to_string()),
-        };
-        let refused = |ram: &NewRam| self.add(ram).err();
-        let whys = new.iter().filter_map(refused);
-        let barred = whys.map(|error| EvictionBar::NewRam { why: error.message });
-        let changed = news.unwatched.into_iter();
-        changed
-            .map(|change| EvictionBar::MapsChanged { change })
-            .chain(barred)
-            .collect()
+        self.identity_is_true = true;
+    }
+
+    /// Lets go of what is gone, as far as it can be now. Returns what should be known of the rest.
+    fn let_go(&mut self, news: &RamNews) -> Vec<String> {
+        let mut warnings = Vec::new();
+        for key in &news.gone {
+            let is_it = |ram: &NewRam| ram.key() == *key;
+            let fate = match &news.new {
+                Ok(new) if new.iter().any(is_it) => Fate::Back,
+                _ => Fate::Gone,
+            };
+            match self.remove(*key, fate) {
+                // What there was no room for may fit now.
+                Ok(()) => self.refused.clear(),
+                Err(error) => warnings.push(not_let_go(&error)),
+            }
+        }
+        let strays = self.vm.whole.remove_strays(&self.vm.layout.look());
+        warnings.extend(strays.err().as_ref().map(not_let_go));
+        warnings
+    }
+
+    /// Takes new RAM, unless it was refused just now. Returns why it is not taken.
+    fn take(&mut self, ram: &NewRam) -> Option<String> {
+        let before = self.refused.get(&ram.key());
+        if let Some(refused) = before
+            && refused.at.elapsed() < refused.wait
+        {
+            return Some(refused.why.clone());
+        }
+        let wait = before.map_or(RETRY_MIN, |refused| (2 * refused.wait).min(RETRY_MAX));
+        match self.add(ram) {
+            Ok(()) => {
+                self.refused.remove(&ram.key());
+                None
+            }
+            Err(error) => {
+                let at = Instant::now();
+                let why = error.message.clone();
+                self.refused.insert(ram.key(), Refused { why, wait, at });
+                Some(error.message)
+            }
+        }
     }
 
     /// Lets go of a file that the VMM has unmapped.
@@ -180,13 +281,15 @@ impl Hotplug {
         let layout = vm.layout.now();
         let first = layout.room_for(ram.page_count());
         let alone = RamLayout::default().with(ram, first).map_err(failed)?;
-        let grown = layout.with(ram, first).map_err(failed)?;
-        hazards::refuse_if_shared(&vm.vmm, &alone).map_err(failed)?;
-        super::attach::refuse_unseen_pages(&alone)?;
         let Some(file) = alone.files().first() else {
             return Ok(());
         };
         let (key, pages) = (file.key(), file.pages());
+        refuse_if_in_the_way(&layout, &alone)?;
+        let grown = layout.with(ram, first).map_err(failed)?;
+        hazards::refuse_if_shared(&vm.vmm, &alone).map_err(failed)?;
+        super::attach::refuse_unseen_pages(&alone)?;
+        vm.whole.make_room_for(pages)?;
         let opened = self
             .shared
             .domains
@@ -232,10 +335,11 @@ impl Joining<'_> {
         let service = &self.hotplug.shared.service;
         service.hold(std::slice::from_ref(self.domain));
         self.domain.attributes().unmap_all();
-        self.drain()?;
+        drain(std::slice::from_ref(self.domain), DRAIN_WAIT)?;
         vm.remember_ram(grown)?;
         vm.layout.set(grown.clone());
         takeover::watch(&vm.userfaultfd, self.alone).map_err(failed)?;
+        self.refuse_if_mapped_anew()?;
         if let Some(alias) = lock(&vm.alias).as_mut() {
             alias.add(self.domain).map_err(failed)?;
         }
@@ -248,44 +352,84 @@ impl Joining<'_> {
         Ok(())
     }
 
-    /// Waits until no DMA is under way that began before the bits were cleared.
-    fn drain(&self) -> Result<(), ControlError> {
-        let begun = Instant::now();
-        while self.domain.attributes().is_any_leased() {
-            if begun.elapsed() > DRAIN_WAIT {
-                return Err(ControlError::refused(
-                    "a device has I/O in flight in new RAM that does not finish: see to its image's storage",
-                ));
-            }
-            std::thread::sleep(DRAIN_LOOK);
+    /// Where it was mapped was looked up a while ago. By now something else may lie there, and be
+    /// watched in its place; nothing was done to its pages yet.
+    fn refuse_if_mapped_anew(&self) -> Result<(), ControlError> {
+        match self.alone.maps_change(&self.hotplug.vm.vmm) {
+            Ok(None) => Ok(()),
+            Ok(Some(change)) => Err(ControlError::refused(format!(
+                "it was mapped otherwise while it was taken: {change}"
+            ))),
+            Err(error) => Err(failed(error)),
         }
-        Ok(())
     }
 
     /// Leaves the file as it was before: read-write for devices, watched by nobody.
     fn undo(&self) {
         let vm = &self.hotplug.vm;
+        // First of all, so that no successor counts on what is undone here.
+        if let Err(error) = vm.remember_ram(self.before) {
+            tracing::error!(vm = vm.name, %error, "the pool names RAM that is not the VM's");
+        }
         if let Err(error) = vm.whole.remove_ram(self.pages) {
-            tracing::error!(vm = vm.name, %error, "part of new RAM stays half taken");
+            // Its region is a stray from now on, which every look tries to give back.
+            tracing::warn!(vm = vm.name, %error, "part of new RAM stays half taken");
         }
-        for mapping in self.alone.mappings() {
-            // It may not have come to that, or be unmapped again.
-            if let Err(error) = vm.userfaultfd.unregister(mapping.hva, mapping.len_bytes) {
-                tracing::debug!(vm = vm.name, %error, "new RAM was not watched");
-            }
-        }
+        unwatch(&vm.userfaultfd, self.alone);
         if let Some(alias) = lock(&vm.alias).as_mut() {
             alias.remove(self.domain);
         }
         vm.mmu.remove(self.domain.id());
         vm.layout.set(self.before.clone());
-        if let Err(error) = vm.remember_ram(self.before) {
-            tracing::error!(vm = vm.name, %error, "the pool names RAM that is not the VM's");
-        }
         self.domain.detach();
         let service = &self.hotplug.shared.service;
         service.release(std::slice::from_ref(self.domain));
     }
+}
+
+fn not_managed(why: String) -> String {
+    format!("RAM that was plugged in is not managed, so nothing of it is evicted: {why}")
+}
+
+fn not_let_go(error: &ControlError) -> String {
+    format!(
+        "RAM that was unplugged is not let go yet: {}",
+        error.message
+    )
+}
+
+/// New RAM waits while RAM that lay at its addresses, or was the same file, is let go.
+fn refuse_if_in_the_way(layout: &RamLayout, alone: &RamLayout) -> Result<(), ControlError> {
+    let same_file = alone
+        .files()
+        .iter()
+        .any(|file| layout.file(file.key()).is_some());
+    let overlap = |one: &RamMapping, other: &RamMapping| {
+        one.hva.0 < other.hva.0 + other.len_bytes && other.hva.0 < one.hva.0 + one.len_bytes
+    };
+    let is_known = |new: &RamMapping| layout.mappings().any(|known| overlap(known, new));
+    if same_file || alone.mappings().any(is_known) {
+        return Err(ControlError::refused(
+            "RAM that was unplugged in its place is not let go yet",
+        ));
+    }
+    Ok(())
+}
+
+/// Has the mappings of `layout` watched no more; who waits there goes on.
+pub(super) fn unwatch(userfaultfd: &Userfaultfd, layout: &RamLayout) {
+    for mapping in layout.mappings() {
+        // It may not have come to that, or be unmapped again.
+        if let Err(error) = userfaultfd.unregister(mapping.hva, mapping.len_bytes) {
+            tracing::debug!(%error, "new RAM was not watched");
+        }
+    }
+}
+
+/// Of `layout` the file `key` only.
+pub(super) fn only(layout: &RamLayout, key: FileKey) -> RamLayout {
+    let others = layout.files().iter().filter(|file| file.key() != key);
+    others.fold(layout.clone(), |left, other| left.without(other.key()))
 }
 
 /// Fills pages among `pages` that nobody has touched though a ring lies there: its device keeps them,
@@ -328,7 +472,6 @@ mod tests {
     use super::*;
     use pagetide_addr::{Hva, PAGE_BYTES};
     use pagetide_sys::memory_file::GuestFile;
-    use pagetide_vmm::layout::RamMapping;
 
     #[test]
     fn what_is_outside_all_files_is_told_in_parts() {

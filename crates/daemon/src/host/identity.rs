@@ -6,10 +6,11 @@ use crate::control::ControlError;
 use pagetide_addr::{FileKey, Hva, PageNo};
 use pagetide_swap::Pool;
 use pagetide_vmm::{
-    layout::{RamLayout, RecordedLayout, RecordedMapping},
+    layout::{RamFile, RamLayout, RecordedLayout, RecordedMapping},
     process::VmmIdentity,
 };
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 
 /// Whose pool it is. Fields may be added; unknown ones are passed over.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -64,6 +65,12 @@ impl Identity {
             mappings: mappings_of(layout),
             ..self.clone()
         }
+    }
+
+    /// True if its RAM files are those of `layout`.
+    pub(super) fn has_files_of(&self, layout: &RamLayout) -> bool {
+        let of_layout: BTreeSet<_> = layout.files().iter().map(RamFile::key).collect();
+        self.files().collect::<BTreeSet<_>>() == of_layout
     }
 
     /// The RAM files.

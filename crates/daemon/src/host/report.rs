@@ -73,6 +73,7 @@ impl Vm {
             )]
             attach_pause_us: core.pool.pause_us() as f64,
             eviction_bars: bars,
+            warnings: lock(&core.warnings).clone(),
             restarts: core.pool.restarts(),
             reader_cpu_seconds: self.reader_cpu_seconds(),
             sections: set_reports(sets),

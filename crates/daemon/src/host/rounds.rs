@@ -73,8 +73,8 @@ impl Rounds {
         }
     }
 
-    /// Until the VM's limit is stopped.
-    pub(super) fn run(mut self) {
+    /// Until the VM's limit is stopped; they may be run again then.
+    pub(super) fn run(mut self) -> Self {
         let _closing = CloseOrders(Arc::clone(&self.vm));
         loop {
             let wake = self.vm.limit.wait_for_work(LOOK_ROUND);
@@ -98,6 +98,9 @@ impl Rounds {
         }
         self.refuse_orders();
         self.vm.sync_counters();
+        // What stops eviction from now on is not theirs to end.
+        self.suspended_at = None;
+        self
     }
 
     fn look_round(&mut self) {

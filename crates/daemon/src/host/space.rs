@@ -6,34 +6,61 @@
 //! stays where it is whoever faults on it: the regions' placement is *remote
 //! access* in the CPU's memory. Growing and shrinking the VM's RAM is allocating
 //! and deallocating a region.
+//!
+//! A region begins at a section's border. Files of a VM that was attached before
+//! RAM could come and go lie end to end instead, so two may share a section:
+//! those are one region, which neither grows nor shrinks.
 
 use super::vm::failed;
 use crate::control::ControlError;
-use pagetide_addr::{DeviceId, PageNo, PageRange, Va};
+use pagetide_addr::{DeviceId, PageNo, PageRange, SECTION_PAGES, Va};
 use pagetide_gmem::{
-    Activation, AddressFit, AddressSpace, AllocPolicy, Device, GmError, Mmu, Mode, PagedMemory,
-    Placement, Region, RegionRequest,
+    Activation, AddressFit, AddressSpace, AllocPolicy, Device, GmError, GrowthError, Mmu, Mode,
+    PagedMemory, Placement, Region, RegionRequest,
 };
-use pagetide_vmm::place::VcpuMmu;
-use pagetide_vpri::{DPU, DmaMmu};
-use std::sync::Arc;
+use pagetide_vmm::layout::RamLayout;
+use pagetide_vpri::DPU;
+use std::{io::ErrorKind, sync::Arc};
+
+/// What the RAM files of a VM are in its space.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Regions {
+    /// Each begins at a section's border and is a region.
+    FileByFile,
+    /// Not all do: together, with what lies between, they are this one.
+    OneOfAll(PageRange),
+}
+
+impl Regions {
+    fn of(layout: &RamLayout) -> Self {
+        let is_off_border = |first: PageNo| !first.0.is_multiple_of(SECTION_PAGES);
+        let mut files = layout.files().iter();
+        if files.any(|file| is_off_border(file.pages().start)) {
+            let end = PageNo(layout.page_count());
+            Self::OneOfAll(PageRange::new(PageNo(0), end))
+        } else {
+            Self::FileByFile
+        }
+    }
+}
 
 /// The space of a VM, with the devices that are attached to it.
 pub(super) struct VmSpace {
     pub(super) space: Arc<AddressSpace>,
     pub(super) memory: Arc<PagedMemory>,
     vcpus: Arc<Device>,
+    regions: Regions,
 }
 
 impl VmSpace {
-    /// The space over `memory`, vCPUs and DPU attached, no region yet.
+    /// The space over `memory`, vCPUs and DPU attached, with the RAM files of `layout` as regions.
     ///
     /// # Errors
     /// A sentence.
     pub(super) fn new(
         memory: PagedMemory,
-        vcpus: VcpuMmu,
-        dpu: &Arc<DmaMmu>,
+        [vcpus, dpu]: [Arc<dyn Mmu>; 2],
+        layout: &RamLayout,
     ) -> Result<Self, ControlError> {
         let policy = AllocPolicy {
             // Files stay where they were as others come and go, and the table stays short.
@@ -45,18 +72,54 @@ impl VmSpace {
         let Some(memory) = space.memory().map(Arc::clone) else {
             return Err(failed("an address space without memory"));
         };
-        let vcpus = Device::with_id(DeviceId::VCPUS, Arc::new(vcpus));
-        let dpu = Device::with_id(DPU, Arc::clone(dpu) as Arc<dyn Mmu>);
+        let vcpus = Device::with_id(DeviceId::VCPUS, vcpus);
+        let dpu = Device::with_id(DPU, dpu);
         for device in [&vcpus, &dpu] {
             space
                 .attach(device, Mode::Coherent, Activation::Now)
                 .map_err(failed)?;
         }
-        Ok(Self {
+        let regions = Regions::of(layout);
+        let whole = Self {
             space,
             memory,
             vcpus,
-        })
+            regions,
+        };
+        match regions {
+            Regions::OneOfAll(pages) => {
+                whole.add_ram(pages)?;
+            }
+            Regions::FileByFile => {
+                for file in layout.files() {
+                    whole.add_ram(file.pages())?;
+                }
+            }
+        }
+        Ok(whole)
+    }
+
+    /// Sees that [`Self::add_ram`] of these pages will find addresses and memory for their words; no
+    /// page is part of the space by it.
+    ///
+    /// # Errors
+    /// A sentence: what there is no room for, and what to do.
+    pub(super) fn make_room_for(&self, pages: PageRange) -> Result<(), ControlError> {
+        let detach = "detach the VM and attach it again, then it will be managed";
+        if self.regions != Regions::FileByFile {
+            return Err(ControlError::refused(format!(
+                "the VM was attached before RAM could come and go, and its RAM files lie too close for more: {detach}"
+            )));
+        }
+        let capacity_pages = self.memory.table().capacity_pages();
+        if pages.end.0 > capacity_pages {
+            let capacity_bytes = PageNo(capacity_pages).byte_offset();
+            return Err(ControlError::refused(format!(
+                "the VM's pool was made for {capacity_bytes} bytes of RAM and has no room for more: {detach}"
+            )));
+        }
+        let made = self.memory.make_room_for(pages);
+        made.map_err(|error| no_room(pages, error))
     }
 
     /// Makes a RAM file, whose pages these are, part of the space.
@@ -69,13 +132,11 @@ impl VmSpace {
             hint: Some(there),
             ..RegionRequest::of_bytes(pages.bytes())
         };
-        let region = self.space.alloc(&request).map_err(|error| match error {
-            GmError::NoMemory { .. } => ControlError::refused(format!(
-                "the tmpfs of the state directory has no room for the words of {} pages: make it larger (mount -o remount,size=…)",
-                pages.len()
-            )),
-            other => failed(other),
-        })?;
+        let memory = &self.memory;
+        memory
+            .make_room_for(pages)
+            .map_err(|error| no_room(pages, error))?;
+        let region = self.space.alloc(&request).map_err(failed)?;
         let placed = if region.start() == there {
             region.set_policy(Placement::RemoteAccess, Some(&self.vcpus))
         } else {
@@ -93,12 +154,55 @@ impl VmSpace {
     /// what was stored of it is freed. If it is no part of the space there is nothing to do.
     ///
     /// # Errors
-    /// A sentence: a device is in the middle of a transfer. Once more, and it goes on.
+    /// A sentence: a device is in the middle of a transfer. Once more, and it goes on. Or it cannot be
+    /// taken out by itself.
     pub(super) fn remove_ram(&self, pages: PageRange) -> Result<(), ControlError> {
         match self.space.lookup(Va(pages.start.byte_offset())) {
-            Ok(region) => region.dealloc().map_err(failed),
+            Ok(region) if region.pages() == pages => region.dealloc().map_err(failed),
+            Ok(_) if self.regions != Regions::FileByFile => Err(ControlError::refused(
+                "the VM was attached before RAM could come and go, and its RAM files are not to be told apart: \
+                 detach the VM",
+            )),
+            Ok(other) => Err(failed(format!(
+                "pages {}..{} belong to other RAM",
+                other.pages().start,
+                other.pages().end
+            ))),
             Err(GmError::NotAllocated { .. }) => Ok(()),
             Err(error) => Err(failed(error)),
         }
+    }
+
+    /// Gives back regions in which no file of `layout` has a page: what became of RAM whose taking
+    /// failed, when a device would not let go of it at once.
+    ///
+    /// # Errors
+    /// A sentence: a device is in the middle of a transfer still.
+    pub(super) fn remove_strays(&self, layout: &RamLayout) -> Result<(), ControlError> {
+        let mut first = Ok(());
+        for region in self.space.regions() {
+            let has_page = |pages: PageRange| !pages.intersect(region.pages()).is_empty();
+            if layout.files().iter().any(|file| has_page(file.pages())) {
+                continue;
+            }
+            if let Err(error) = region.dealloc() {
+                first = first.and(Err(failed(error)));
+            }
+        }
+        first
+    }
+}
+
+fn no_room(pages: PageRange, error: GrowthError) -> ControlError {
+    match error {
+        GrowthError::Words(no_room) if no_room.source.kind() == ErrorKind::StorageFull => {
+            ControlError::refused(format!(
+                "the tmpfs of the state directory has no room for the words of {} pages ({}): make it larger \
+                 (mount -o remount,size=…), or give the daemon another --state-dir",
+                pages.len(),
+                no_room.source
+            ))
+        }
+        other => failed(other),
     }
 }

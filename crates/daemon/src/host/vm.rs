@@ -22,12 +22,12 @@ use super::{
     tracker::{Looks, OurMappings},
 };
 use crate::control::{ControlError, VmState};
-use pagetide_addr::{Access, PageNo, PageRange, SectionNo};
+use pagetide_addr::{Access, PageNo, PageRange, PageSet};
 use pagetide_gmem::{Fault, FaultOutcome, Incidents, MemoryParts, PageTable, PagedMemory, State};
 use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
-    layout::LiveLayout,
+    layout::{LiveLayout, RamLayout},
     place::{VcpuMmu, VmPlace},
     process::VmmProcess,
     reader::{FaultReader, Placement, ReaderConfig},
@@ -67,7 +67,7 @@ pub(super) struct Vm {
 #[derive(Default)]
 struct Threads {
     reader: Option<FaultReader>,
-    rounds: Option<JoinHandle<()>>,
+    rounds: Option<JoinHandle<Rounds>>,
 }
 
 /// What an attach or a recovery brings to [`Vm::start`]. Words that there are are true, all bits of the
@@ -112,9 +112,10 @@ impl Vm {
             Arc::clone(&prepared.userfaultfd),
             Arc::clone(&prepared.layout),
         );
-        let whole = VmSpace::new(PagedMemory::new(parts), vcpus, &prepared.mmu)?;
-        for file in prepared.layout.look().files() {
-            whole.add_ram(file.pages())?;
+        let dpu = Arc::clone(&prepared.mmu);
+        let layout = prepared.layout.now();
+        let whole = VmSpace::new(PagedMemory::new(parts), [Arc::new(vcpus), dpu], &layout)?;
+        for file in layout.files() {
             hotplug::fill_wired(&whole.space, &prepared.mmu, file.pages());
         }
         // From now on a successor takes the VM up again.
@@ -149,6 +150,7 @@ impl Vm {
             suspended: Mutex::default(),
             synced: Mutex::default(),
             bars: Mutex::default(),
+            warnings: Mutex::default(),
             orders: Orders::default(),
             userfaultfd: prepared.userfaultfd,
         });
@@ -190,16 +192,18 @@ impl Vm {
         let reclaimer = Reclaimer::new(evictor, Arc::clone(&core.limit), Box::new(Looks(tracker)));
         let hotplug = Hotplug::new(Arc::clone(core), shared);
         let rounds = Rounds::new(Arc::clone(core), reclaimer, hotplug);
-        let name = format!("pt-rounds-{}", core.vmm.pid());
-        let thread = std::thread::Builder::new()
-            .name(name)
-            .spawn(move || rounds.run())
-            .map_err(failed)?;
+        let thread = self.start_rounds(rounds)?;
         *lock(&self.threads) = Threads {
             reader: Some(reader),
             rounds: Some(thread),
         };
         Ok(())
+    }
+
+    fn start_rounds(&self, rounds: Rounds) -> Result<JoinHandle<Rounds>, ControlError> {
+        let name = format!("pt-rounds-{}", self.core.vmm.pid());
+        let thread = std::thread::Builder::new().name(name);
+        thread.spawn(move || rounds.run()).map_err(failed)
     }
 
     /// How far the VM is.
@@ -240,13 +244,33 @@ impl Vm {
         }
     }
 
-    fn stop_rounds(&self) {
+    /// Ends the rounds; `None` if there were none, or are none any more.
+    fn stop_rounds(&self) -> Option<Rounds> {
         self.core.limit.stop();
-        let rounds = lock(&self.threads).rounds.take();
-        if let Some(rounds) = rounds
-            && rounds.join().is_err()
-        {
-            tracing::error!(vm = self.core.name, "the rounds ended by a panic");
+        let thread = lock(&self.threads).rounds.take()?;
+        match thread.join() {
+            Ok(rounds) => Some(rounds),
+            Err(_) => {
+                tracing::error!(vm = self.core.name, "the rounds ended by a panic");
+                None
+            }
+        }
+    }
+
+    /// The VM stays, without eviction until its RAM changes; somebody must go on following that.
+    fn stay(&self, rounds: Option<Rounds>, why: &ControlError) {
+        self.core.suspend(why.message.clone());
+        *lock(&self.state) = VmState::Attached;
+        let Some(rounds) = rounds else {
+            return;
+        };
+        self.core.limit.go_on();
+        self.core.orders.open();
+        match self.start_rounds(rounds) {
+            Ok(thread) => lock(&self.threads).rounds = Some(thread),
+            Err(error) => {
+                tracing::error!(vm = self.core.name, %error, "nobody follows the VM's RAM any more");
+            }
         }
     }
 
@@ -265,14 +289,13 @@ impl Vm {
             }
             *state = VmState::Detaching;
         }
-        self.stop_rounds();
+        let rounds = self.stop_rounds();
         let core = &self.core;
         core.limit.put_right(None, 0);
-        let filled = match self.fill_all() {
-            Ok(filled) => filled,
+        let (filled, ram) = match self.fill_all(shared) {
+            Ok(done) => done,
             Err(error) => {
-                core.suspend(error.message.clone());
-                *lock(&self.state) = VmState::ServingOnly;
+                self.stay(rounds, &error);
                 return Err(error);
             }
         };
@@ -284,7 +307,7 @@ impl Vm {
         };
         // From here on page requests wait; once the RAM is watched no more, all are fine.
         shared.service.remove_tenant(&core.tenant);
-        let gone = takeover::let_go(&core.vmm, &core.layout.look(), &core.userfaultfd, number);
+        let gone = takeover::let_go(&core.vmm, &ram, &core.userfaultfd, number);
         drop(lock(&core.alias).take());
         for domain in core.mmu.domains() {
             domain.detach();
@@ -305,16 +328,27 @@ impl Vm {
     }
 
     /// Makes every page present whose content is stored. Pages of zeros may stay holes: that is how
-    /// they read when nobody watches.
-    fn fill_all(&self) -> Result<u64, ControlError> {
+    /// they read when nobody watches. Returns how many, and the RAM that the VM still has.
+    fn fill_all(&self, shared: &Shared) -> Result<(u64, RamLayout), ControlError> {
+        let mut hotplug = Hotplug::new(Arc::clone(&self.core), shared);
+        let mut ram = hotplug.let_go_of_unplugged();
         let mut filled = 0;
         for _ in 0..DETACH_PASSES {
-            let pass = self.fill_pass()?;
-            filled += pass;
-            // A pass that found nothing more has seen every page back.
-            if pass == 0 {
-                self.refuse_if_poisoned()?;
-                return Ok(filled);
+            match self.fill_pass(&ram) {
+                // A pass that found nothing more has seen every page back.
+                Ok(0) => {
+                    self.refuse_if_poisoned(&ram)?;
+                    return Ok((filled, ram));
+                }
+                Ok(pass) => filled += pass,
+                Err(error) => {
+                    // Or was that RAM unplugged meanwhile?
+                    let left = hotplug.let_go_of_unplugged();
+                    if left.files().len() == ram.files().len() {
+                        return Err(error);
+                    }
+                    ram = left;
+                }
             }
         }
         Err(failed(format!(
@@ -323,13 +357,16 @@ impl Vm {
         )))
     }
 
-    fn fill_pass(&self) -> Result<u64, ControlError> {
+    fn fill_pass(&self, ram: &RamLayout) -> Result<u64, ControlError> {
         let table = self.core.memory.table();
-        self.refuse_if_poisoned()?;
+        self.refuse_if_poisoned(ram)?;
         let mut filled = 0;
         let mut said = Instant::now();
-        for section in table.sections() {
-            let pages = table.pages_of(section);
+        for (_, pages) in ram
+            .files()
+            .iter()
+            .flat_map(|file| file.pages().by_section())
+        {
             let mut page = pages.start;
             while page < pages.end {
                 let run = self.stored_run(page, pages.end);
@@ -355,16 +392,17 @@ impl Vm {
     }
 
     /// A lost page must not come to read as zeros: it stays forbidden as long as the VM lives.
-    fn refuse_if_poisoned(&self) -> Result<(), ControlError> {
+    fn refuse_if_poisoned(&self, ram: &RamLayout) -> Result<(), ControlError> {
         let table = self.core.memory.table();
-        let poisoned = |section| {
-            table
-                .pages_in_state(section, |state| state == State::Poisoned)
-                .len()
+        let poisoned = |(section, pages)| {
+            let lost = table.pages_in_state(section, |state| state == State::Poisoned);
+            let mut elsewhere = lost;
+            elsewhere.subtract(&PageSet::of_range(section, pages));
+            lost.len() - elsewhere.len()
         };
-        let lost: u64 = (0..table.section_count())
-            .map(|number| poisoned(SectionNo(number)))
-            .sum();
+        let of_files = ram.files().iter();
+        let parts = of_files.flat_map(|file| file.pages().by_section());
+        let lost: u64 = parts.map(poisoned).sum();
         if lost == 0 {
             return Ok(());
         }
