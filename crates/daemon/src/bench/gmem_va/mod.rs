@@ -25,6 +25,10 @@
 //! Linux's magazines take, too ([`load::SMALL`]): there both do the same work, and
 //! what is left of the ratio is how they do it.
 //!
+//! `address_space` is not a peer but the whole of `gm_as_alloc` and
+//! `gm_region_dealloc` (with a look-up of the region, as whoever knows just its
+//! address does), regions and all: its figures stand beside the allocator's.
+//!
 //! **Order.** Each number of threads and each allocator has an instance of its
 //! own, filled once. All take turns in slices, round after round, so that a slow
 //! moment of the machine falls on all; the first round is not counted, and
@@ -41,6 +45,7 @@ mod linux_like;
 mod load;
 mod mutexed;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
@@ -49,8 +54,9 @@ use super::{BenchError, BenchReport};
 use linux_like::LinuxLike;
 use load::{Allocator, Load, MIXED, Mix, SMALL, SPACE_PAGES};
 use mutexed::{BestFit, VmAllocator};
-use pagetide_addr::PAGE_BYTES;
+use pagetide_addr::{PAGE_BYTES, Va};
 use pagetide_gmem::arena::{Arena, ArenaSettings};
+use pagetide_gmem::{AddressSpace, AllocPolicy, Caching, RegionRequest};
 
 const NAME: &str = "gmem-va";
 /// Live regions of the throughput part: 16 queues of 1,024 descriptors.
@@ -83,12 +89,45 @@ impl Default for GmemVaBenchOptions {
 type Make = fn() -> Box<dyn Allocator>;
 
 /// The allocators by name, ours first.
-const KINDS: [(&str, Make); 4] = [
+const KINDS: [(&str, Make); 5] = [
     ("ours", || Box::new(Ours::new())),
+    (SPACE, || Box::new(Space::new())),
     ("btreemap", || Box::new(BestFit::new())),
     ("vm_allocator", || Box::new(VmAllocator::new())),
     ("linux_like", || Box::new(LinuxLike::new())),
 ];
+
+/// The address space around the allocator.
+const SPACE: &str = "address_space";
+
+/// A space whose small regions are cached.
+struct Space(Arc<AddressSpace>);
+
+impl Space {
+    fn new() -> Self {
+        let policy = AllocPolicy {
+            cache: Caching::Cached,
+            ..AllocPolicy::default()
+        };
+        match AddressSpace::create(Va(0), Va(SPACE_PAGES * PAGE_BYTES), policy) {
+            Ok(space) => Self(space),
+            Err(error) => unreachable!("any range of whole pages will do: {error}"),
+        }
+    }
+}
+
+impl Allocator for Space {
+    fn alloc(&self, pages: u64) -> Option<u64> {
+        let request = RegionRequest::of_bytes(pages * PAGE_BYTES);
+        let region = self.0.alloc(&request);
+        region.map(|region| region.start().0).ok()
+    }
+
+    fn free(&self, start: u64, _pages: u64) -> bool {
+        let region = self.0.lookup(Va(start));
+        region.and_then(|region| region.dealloc()).is_ok()
+    }
+}
 
 /// Ours, as it is by default.
 struct Ours(Arena);
@@ -194,6 +233,15 @@ fn report(all: &[Rates], [few_ns, many_ns]: [f64; 2]) -> BenchReport {
         if kind == "ours" {
             let figures = &mut report.figures;
             figures.insert("operations_per_second".into(), rates);
+            continue;
+        }
+        if kind == SPACE {
+            let over = |threads| {
+                rounded(rate(all, SPACE, MIXED, threads) / rate(all, "btreemap", MIXED, threads))
+            };
+            let figures = &mut report.figures;
+            figures.insert("address_space_operations_per_second".into(), rates);
+            figures.insert("address_space_over_btreemap".into(), by_threads(over));
             continue;
         }
         let ratio = |mix, threads| rate(all, "ours", mix, threads) / rate(all, kind, mix, threads);
