@@ -8,10 +8,17 @@
 //! becomes an event that is counted and served like any fault, by a thread that
 //! is never an engine. The same happens, rightly, to DMA into a page that the
 //! guest gave up to a balloon and took again without touching it.
+//!
+//! A slip that cannot be served (RAM that was unplugged, a page that is lost, a VM
+//! that ended) must not go on for ever: an engine that is only woken faults again,
+//! and with it stand all tenants of that engine. It gets a page of zeros, of a file
+//! that is the VM's no more; where that fails the page is watched no more. The
+//! log says so, the first time and whenever the number has doubled. A page that is
+//! lost stays so for the guest: that mark is in the VMM's own page table.
 
 use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo, PageRange};
-use pagetide_gmem::{AddressSpace, Fault};
-use pagetide_sys::uffd::{Features, UffdError, Userfaultfd, Watch, page_of};
+use pagetide_gmem::{AddressSpace, Fault, FaultOutcome};
+use pagetide_sys::uffd::{Features, FillOutcome, UffdError, Userfaultfd, Watch, page_of};
 use pagetide_vpri::{DPU, DmaDomain, DmaMmu, Doorbell};
 use rustix::{
     event::{PollFd, PollFlags, poll},
@@ -25,6 +32,9 @@ use std::{
     },
     thread::JoinHandle,
 };
+
+/// Tries to put zeros in place while our address space is changing.
+const ZERO_TRIES_MAX: u32 = 10_000;
 
 /// The watch over our mappings of one VM; ends when dropped.
 pub(super) struct AliasGuard {
@@ -111,6 +121,7 @@ impl AliasGuard {
             userfaultfd: Arc::clone(&self.userfaultfd),
             stop: Arc::clone(&self.stop),
             faults: Arc::clone(&self.faults),
+            zeroed: Arc::default(),
             space,
             mmu,
         };
@@ -148,6 +159,7 @@ struct AliasServer {
     userfaultfd: Arc<Userfaultfd>,
     stop: Arc<Stop>,
     faults: Arc<AtomicU64>,
+    zeroed: Arc<AtomicU64>,
     space: Arc<AddressSpace>,
     mmu: Arc<DmaMmu>,
 }
@@ -182,11 +194,10 @@ impl AliasServer {
         if count == 0 {
             tracing::error!(%address, "our DMA touched an absent page; it is served and counted. Without a balloon or free page reporting in the guest this is a bug");
         }
-        let userfaultfd = Arc::clone(&self.userfaultfd);
-        let wake = move || {
-            if let Err(error) = userfaultfd.wake(address, PAGE_BYTES) {
-                tracing::error!(%error, "a thread of ours stays blocked in its own fault");
-            }
+        let waiting = Waiting {
+            userfaultfd: Arc::clone(&self.userfaultfd),
+            zeroed: Arc::clone(&self.zeroed),
+            address,
         };
         match self.page_at(address) {
             Some(page) => {
@@ -195,9 +206,10 @@ impl AliasServer {
                     pages: page,
                     access: Access::Write,
                 };
-                self.space.fault(&fault, Some(Box::new(move |_| wake())));
+                let answer = move |outcome| waiting.release(outcome);
+                self.space.fault(&fault, Some(Box::new(answer)));
             }
-            None => wake(),
+            None => waiting.release(FaultOutcome::OutOfRange),
         }
     }
 
@@ -210,5 +222,93 @@ impl AliasServer {
             self.mmu
                 .in_space(domain.id(), PageNo::containing(offset).single())
         })
+    }
+}
+
+/// A thread of ours that has slipped and waits.
+struct Waiting {
+    userfaultfd: Arc<Userfaultfd>,
+    zeroed: Arc<AtomicU64>,
+    address: Hva,
+}
+
+impl Waiting {
+    /// Lets it go on. May be called under a section's lock: our own page table is all it changes.
+    fn release(&self, outcome: FaultOutcome) {
+        if outcome != FaultOutcome::Present {
+            let count = self.zeroed.fetch_add(1, Ordering::Relaxed) + 1;
+            if count.is_power_of_two() {
+                tracing::error!(address = %self.address, ?outcome, count, "our DMA touched a page that cannot be served; it got zeros");
+            }
+            self.fill_with_zeros();
+        }
+        // Also after that: a page that was there already wakes nobody.
+        if let Err(error) = self.userfaultfd.wake(self.address, PAGE_BYTES) {
+            tracing::error!(%error, "a thread of ours stays blocked in its own fault");
+        }
+    }
+
+    fn fill_with_zeros(&self) {
+        for _ in 0..ZERO_TRIES_MAX {
+            match self.userfaultfd.zeropage(self.address, PAGE_BYTES) {
+                Ok(FillOutcome::Retry) => std::thread::yield_now(),
+                Ok(FillOutcome::Filled { .. } | FillOutcome::AlreadyThere | FillOutcome::Gone) => {
+                    return;
+                }
+                Err(error) => {
+                    tracing::debug!(address = %self.address, %error, "no zeros for a slip");
+                    break;
+                }
+            }
+        }
+        if let Err(error) = self.userfaultfd.unregister(self.address, PAGE_BYTES) {
+            tracing::error!(%error, "a page of ours that cannot be served stays watched");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
+
+    #[test]
+    fn slip_that_cannot_be_served_gets_zeros_once_and_its_thread_goes_on() {
+        let userfaultfd = match Userfaultfd::create_here() {
+            Ok(userfaultfd) => Arc::new(userfaultfd),
+            Err(error) => {
+                eprintln!("SKIPPED: {error}");
+                return;
+            }
+        };
+        userfaultfd.api(Features::WANTED).unwrap();
+        let file = GuestFile::new_memfd("alias", 2 * PAGE_BYTES).unwrap();
+        let mapping = SharedMapping::new(file.as_fd(), 2 * PAGE_BYTES).unwrap();
+        let start = Hva(mapping.address() as u64);
+        userfaultfd
+            .register(start, 2 * PAGE_BYTES, Watch::MissingAndWriteProtected)
+            .unwrap();
+        let zeroed = Arc::new(AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            let slip = scope.spawn(|| {
+                let mut byte = [9];
+                mapping.copy_from(PAGE_BYTES, &mut byte).unwrap();
+                byte
+            });
+            let mut events = Vec::new();
+            while userfaultfd.read_faults(&mut events).unwrap() == 0 {
+                let readable = PollFd::from_borrowed_fd(userfaultfd.as_fd(), PollFlags::IN);
+                poll(&mut [readable], None).unwrap();
+            }
+            let waiting = Waiting {
+                userfaultfd: Arc::clone(&userfaultfd),
+                zeroed: Arc::clone(&zeroed),
+                address: page_of(events[0].address),
+            };
+            waiting.release(FaultOutcome::OutOfRange);
+            assert_eq!(slip.join().unwrap(), [0]);
+        });
+        assert_eq!(zeroed.load(Ordering::Relaxed), 1);
+        assert!(file.is_data(PAGE_BYTES).unwrap() && !file.is_data(0).unwrap());
     }
 }
