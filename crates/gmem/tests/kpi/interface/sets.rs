@@ -315,6 +315,30 @@ fn set_whose_member_would_not_go_for_another_keeps_it_and_says_so() {
 }
 
 #[test]
+fn queued_set_takes_what_would_not_go_for_the_unmap_before_it() {
+    let (machine, gpu, space, set, regions) = setting();
+    machine.world().failing = Some(Failing::nth(Op::Invalidate, 1));
+    let (tell, told) = channel();
+    for number in 0..2 {
+        let tell = tell.clone();
+        let callback = Box::new(move |result: Result<(), GmError>| {
+            tell.send((number, result.is_ok())).unwrap();
+        });
+        if number == 0 {
+            regions[0].unmap_later(Some(callback)).unwrap();
+        } else {
+            set.unmap_later(Some(callback)).unwrap();
+        }
+    }
+    refused!(space.synchronize(), GmError::Device { .. });
+    drop(tell);
+    let told: Vec<_> = told.iter().collect();
+    assert_eq!(told, [(0, false), (1, true)]);
+    assert_eq!(set.mapping_count(), 0);
+    end(&machine, &space, &[&gpu]);
+}
+
+#[test]
 fn region_of_a_queued_set_can_be_mapped_anew_at_once() {
     let (machine, gpu, space, set, regions) = setting();
     set.unmap_later(None).unwrap();
