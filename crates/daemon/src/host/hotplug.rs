@@ -123,18 +123,19 @@ impl Hotplug {
     /// [`Refusal`]: the VMM cannot be looked at.
     pub(super) fn follow(&mut self) -> Result<Vec<EvictionBar>, Refusal> {
         self.put_identity_right();
+        for (key, refused) in &self.refused {
+            if refused.at.elapsed() >= refused.wait {
+                self.strangers.look_again(*key);
+            }
+        }
         let news = self.news()?;
         let mut warnings = self.let_go(&news);
-        match news.new {
-            Ok(new) => {
-                let is_new = |key: &FileKey| new.iter().any(|ram| ram.key() == *key);
-                self.refused.retain(|key, _| is_new(key));
-                for ram in &new {
-                    warnings.extend(self.take(ram).map(not_managed));
-                }
-            }
-            Err(refusal) => warnings.push(not_managed(refusal.to_string())),
+        match &news.new {
+            Ok(new) => self.take(new),
+            Err(refusal) => warnings.push(not_managed(&refusal.to_string())),
         }
+        let refused = self.refused.values();
+        warnings.extend(refused.map(|refused| not_managed(&refused.why)));
         self.vm.set_warnings(warnings);
         let changed = news.unwatched.into_iter();
         Ok(changed
@@ -180,7 +181,7 @@ impl Hotplug {
                 tracing::info!(
                     vm = vm.name,
                     ram_bytes,
-                    "RAM was unplugged while no daemon ran"
+                    "RAM that the pool named was unplugged while no daemon ran, or never taken"
                 );
             }
             Err(error) => {
@@ -200,8 +201,7 @@ impl Hotplug {
                 _ => Fate::Gone,
             };
             match self.remove(*key, fate) {
-                // What there was no room for may fit now.
-                Ok(()) => self.refused.clear(),
+                Ok(()) => self.forget_refusals(),
                 Err(error) => warnings.push(not_let_go(&error)),
             }
         }
@@ -210,25 +210,29 @@ impl Hotplug {
         warnings
     }
 
-    /// Takes new RAM, unless it was refused just now. Returns why it is not taken.
-    fn take(&mut self, ram: &NewRam) -> Option<String> {
-        let before = self.refused.get(&ram.key());
-        if let Some(refused) = before
-            && refused.at.elapsed() < refused.wait
-        {
-            return Some(refused.why.clone());
+    /// What there was no room for may fit now.
+    fn forget_refusals(&mut self) {
+        for key in std::mem::take(&mut self.refused).into_keys() {
+            self.strangers.look_again(key);
         }
-        let wait = before.map_or(RETRY_MIN, |refused| (2 * refused.wait).min(RETRY_MAX));
-        match self.add(ram) {
-            Ok(()) => {
-                self.refused.remove(&ram.key());
-                None
-            }
-            Err(error) => {
-                let at = Instant::now();
-                let why = error.message.clone();
-                self.refused.insert(ram.key(), Refused { why, wait, at });
-                Some(error.message)
+    }
+
+    /// Takes new RAM as far as it can be taken; what cannot is not looked at again for a while.
+    fn take(&mut self, new: &[NewRam]) {
+        let is_new = |key: FileKey| new.iter().any(|ram| ram.key() == key);
+        let strangers = &mut self.strangers;
+        (self.refused).retain(|key, _| is_new(*key) || strangers.has(*key));
+        for ram in new {
+            let before = self.refused.remove(&ram.key());
+            if let Err(error) = self.add(ram) {
+                let wait = before.map_or(RETRY_MIN, |refused| (2 * refused.wait).min(RETRY_MAX));
+                let refused = Refused {
+                    why: error.message,
+                    wait,
+                    at: Instant::now(),
+                };
+                self.strangers.pass_over(ram.key());
+                self.refused.insert(ram.key(), refused);
             }
         }
     }
@@ -387,7 +391,7 @@ impl Joining<'_> {
     }
 }
 
-fn not_managed(why: String) -> String {
+fn not_managed(why: &str) -> String {
     format!("RAM that was plugged in is not managed, so nothing of it is evicted: {why}")
 }
 

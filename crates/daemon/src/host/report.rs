@@ -3,7 +3,7 @@
 
 use super::{core::lock, devices::Devices, vm::Vm};
 use crate::control::{RegionReport, SetReport, VmReport};
-use pagetide_addr::PAGE_BYTES;
+use pagetide_addr::{PAGE_BYTES, PageRange};
 use pagetide_gmem::State;
 use pagetide_swap::{Counter, sets::Level};
 use pagetide_vmm::layout::RamFile;
@@ -83,16 +83,17 @@ impl Vm {
 
     fn region(&self, file: &RamFile) -> RegionReport {
         let table = self.core.memory.table();
-        let stored = |section| {
+        let stored = |(section, pages): (_, PageRange)| {
             let set = table.pages_in_state(section, |state| matches!(state, State::Stored(_)));
-            set.len()
+            let within = set.pages(section).filter(|page| pages.contains(*page));
+            within.count() as u64
         };
         RegionReport {
             file: file.key().to_string(),
             first_page: file.pages().start.0,
             pages: file.pages().len(),
             resident_bytes: file.file().allocated_bytes().unwrap_or(0),
-            stored_pages: file.pages().sections().map(stored).sum(),
+            stored_pages: file.pages().by_section().map(stored).sum(),
         }
     }
 }

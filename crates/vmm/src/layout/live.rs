@@ -146,6 +146,25 @@ pub struct RamNews {
 #[derive(Debug, Default)]
 pub struct Strangers(BTreeSet<FileKey>);
 
+impl Strangers {
+    /// Counts `key` among them though it may be RAM: whoever will not have it need not look at it
+    /// each time, which costs a walk over all of the VMM's page tables.
+    pub fn pass_over(&mut self, key: FileKey) {
+        self.0.insert(key);
+    }
+
+    /// Has `key` looked at again.
+    pub fn look_again(&mut self, key: FileKey) {
+        self.0.remove(&key);
+    }
+
+    /// True while `key` is mapped and passed over.
+    #[must_use]
+    pub fn has(&self, key: FileKey) -> bool {
+        self.0.contains(&key)
+    }
+}
+
 /// What of a layout is not as it was.
 #[derive(Default)]
 struct Lost {
