@@ -381,7 +381,7 @@ pub(super) fn recover(
 
 /// Leaves words out of the table that belong to RAM of which the VM has none any more, or to a part
 /// of a removal that the dead daemon had begun.
-fn forget_what_went(table: &PageTable, layout: &RamLayout) {
+pub(super) fn forget_what_went(table: &PageTable, layout: &RamLayout) {
     let sections: Vec<SectionNo> = table.sections().collect();
     for section in sections {
         for part in hotplug::outside(layout, table.pages_of(section)) {
@@ -392,7 +392,7 @@ fn forget_what_went(table: &PageTable, layout: &RamLayout) {
 
 /// The layout without files that the dead daemon had only begun to take, if the pool cannot hold their
 /// words: nothing of them was ever evicted, and they are new RAM again.
-fn leave_out_misfits(
+pub(super) fn leave_out_misfits(
     layout: &RamLayout,
     (table, pool): (&PageTable, &Arc<Pool>),
     userfaultfd: &Userfaultfd,

@@ -11,6 +11,8 @@ mod alias;
 mod attach;
 mod core;
 mod devices;
+#[cfg(test)]
+mod earlier_tests;
 mod hotplug;
 mod identity;
 mod latency;
