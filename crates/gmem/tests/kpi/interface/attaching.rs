@@ -252,6 +252,39 @@ fn home_begin() -> u64 {
 }
 
 #[test]
+fn device_that_cannot_be_told_what_is_present_never_stops_where_it_is() {
+    let machine = Machine::eager();
+    let (cpu, gpu) = machine.cpu_and_gpu(4);
+    let home = other_space_of(16);
+    attach_all(&home, &[&cpu, &gpu]);
+    let region = region_of(&home, 1);
+    gpu.write(region.start().0, 1);
+    let ram = Ram::new(&machine);
+    let sections_end = Va(SECTION_BYTES);
+    let away =
+        AddressSpace::over(ram.memory(512), Va(0), sections_end, AllocPolicy::default()).unwrap();
+    let first = machine.gpu();
+    attach_all(&away, &[&first]);
+    let present = away
+        .alloc(&RegionRequest::of_bytes(2 * PAGE_BYTES))
+        .unwrap();
+    first.fill(present.pages(), 2);
+    let calls = || [Op::Activate, Op::Deactivate].map(|op| gpu.count(op));
+    let before = calls();
+    let joined = ram.silently(|| gpu.join(&away, Mode::Coherent));
+    refused!(joined, GmError::Lost { .. });
+    assert_eq!(calls(), before);
+    assert_eq!(gpu.read(region.start().0), 1);
+    refused!(gpu.device.detach(&away), GmError::NotAttached { .. });
+    gpu.join(&away, Mode::Coherent).unwrap();
+    assert_eq!(gpu.verify(present.pages(), 2), 0);
+    gpu.device.detach(&away).unwrap();
+    gpu.device.switch(&home).unwrap();
+    drop((present, away));
+    end(&machine, &home, &[&cpu, &gpu]);
+}
+
+#[test]
 fn device_that_cannot_be_activated_here_serves_its_faults_where_it_was() {
     let machine = Machine::eager();
     let (cpu, gpu) = machine.cpu_and_gpu(4);

@@ -17,6 +17,7 @@ struct Pages {
     present: BTreeSet<u64>,
     stored: HashMap<u64, Vec<u64>>,
     incidents: Vec<String>,
+    is_silent: bool,
 }
 
 /// A page's slot is its frame at [`HOME`].
@@ -75,6 +76,14 @@ impl Ram {
     /// The stored content of a page is gone behind everybody's back.
     pub fn lose(&self, page: PageNo) {
         self.with(|pages| pages.stored.remove(&(page.0 + 1)));
+    }
+
+    /// It cannot say which pages are present while `act` runs.
+    pub fn silently<R>(&self, act: impl FnOnce() -> R) -> R {
+        self.with(|pages| pages.is_silent = true);
+        let done = act();
+        self.with(|pages| pages.is_silent = false);
+        done
     }
 
     pub fn stored_pages(&self) -> usize {
@@ -144,6 +153,9 @@ impl Place for Ram {
     }
 
     fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
+        if self.with(|pages| pages.is_silent) {
+            return Err(PlaceError::Gone);
+        }
         Ok(self.with(|known| {
             let within = known.present.range(pages.start.0..pages.end.0);
             within.map(|page| PageNo(*page).single()).collect()
