@@ -97,12 +97,6 @@ pub enum EvictionBar {
     /// Swap has come into reach.
     #[error("the guest's RAM can go to kernel swap: {0}")]
     Swap(SwapReach),
-    /// The VMM has got RAM that cannot be taken over.
-    #[error("the VMM has got more RAM, which is not taken over: {why}")]
-    NewRam {
-        /// The sentence that would refuse an attach.
-        why: String,
-    },
 }
 
 /// A process found to map the RAM.

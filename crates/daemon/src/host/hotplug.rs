@@ -8,19 +8,27 @@
 //!
 //! ```text
 //!   new file                                     file mapped nowhere
-//!   1 looked at: refused what an attach refuses  1 region deallocated: devices lose it (busy?
-//!   2 its DMA domain taken: page requests held,    next second again), stored content freed
-//!     bits cleared, leases drained               2 domain retired: its page requests are refused
+//!   1 looked at: refused what an attach refuses; 1 region deallocated: devices lose it (busy?
+//!     room made for its words                      next second again), stored content freed
+//!   2 its DMA domain taken: page requests held,  2 domain retired: its page requests are refused
+//!     bits cleared, leases drained
 //!   3 identity in the pool: it is the VM's       3 identity in the pool: it is nobody's
 //!   4 in the layout; registered with the         4 out of the layout; file and mapping closed,
-//!     VMM's userfaultfd; our mapping watched       so the memory goes back to the host
+//!     VMM's userfaultfd, and looked at again:      so the memory goes back to the host
+//!     still mapped so? our mapping watched
 //!   5 region allocated: words by what is
 //!     present, present pages granted, waiters
 //!     woken; page requests served
 //! ```
 //! # Until it is taken
 //! A device that hears of new RAM from its front end finds the file read-write
-//! and unwatched: its DMA works at once. It only is not evicted yet.
+//! and unwatched: its DMA works at once. It only is not evicted yet. The same is
+//! true of RAM that is refused, as long as it is: nothing of the rest depends on
+//! it, so that bars nothing. It is a warning, and tried again ever less often.
+//!
+//! What fails after step 1 is undone, the identity first: whoever takes the VM up
+//! must not count on what is not so. A region that a device will not let go of
+//! then is a stray, which every look tries to give back.
 //!
 //! # The same file again
 //! A backend with a path may be taken out and put in again between two looks. That
@@ -37,7 +45,8 @@
 //! # When the daemon dies in the middle
 //! The identity says which files are the VM's. A successor allocates the region
 //! of a file whose words are not there yet, and forgets the words of one that is
-//! not in the identity or is gone. A file that was registered and is not in the
+//! not in the identity or is gone. If there is no room for the words any more it
+//! leaves the file out, and that is new RAM again. A file that was registered and is not in the
 //! identity is new to it, and its first look takes it: who waits there is woken.
 //! Nothing of a file is evicted before all five steps are done, because it is the
 //! same thread that evicts.

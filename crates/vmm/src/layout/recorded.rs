@@ -344,7 +344,7 @@ fn open_recorded(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagetide_addr::PAGE_BYTES;
+    use pagetide_addr::{PAGE_BYTES, PageRange};
     use pagetide_sys::mapping::SharedMapping;
     use std::os::fd::AsFd;
 
@@ -412,13 +412,18 @@ mod tests {
         assert!(after.file(first).is_none());
         let pages = |layout: &RamLayout| layout.file(second).unwrap().pages();
         assert_eq!(pages(&after), pages(&before));
-        // As it was written before first pages were: end to end.
+        // As it was written before first pages were: end to end, and not at a section's border. Its
+        // words lie there, so there it stays.
         let end_to_end = RecordedLayout {
             first_pages: Vec::new(),
             ..before.recorded()
         };
         let after = RamLayout::of_recorded(&own(), &end_to_end).unwrap();
-        assert_eq!(pages(&after).start, PageNo(PAGES));
+        assert!(after.file(first).is_none());
+        assert_eq!(
+            pages(&after),
+            PageRange::new(PageNo(PAGES), PageNo(2 * PAGES))
+        );
         drop(at_two);
         assert!(matches!(
             RamLayout::of_recorded(&own(), &before.recorded()),
