@@ -173,7 +173,8 @@ pub trait Mmu: Send + Sync {
     /// The table is used by nobody any more.
     fn destroy_table(&self, _table: TableId) {}
 
-    /// From now on the device translates by `table`, with an empty TLB.
+    /// From now on the device translates by `table`, with an empty TLB, and no access under way by
+    /// another table is left. That other one was deactivated before, unless its space came to its end.
     ///
     /// # Errors
     /// [`MmuError`]; it then translates by nothing, as after [`Self::deactivate`].
