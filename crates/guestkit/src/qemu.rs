@@ -349,12 +349,13 @@ fn disk(spec: &GuestSpec, version: Version) -> Vec<(&'static str, String)> {
 
 fn kernel_command_line(work: &Params) -> String {
     // The guest may stand still for seconds while the daemon is away: no watchdog
-    // is to take that for a hang. Debian's kernels zero every page as they allocate it, and so fetch
+    // is to take that for a hang; nor is a vCPU that was not run for a tick at boot, on a busy host, to
+    // take its timer for broken, and panic. Debian's kernels zero every page as they allocate it, and so fetch
     // it before a device may: here the device is to be first. Memory that is plugged in is used at
     // once, and for pages that can be moved, so that it can be taken out again.
     format!(
         "console=ttyS0 loglevel=4 panic=-1 nowatchdog rcupdate.rcu_cpu_stall_suppress=1 \
-         mitigations=off init_on_alloc=0 memhp_default_state=online_movable {}",
+         mitigations=off no_timer_check init_on_alloc=0 memhp_default_state=online_movable {}",
         work.words()
     )
 }
