@@ -7,6 +7,7 @@
 //! elsewhere. The guest's kernel uses such memory at once (see
 //! [`crate::qemu`]).
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -29,6 +30,21 @@ fn names(name: &str) -> (String, String) {
 pub fn plug(guest: &Guest, name: &str, bytes: u64) -> Result<(), GuestError> {
     let mut qmp = guest.qmp()?;
     add_backend(&mut qmp, name, bytes)?;
+    add_dimm(&mut qmp, name)?;
+    Ok(())
+}
+
+/// [`plug`] of a DIMM whose memory is `file`, which has so many bytes.
+///
+/// # Errors
+/// QEMU refuses.
+pub fn plug_file(guest: &Guest, name: &str, file: &Path, bytes: u64) -> Result<(), GuestError> {
+    let mut qmp = guest.qmp()?;
+    let backend = json!({
+        "qom-type": "memory-backend-file", "id": names(name).1, "size": bytes, "share": true,
+        "mem-path": file,
+    });
+    qmp.execute("object-add", &backend)?;
     add_dimm(&mut qmp, name)?;
     Ok(())
 }

@@ -26,6 +26,7 @@ const BUFFER: u64 = 0x3000;
 /// Where more memory begins, for the guest and for the front end, as far past [`GPA`] and [`VA`].
 const MORE: u64 = 1 << 32;
 const PAGE: u32 = 4096;
+const SECTORS_PER_PAGE: u64 = 8;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 /// Longest wait for an answer.
@@ -165,10 +166,11 @@ impl Liar {
         self.frontend.add_mem_region(&region).expect("more memory");
     }
 
-    /// Has the device read the first page of its disk into byte `at` of what was [lent](Self::lend),
+    /// Has the device read page `page` of its disk into byte `at` of what was [lent](Self::lend),
     /// and returns the status it answers with.
-    pub fn read_into_lent(&mut self, at: u64) -> u8 {
-        self.put(BUFFER, &[0; 16]);
+    pub fn read_into_lent(&mut self, page: u64, at: u64) -> u8 {
+        self.put(BUFFER, &[0; 8]);
+        self.put(BUFFER + 8, &(page * SECTORS_PER_PAGE).to_le_bytes());
         self.put(BUFFER + 16, &[0xff]);
         self.descriptor(0, BUFFER, 16, (NEXT, 1));
         self.descriptor(1, MORE + at, PAGE, (NEXT | WRITE, 2));
