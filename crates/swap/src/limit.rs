@@ -324,6 +324,22 @@ mod tests {
     }
 
     #[test]
+    fn limit_that_goes_on_after_a_stop_is_waited_for_again() {
+        let limit = Limit::new();
+        limit.put_right(Some(5_000), 5_000);
+        limit.stop();
+        limit.admit(1);
+        assert_eq!(limit.wait_for_work(Duration::MAX), Wake::Stopped);
+        assert_eq!(limit.over_limit_fills(), 0);
+        limit.go_on();
+        assert!(!limit.is_stopped());
+        limit.admit(1);
+        assert_eq!(limit.over_limit_fills(), 1);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
+        assert_eq!(limit.rest(Duration::ZERO), Wake::Timer);
+    }
+
+    #[test]
     fn memory_that_comes_with_pages_uses_the_limit_up_and_its_removal_gives_them_back() {
         let limit = Limit::new();
         limit.put_right(Some(10_000), 9_000);

@@ -260,18 +260,18 @@ impl Vm {
     /// The VM stays, without eviction until its RAM changes; somebody must go on following that.
     fn stay(&self, rounds: Option<Rounds>, why: &ControlError) {
         self.core.suspend(why.message.clone());
-        *lock(&self.state) = VmState::Attached;
-        let Some(rounds) = rounds else {
-            return;
-        };
-        self.core.limit.go_on();
-        self.core.orders.open();
-        match self.start_rounds(rounds) {
-            Ok(thread) => lock(&self.threads).rounds = Some(thread),
-            Err(error) => {
-                tracing::error!(vm = self.core.name, %error, "nobody follows the VM's RAM any more");
+        if let Some(rounds) = rounds {
+            self.core.limit.go_on();
+            self.core.orders.open();
+            match self.start_rounds(rounds) {
+                Ok(thread) => lock(&self.threads).rounds = Some(thread),
+                Err(error) => {
+                    tracing::error!(vm = self.core.name, %error, "nobody follows the VM's RAM any more");
+                }
             }
         }
+        // From now on it may be detached again.
+        *lock(&self.state) = VmState::Attached;
     }
 
     /// Brings every page back and lets the VM go. Returns the number of pages brought back.
