@@ -20,7 +20,11 @@ use pagetide_vmm::{
     process::VmmProcess,
 };
 use pagetide_vpri::{DmaMmu, Tenant};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicBool, Ordering::Relaxed},
+    mpsc,
+};
 
 /// The lock's content, whatever became of its last holder: each is set whole or not at all.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -49,6 +53,8 @@ pub(super) struct VmCore {
     pub(super) sets: Mutex<Vec<(Level, u64)>>,
     /// Why eviction rests for now, though no hazard forbids it: a full pool, a kernel that refuses.
     pub(super) suspended: Mutex<Option<String>>,
+    /// A detach has failed: eviction rests until another one succeeds.
+    pub(super) detach_failed: AtomicBool,
     pub(super) synced: Mutex<[u64; 10]>,
     pub(super) bars: Mutex<Vec<String>>,
     /// What an operator should know though it forbids nothing.
@@ -131,7 +137,9 @@ impl VmCore {
 
     /// RAM has come or gone: what stopped eviction may have been that, and the limit counts anew.
     pub(super) fn ram_changed(&self) {
-        *lock(&self.suspended) = None;
+        if !self.detach_failed.load(Relaxed) {
+            *lock(&self.suspended) = None;
+        }
         self.enforce_limit();
         self.limit.want_reclaim();
     }
@@ -197,7 +205,7 @@ impl VmCore {
 
     /// Puts the counts of this process into the pool, where they outlive it.
     pub(super) fn sync_counters(&self) {
-        use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+        use std::sync::atomic::AtomicU64;
         let counters = self.memory.counters();
         let pairs: [(Counter, &AtomicU64, usize); 8] = [
             (Counter::EvictedPages, &counters.evicted_pages, 0),

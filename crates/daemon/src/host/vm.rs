@@ -36,7 +36,11 @@ use pagetide_vmm::{
 };
 use pagetide_vpri::{DPU, DmaMmu, DomainTable, FaultService};
 use std::{
-    sync::{Arc, Mutex, mpsc},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering::Relaxed},
+        mpsc,
+    },
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -148,6 +152,7 @@ impl Vm {
             alias: Mutex::new(Some(prepared.alias)),
             sets: Mutex::default(),
             suspended: Mutex::default(),
+            detach_failed: AtomicBool::new(false),
             synced: Mutex::default(),
             bars: Mutex::default(),
             warnings: Mutex::default(),
@@ -257,8 +262,9 @@ impl Vm {
         }
     }
 
-    /// The VM stays, without eviction until its RAM changes; somebody must go on following that.
+    /// The VM stays, without eviction; somebody must go on following its RAM.
     fn stay(&self, rounds: Option<Rounds>, why: &ControlError) {
+        self.core.detach_failed.store(true, Relaxed);
         self.core.suspend(why.message.clone());
         if let Some(rounds) = rounds {
             self.core.limit.go_on();
