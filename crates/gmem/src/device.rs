@@ -252,6 +252,16 @@ impl Device {
         space.detach(self)
     }
 
+    /// True if the device is active in a space now.
+    #[must_use]
+    pub fn is_active(&self) -> bool {
+        let standing = lock(&self.standing);
+        standing
+            .active
+            .as_ref()
+            .is_some_and(|space| space.strong_count() > 0)
+    }
+
     /// Serves a fault of the device at `addr` in the space it is active in. When this returns without
     /// error the access may be tried again.
     ///

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Words at the beginning: of a VM just taken over, and of one whose daemon died.
+//! Words at the beginning, of a VM whose daemon died. (Those of a VM just taken over are set as its
+//! memory is allocated: see [`super::growth`].)
 
 use super::{
     place::{Place, PlaceError},
@@ -45,48 +46,6 @@ pub struct RecoveryReport {
     pub mended_words: u64,
     /// Pages whose content was lost before.
     pub poisoned_pages: u64,
-}
-
-/// Sets the words of a VM just taken over, all of whose pages are in a region: a page is present, or a
-/// hole that reads as zeros. (Memory that comes later is allocated: see [`super::growth`].) The
-/// userfaultfd must be registered already, so that no hole fills behind our back.
-///
-/// # Errors
-/// [`PlaceError`].
-pub fn set_initial_words(table: &PageTable, place: &dyn Place) -> Result<u64, PlaceError> {
-    let mut present_pages = 0;
-    for section in table.sections() {
-        let pages = table.pages_of(section);
-        for page in pages.iter() {
-            table.set_initial(page, PageWord::new(State::Stored(Content::ZERO)));
-        }
-        for run in place.present_runs(pages)? {
-            for page in run.iter() {
-                table.set_initial(page, PageWord::new(State::Present));
-            }
-            present_pages += run.len();
-        }
-    }
-    Ok(present_pages)
-}
-
-/// Makes a page present that [`set_initial_words`] found to be a hole.
-///
-/// # Errors
-/// [`PlaceError`].
-pub fn fill_initial_hole(
-    table: &PageTable,
-    place: &dyn Place,
-    page: PageNo,
-) -> Result<(), PlaceError> {
-    let installed = place.install_zero(page)?;
-    debug_assert_eq!(
-        installed,
-        super::place::Installed::Installed,
-        "nobody else fills {page} yet"
-    );
-    table.set_initial(page, PageWord::new(State::Present));
-    Ok(())
 }
 
 /// Before [`recover_words`]: leaves `pages`, whole regions whose memory went while no daemon ran, out of

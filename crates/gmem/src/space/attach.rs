@@ -32,8 +32,9 @@ impl AddressSpace {
     /// one space at a time: with [`Activation::Now`] it is deactivated elsewhere first.
     ///
     /// # Errors
-    /// [`GmError::AlreadyAttached`], [`GmError::Unsupported`] (a page size, too many tables, or a device
-    /// that cannot be kept from present pages where the space has frames),
+    /// [`GmError::AlreadyAttached`], [`GmError::Unsupported`] (a page size, too many tables, a second
+    /// space for an MMU with one table, a device that cannot be kept from present pages where the space
+    /// has frames, or one that cannot wait for a page where it has paged memory),
     /// [`GmError::NoAddresses`] (an inherited mapping lies where a region is), [`GmError::Destroyed`],
     /// [`GmError::Device`]. It is then not attached, and active where it was, unless it would not be
     /// activated there again.

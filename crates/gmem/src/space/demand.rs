@@ -25,7 +25,7 @@ use crate::{
     mmu::{Backing, Restrict},
     paging::{Fault, FaultOutcome},
     region::{Content, DemandPage, Inner, Kind, Placement, RegionCore, State},
-    sync::{Arc, lock},
+    sync::Arc,
 };
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, Va};
 use std::collections::{BTreeMap, btree_map::Entry};
@@ -320,17 +320,5 @@ impl Memory<'_> {
     fn new_frame(&self) -> Option<Frame> {
         let wanted = self.wanted().and_then(|device| device.allocate_frame());
         wanted.or_else(|| self.list.host().and_then(|host| host.allocate_frame()))
-    }
-}
-
-impl Device {
-    /// True if the device is active in a space now.
-    #[must_use]
-    pub fn is_active(&self) -> bool {
-        let standing = lock(&self.standing);
-        standing
-            .active
-            .as_ref()
-            .is_some_and(|space| space.strong_count() > 0)
     }
 }

@@ -468,7 +468,9 @@ impl AddressSpace {
         let serial = self.enqueue_set(set, Answer::Waiter(Arc::clone(&slot)));
         self.wait_for_changes_before(serial);
         // Nothing in it: the operation ended by a panic of a driver.
-        lock(&slot).take().unwrap_or(Err(GmError::Destroyed))
+        lock(&slot).take().unwrap_or(Err(GmError::InUse {
+            by: "a driver that panicked in the middle of it",
+        }))
     }
 
     /// Queues the unmap of a set.
