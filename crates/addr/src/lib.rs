@@ -24,7 +24,10 @@ mod page;
 mod set;
 
 pub use id::{DeviceId, DomainId, FileKey, QueueId, VmId};
-pub use message::{Access, PageRequest, PageResponse, RequestId, ResponseCode};
+pub use message::{
+    Access, Marks, OVERWRITE_PAGES_MAX, PageRequest, PageResponse, RequestId, RequestKind,
+    ResponseCode, Tier,
+};
 pub use page::{
     PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, SECTION_BYTES, SECTION_PAGES, SectionNo,
 };

@@ -308,7 +308,7 @@ impl DeviceMemory {
 
     /// The bytes of a span. They must be leased or wired.
     pub fn slice(&self, span: Span) -> Result<VolatileSlice<'_>, OutsideMemory> {
-        let mapping = self.ports[span.port].domain().mapping();
+        let mapping = self.ports[span.port].mapping();
         mapping
             .volatile(span.offset, u64::from(span.len))
             .ok_or(OutsideMemory {

@@ -201,14 +201,14 @@ impl ParkedChains {
                 break;
             }
             let id = RequestId(self.next_id);
-            let request = PageRequest {
+            let queue = QueueId(slot.chain.queue.queue);
+            let request = PageRequest::demand(
                 id,
-                device,
-                queue: QueueId(slot.chain.queue.queue),
-                domain: wanted.domain,
-                pages: wanted.pages,
-                access: wanted.access,
-            };
+                (device, queue),
+                wanted.domain,
+                wanted.pages,
+                wanted.access,
+            );
             if submit(request).is_err() {
                 self.full = true;
                 break;
@@ -340,11 +340,7 @@ mod tests {
     }
 
     fn response(request: &PageRequest, code: ResponseCode) -> PageResponse {
-        PageResponse {
-            id: request.id,
-            queue: request.queue,
-            code,
-        }
+        PageResponse::to(request, code)
     }
 
     fn send_all(parked: &mut ParkedChains) -> Vec<PageRequest> {

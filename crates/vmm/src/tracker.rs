@@ -7,9 +7,9 @@
 //! trace: the present bit. So
 //!
 //! ```text
-//!   look:   1. our own present bits        → what DMA touched since the last look
-//!           2. the VMM's present bits      → what CPUs touched since the last look
-//!           3. drop our own translations   (pages mapped by two processes would be skipped)
+//!   look:   1. the devices' marks          → what DMA touched since the last look
+//!           2. and they drop their own translations (pages mapped by two processes would be skipped)
+//!           3. the VMM's present bits      → what CPUs touched since the last look
 //!           4. MADV_PAGEOUT on the VMM's   out of every page table, kept in the file
 //! ```
 //!
@@ -40,8 +40,7 @@ use crate::Refusal;
 use crate::layout::{LiveLayout, MapsChange, Piece, RamLayout};
 use crate::process::VmmProcess;
 use crate::swap;
-use pagetide_addr::{FileKey, Hva, PAGE_SHIFT, PageNo, PageSet, SectionNo};
-use pagetide_sys::mapping::{MappingError, SharedMapping};
+use pagetide_addr::{FileKey, Hva, Marks, PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
 use pagetide_sys::pagemap::{Pagemap, PagemapError};
 use pagetide_sys::process::ProcessError;
 use pagetide_sys::ptrace::{PtraceError, run_inside};
@@ -76,9 +75,9 @@ pub enum TrackerError {
     /// What is mounted could not be told.
     #[error("looking for file systems that never swap: {0}")]
     Mounts(#[from] io::Error),
-    /// Our own could not.
-    #[error("dropping our own translations: {0}")]
-    Drop(#[from] MappingError),
+    /// The devices could not be asked.
+    #[error("asking the devices what they touched: {0}")]
+    Devices(String),
 }
 
 /// Pages of one section that were touched.
@@ -127,19 +126,35 @@ pub trait AccessTracker: Send + Sync {
     fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError>;
 }
 
-/// This process' own mappings of RAM files, which its devices use.
-pub trait OwnMappings: Send + Sync {
-    /// The mapping of all of `file`; `None` if this process has none.
-    fn of(&self, file: FileKey) -> Option<Arc<SharedMapping>>;
+/// What the devices know of the pages that their DMA touches.
+pub trait DmaLook: Send + Sync {
+    /// Calls `visit` for each page of `pages` (counted in `file`) that DMA has touched since the
+    /// marks were forgotten.
+    ///
+    /// # Errors
+    /// A sentence.
+    fn touched(
+        &self,
+        file: FileKey,
+        pages: PageRange,
+        marks: Marks,
+        visit: &mut dyn FnMut(PageNo),
+    ) -> Result<(), String>;
 }
 
-/// For a process that maps no RAM.
+/// For a VM without devices.
 #[derive(Clone, Copy, Debug)]
-pub struct NoMappings;
+pub struct NoDma;
 
-impl OwnMappings for NoMappings {
-    fn of(&self, _file: FileKey) -> Option<Arc<SharedMapping>> {
-        None
+impl DmaLook for NoDma {
+    fn touched(
+        &self,
+        _file: FileKey,
+        _pages: PageRange,
+        _marks: Marks,
+        _visit: &mut dyn FnMut(PageNo),
+    ) -> Result<(), String> {
+        Ok(())
     }
 }
 
@@ -148,15 +163,13 @@ pub struct UnmapAndLook {
     layout: Arc<LiveLayout>,
     vmm: VmmProcess,
     vmm_map: Pagemap,
-    own_map: Pagemap,
-    own: Arc<dyn OwnMappings>,
+    devices: Arc<dyn DmaLook>,
     ways: Mutex<BTreeMap<FileKey, Way>>,
 }
 
 /// The files of a layout, in their order, for one look.
 struct Files {
     layout: Arc<RamLayout>,
-    aliases: Vec<Option<Arc<SharedMapping>>>,
     ways: Vec<Way>,
 }
 
@@ -206,14 +219,14 @@ impl Ranges {
 }
 
 impl UnmapAndLook {
-    /// For the RAM of `vmm`. `own` tells our own mappings of its files.
+    /// For the RAM of `vmm`. `devices` tell what their DMA touched.
     ///
     /// # Errors
     /// [`TrackerError`].
     pub fn new(
         vmm: &VmmProcess,
         layout: Arc<LiveLayout>,
-        own: Arc<dyn OwnMappings>,
+        devices: Arc<dyn DmaLook>,
     ) -> Result<Self, TrackerError> {
         let vmm_map = Pagemap::of_process(vmm.pid())?;
         // Opened by pid: it is the VMM's if that had not ended even afterwards.
@@ -223,9 +236,8 @@ impl UnmapAndLook {
         let tracker = Self {
             vmm: vmm.try_clone()?,
             vmm_map,
-            own_map: Pagemap::of_self()?,
             layout,
-            own,
+            devices,
             ways: Mutex::default(),
         };
         // Told now rather than at the first look.
@@ -243,7 +255,6 @@ impl UnmapAndLook {
         }
         let way = |key| known.get(&key).copied().unwrap_or(Way::PageOut);
         Ok(Files {
-            aliases: keys().map(|key| self.own.of(key)).collect(),
             ways: keys().map(way).collect(),
             layout,
         })
@@ -265,12 +276,17 @@ impl UnmapAndLook {
         Ok(())
     }
 
-    fn mapped(&self, files: &Files, piece: &Piece) -> Result<Touched, TrackerError> {
+    fn mapped(&self, files: &Files, piece: &Piece, marks: Marks) -> Result<Touched, TrackerError> {
         let mut touched = Touched::default();
-        if let Some(alias) = &files.aliases[piece.file] {
-            let ours = Hva(alias.address() as u64 + piece.file_offset);
-            collect(&self.own_map, ours, piece, &mut touched.dma)?;
-        }
+        let file = files.layout.files()[piece.file].key();
+        let first = PageNo::containing(piece.file_offset);
+        let pages = PageRange::new(first, PageNo(first.0 + piece.pages.len()));
+        let mut visit = |page: PageNo| {
+            let position = page.0 - first.0;
+            touched.dma.insert(PageNo(piece.pages.start.0 + position));
+        };
+        let asked = self.devices.touched(file, pages, marks, &mut visit);
+        asked.map_err(TrackerError::Devices)?;
         collect(&self.vmm_map, piece.hva, piece, &mut touched.cpu)?;
         Ok(touched)
     }
@@ -323,15 +339,10 @@ impl AccessTracker for UnmapAndLook {
         for section in sections {
             let mut of_section = Touched::default();
             for piece in files.pieces(*section) {
-                let touched = self.mapped(&files, &piece)?;
+                let touched = self.mapped(&files, &piece, Marks::Forget)?;
                 of_section.cpu.unite(&touched.cpu);
                 of_section.dma.unite(&touched.dma);
                 let bytes = piece.pages.len() << PAGE_SHIFT;
-                if let Some(alias) = &files.aliases[piece.file]
-                    && !touched.dma.is_empty()
-                {
-                    alias.drop_translations(piece.file_offset, bytes)?;
-                }
                 if touched.cpu.is_empty() {
                     continue;
                 }
@@ -355,7 +366,8 @@ impl AccessTracker for UnmapAndLook {
         let files = self.files()?;
         let mut mapped = PageSet::EMPTY;
         for piece in files.pieces(section) {
-            mapped.unite(&self.mapped(&files, &piece)?.by_anybody());
+            let touched = self.mapped(&files, &piece, Marks::Keep)?;
+            mapped.unite(&touched.by_anybody());
         }
         Ok(mapped)
     }

@@ -6,10 +6,13 @@
 
 mod qemu;
 
-use pagetide_addr::{Access, FileKey, Hva, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{
+    Access, FileKey, Hva, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo,
+};
 use pagetide_gmem::{Backing, Installed, Mmu, Place, PlaceError, Restrict, Restricted, TableId};
 use pagetide_sys::mapping::SharedMapping;
 use pagetide_sys::memory_file::GuestFile;
+use pagetide_sys::pagemap::Pagemap;
 use pagetide_sys::ptrace::{PtraceError, run_inside};
 use pagetide_sys::uffd::{Features, UffdError, Userfaultfd};
 use pagetide_vmm::Refusal;
@@ -23,7 +26,7 @@ use pagetide_vmm::reader::{
 use pagetide_vmm::takeover::{
     TakeOverError, TakenOver, abandon, find_inside, let_go, resume, take_over, watch,
 };
-use pagetide_vmm::tracker::{AccessTracker, OwnMappings, UnmapAndLook};
+use pagetide_vmm::tracker::{AccessTracker, DmaLook, UnmapAndLook};
 use qemu::{Qemu, RAM_MIB, can_run};
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -573,9 +576,28 @@ fn a_qemu_killed_while_attached_is_reported_once_and_its_place_is_gone() {
 /// Our mapping of one file.
 struct Own(FileKey, Arc<SharedMapping>);
 
-impl OwnMappings for Own {
-    fn of(&self, file: FileKey) -> Option<Arc<SharedMapping>> {
-        (file == self.0).then(|| Arc::clone(&self.1))
+impl DmaLook for Own {
+    fn touched(
+        &self,
+        file: FileKey,
+        pages: PageRange,
+        marks: Marks,
+        visit: &mut dyn FnMut(PageNo),
+    ) -> Result<(), String> {
+        assert_eq!(file, self.0);
+        let start = Hva(self.1.address() as u64 + pages.start.byte_offset());
+        let map = Pagemap::of_self().unwrap();
+        map.visit(start, pages.len(), |position, entry| {
+            if entry.is_present() {
+                visit(PageNo(pages.start.0 + position));
+            }
+        })
+        .unwrap();
+        if marks == Marks::Forget {
+            let (at, bytes) = (pages.start.byte_offset(), pages.bytes());
+            self.1.drop_translations(at, bytes).unwrap();
+        }
+        Ok(())
     }
 }
 

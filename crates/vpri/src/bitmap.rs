@@ -7,9 +7,44 @@
 //! ```
 //! A page is *unmapped* (00), *read-only* (01) or *read-write* (11). One load
 //! tells of 32 pages, so a look-up before a DMA of up to 128 KiB costs one or
-//! two loads and no call to the host.
+//! two loads and no call to the host. A section is 16 words, a GiB 8,192: 64 KiB.
+//!
+//! # A terabyte
+//! A space is seldom busy all over. Above the words stands one entry for each
+//! GiB: *uniform*, all its pages alike, or a *chunk* of its 8,192 words.
+//!
+//! ```text
+//!   GiB        0        1         2      …     1023
+//!   uniform    RW      (stale)    –               RW        one byte each
+//!   chunk      none      ●       none             none      24 bytes each
+//!                        └──► 8,192 words
+//! ```
+//! An empty terabyte is 25 KiB, and is mapped or unmapped by 1,024 stores. The
+//! first change of a part of a GiB makes its chunk; chunks stay while the bitmap
+//! lives, also when all their pages are alike again, because look-ups take no
+//! lock and nobody knows when the last one has left. A terabyte that was busy all
+//! over keeps 64 MiB.
+//!
+//! # Look-ups against changes
+//! A look-up asks for the chunk, then for its word, or else for the uniform state.
+//! Words change by one atomic operation each. Whoever makes a chunk, or changes
+//! the uniform state, holds `making`; a chunk shows itself with the uniform state
+//! of that instant in it, and that state never changes again. So
+//!
+//! > A look-up finds no chunk. Before it reads the uniform state a chunk appears
+//! > and a page of it is unmapped. The look-up still reads *mapped*: that was true
+//! > until the chunk appeared, which was after the look-up had begun.
+//!
+//! each look-up of a word is true of one instant between its beginning and its end
+//! (linearisable). A look-up of several words, and a change of several, is one such
+//! instant for each word. What makes a whole DMA safe against a change (VPRI 5.1,
+//! R2 and R3) is the lease that is taken before the look-up: see [`crate::lease`].
+//! R1, that the bitmap comes and goes with its memory, is the domain's duty.
 
-use crate::sync::{AtomicU64, Ordering};
+use crate::{
+    sparse::{PAGES_PER_GIB, Sparse, by_gib, gib_count, pages_of},
+    sync::{AtomicU8, AtomicU64, Mutex, Ordering},
+};
 use pagetide_addr::{Access, PageNo, PageRange, PageSet, SectionNo};
 
 const PAGES_PER_WORD: u64 = 32;
@@ -26,26 +61,48 @@ pub enum Attribute {
     ReadWrite,
 }
 
+impl Attribute {
+    /// Its two bits.
+    const fn bits(self) -> u8 {
+        match self {
+            Self::Unmapped => 0b00,
+            Self::ReadOnly => 0b01,
+            Self::ReadWrite => 0b11,
+        }
+    }
+}
+
 /// Page attributes of one DMA domain.
 #[derive(Debug)]
 pub struct PaBitmap {
-    words: Box<[AtomicU64]>,
     page_count: u64,
+    chunks: Sparse<AtomicU64>,
+    /// The bits of all pages of a GiB that has no chunk.
+    uniform: Box<[AtomicU8]>,
+    /// Held while a chunk is made or a uniform state changes.
+    making: Mutex<()>,
+}
+
+/// What a change does to pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Change {
+    AllowRead,
+    AllowWrite,
+    ForbidAll,
+    ForbidWrites,
 }
 
 impl PaBitmap {
     /// A bitmap of `page_count` pages, all `attribute`.
     #[must_use]
     pub fn new(page_count: u64, attribute: Attribute) -> Self {
-        let pattern = match attribute {
-            Attribute::Unmapped => 0,
-            Attribute::ReadOnly => READ_BITS,
-            Attribute::ReadWrite => u64::MAX,
-        };
-        let words = (0..page_count.div_ceil(PAGES_PER_WORD))
-            .map(|_| AtomicU64::new(pattern))
-            .collect();
-        Self { words, page_count }
+        let gibs = 0..gib_count(page_count);
+        Self {
+            page_count,
+            chunks: Sparse::new(page_count),
+            uniform: gibs.map(|_| AtomicU8::new(attribute.bits())).collect(),
+            making: Mutex::new(()),
+        }
     }
 
     /// Number of pages it tells of.
@@ -54,9 +111,22 @@ impl PaBitmap {
         self.page_count
     }
 
+    /// Memory it takes now, in bytes: 25 a GiB, and 65,536 more for each GiB that has a chunk.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.chunks.bytes() + self.uniform.len() as u64
+    }
+
+    /// Number of GiBs whose pages are not, or were not once, all alike: those that have a chunk.
+    #[must_use]
+    pub fn chunk_count(&self) -> usize {
+        self.chunks.made().count()
+    }
+
     /// True if every page of `range` allows `access`. A range past the end is not allowed.
     ///
-    /// Relaxed loads: the caller's lease protocol orders them (see the module `lease`).
+    /// Whoever sees a page allowed sees its content, too (Acquire; [`Self::grant`] is the partner).
+    /// That it *stays* allowed is what a lease is for.
     #[must_use]
     #[inline]
     pub fn allows(&self, range: PageRange, access: Access) -> bool {
@@ -65,8 +135,13 @@ impl PaBitmap {
         }
         let mut page = range.start.0;
         while page < range.end.0 {
-            let (word, mask, next) = step(page, range.end.0, access);
-            if self.words[word].load(Ordering::Relaxed) & mask != mask {
+            let (bits, known_to) = self.look(page);
+            let next = known_to.min(range.end.0);
+            let mask = match access {
+                Access::Read => span(page, next) & READ_BITS,
+                Access::Write => span(page, next),
+            };
+            if bits & mask != mask {
                 return false;
             }
             page = next;
@@ -76,144 +151,406 @@ impl PaBitmap {
 
     /// What may be done with `page` now; a page past the end is unmapped.
     #[must_use]
+    #[inline]
     pub fn attribute(&self, page: PageNo) -> Attribute {
-        if self.allows(page.single(), Access::Write) {
-            Attribute::ReadWrite
-        } else if self.allows(page.single(), Access::Read) {
-            Attribute::ReadOnly
-        } else {
-            Attribute::Unmapped
+        if page.0 >= self.page_count {
+            return Attribute::Unmapped;
+        }
+        let (bits, _) = self.look(page.0);
+        match bits >> (2 * (page.0 % PAGES_PER_WORD)) & 0b11 {
+            0b11 => Attribute::ReadWrite,
+            0b01 => Attribute::ReadOnly,
+            _ => Attribute::Unmapped,
         }
     }
 
-    /// Allows `access` to all of `range` (which must lie within the domain).
-    pub fn grant(&self, range: PageRange, access: Access) {
-        let mut page = range.start.0;
-        while page < range.end.0 {
-            let (word, mask, next) = step(page, range.end.0, access);
-            // Release pairs with the Acquire of a lease: whoever sees the bits sees the page.
-            self.words[word].fetch_or(mask, Ordering::Release);
-            page = next;
+    /// The word that tells of `page`, which lies within, and the page up to which it does: all of a
+    /// GiB without a chunk is told by one.
+    #[inline]
+    fn look(&self, page: u64) -> (u64, u64) {
+        let gib = PageNo(page / PAGES_PER_GIB).index();
+        if let Some(words) = self.chunks.get(gib) {
+            let word = &words[word_of(page)];
+            return (word.load(Ordering::Acquire), next_word(page));
         }
+        let bits = self.uniform[gib].load(Ordering::Acquire);
+        (pattern(bits), (page / PAGES_PER_GIB + 1) * PAGES_PER_GIB)
+    }
+
+    /// Allows `access` to all of `range`; pages past the end stay unmapped. Read-write pages stay so
+    /// when reads are granted.
+    pub fn grant(&self, range: PageRange, access: Access) {
+        let change = match access {
+            Access::Read => Change::AllowRead,
+            Access::Write => Change::AllowWrite,
+        };
+        self.change(range, change);
     }
 
     /// Makes `pages` of `section` unmapped.
     pub fn unmap(&self, section: SectionNo, pages: &PageSet) {
         for run in pages.runs(section) {
-            self.take(run, Access::Write);
+            self.unmap_range(run);
         }
     }
 
     /// Makes `pages` of `section` read-only where they were read-write.
     pub fn forbid_writes(&self, section: SectionNo, pages: &PageSet) {
         for run in pages.runs(section) {
-            self.take(run, Access::Read);
+            self.forbid_writes_range(run);
         }
     }
 
-    /// Takes the write bits, and with `down_to` [`Access::Write`] the read bits as well.
-    fn take(&self, range: PageRange, down_to: Access) {
-        let mut page = range.start.0;
-        while page < range.end.0 {
-            let (word, mask, next) = step(page, range.end.0, Access::Write);
-            let gone = match down_to {
-                Access::Write => mask,
-                Access::Read => mask & !READ_BITS,
-            };
-            // Relaxed: the heavy fence that follows orders it against the engines.
-            self.words[word].fetch_and(!gone, Ordering::Relaxed);
-            page = next;
+    /// Makes all of `range` unmapped.
+    pub fn unmap_range(&self, range: PageRange) {
+        self.change(range, Change::ForbidAll);
+    }
+
+    /// Makes all of `range` read-only where it was read-write.
+    pub fn forbid_writes_range(&self, range: PageRange) {
+        self.change(range, Change::ForbidWrites);
+    }
+
+    fn change(&self, range: PageRange, change: Change) {
+        let all = PageRange::new(PageNo(0), PageNo(self.page_count));
+        for (gib, part) in by_gib(range.intersect(all)) {
+            if let Some(words) = self.chunk_for(gib, part, change) {
+                change_words(words, part, change);
+            }
+        }
+    }
+
+    /// The chunk in which `change` of `part` is to be made; `None` if it is done already, by the
+    /// uniform state.
+    fn chunk_for(&self, gib: usize, part: PageRange, change: Change) -> Option<&[AtomicU64]> {
+        if let Some(words) = self.chunks.get(gib) {
+            return Some(words);
+        }
+        let _making = self
+            .making
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        // Who held it before us may have made the chunk.
+        if let Some(words) = self.chunks.get(gib) {
+            return Some(words);
+        }
+        let now = self.uniform[gib].load(Ordering::Relaxed);
+        let next = change.of(now);
+        let whole = pages_of(gib, self.page_count);
+        if next == now || part == whole {
+            // Release, also of the same value: whoever sees the bits sees the page.
+            self.uniform[gib].store(next, Ordering::Release);
+            return None;
+        }
+        let word_count = whole.len().div_ceil(PAGES_PER_WORD);
+        let words = (0..word_count).map(|_| AtomicU64::new(pattern(now)));
+        self.chunks.get_or_make(gib, || words.collect())
+    }
+}
+
+impl Change {
+    /// What it makes of a page with `bits`.
+    const fn of(self, bits: u8) -> u8 {
+        match self {
+            Self::AllowRead => bits | 0b01,
+            Self::AllowWrite => 0b11,
+            Self::ForbidAll => 0b00,
+            Self::ForbidWrites => bits & 0b01,
+        }
+    }
+
+    /// Makes it to the pages of `word` that `span` covers.
+    #[inline]
+    fn make(self, word: &AtomicU64, span: u64) {
+        // A word that is covered whole and whose value before does not matter takes a plain store.
+        let whole = span == u64::MAX;
+        // Release pairs with the Acquire of a look-up. Taking needs no order of its own: the heavy
+        // fence that follows orders it against the engines.
+        match self {
+            Self::AllowWrite if whole => word.store(u64::MAX, Ordering::Release),
+            Self::ForbidAll if whole => word.store(0, Ordering::Relaxed),
+            Self::AllowWrite => {
+                word.fetch_or(span, Ordering::Release);
+            }
+            Self::AllowRead => {
+                word.fetch_or(span & READ_BITS, Ordering::Release);
+            }
+            Self::ForbidAll => {
+                word.fetch_and(!span, Ordering::Relaxed);
+            }
+            Self::ForbidWrites => {
+                word.fetch_and(!span | READ_BITS, Ordering::Relaxed);
+            }
         }
     }
 }
 
-/// Word of `page`, the bits of it that stand for pages `page..end`, and the page after them.
+/// Makes `change` to the pages of `part`, which lies in the GiB of `words`.
+fn change_words(words: &[AtomicU64], part: PageRange, change: Change) {
+    let mut page = part.start.0;
+    while page < part.end.0 {
+        let next = next_word(page).min(part.end.0);
+        change.make(&words[word_of(page)], span(page, next));
+        page = next;
+    }
+}
+
+/// A word whose pages all have `bits`.
 #[inline]
-fn step(page: u64, end: u64, access: Access) -> (usize, u64, u64) {
-    let next = ((page / PAGES_PER_WORD + 1) * PAGES_PER_WORD).min(end);
-    let first_bit = 2 * (page % PAGES_PER_WORD);
+const fn pattern(bits: u8) -> u64 {
+    bits as u64 * READ_BITS
+}
+
+/// Index of the word of `page` within its GiB.
+#[inline]
+fn word_of(page: u64) -> usize {
+    PageNo(page % PAGES_PER_GIB / PAGES_PER_WORD).index()
+}
+
+/// The first page of the word after that of `page`.
+#[inline]
+const fn next_word(page: u64) -> u64 {
+    (page / PAGES_PER_WORD + 1) * PAGES_PER_WORD
+}
+
+/// The bits of pages `page..next` in the word of `page`. If they do not all lie in it, the rest is
+/// left out: that is so for uniform states only, where each page tells of all.
+#[inline]
+const fn span(page: u64, next: u64) -> u64 {
     let bits = 2 * (next - page);
-    let span = if bits == 64 {
+    let low = if bits >= 64 {
         u64::MAX
     } else {
-        ((1 << bits) - 1) << first_bit
+        (1 << bits) - 1
     };
-    let mask = match access {
-        Access::Read => span & READ_BITS,
-        Access::Write => span,
-    };
-    (PageNo(page / PAGES_PER_WORD).index(), mask, next)
+    low << (2 * (page % PAGES_PER_WORD))
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::{sync::Arc, thread};
+
+    /// Two words of one GiB.
+    const PAGES: u64 = 40;
+
+    fn bitmap(attribute: Attribute) -> Arc<PaBitmap> {
+        Arc::new(PaBitmap::new(PAGES, attribute))
+    }
+
+    fn all() -> PageRange {
+        PageRange::new(PageNo(0), PageNo(PAGES))
+    }
+
+    #[test]
+    fn loom_two_writers_that_both_need_the_chunk_lose_no_change() {
+        loom::model(|| {
+            let bitmap = bitmap(Attribute::ReadWrite);
+            let other = {
+                let bitmap = Arc::clone(&bitmap);
+                thread::spawn(move || bitmap.unmap_range(PageNo(33).single()))
+            };
+            bitmap.forbid_writes_range(PageNo(0).single());
+            other.join().unwrap();
+            assert_eq!(bitmap.attribute(PageNo(0)), Attribute::ReadOnly);
+            assert_eq!(bitmap.attribute(PageNo(1)), Attribute::ReadWrite);
+            assert_eq!(bitmap.attribute(PageNo(33)), Attribute::Unmapped);
+        });
+    }
+
+    #[test]
+    fn loom_change_of_a_gib_against_a_page_of_it_is_one_after_the_other() {
+        loom::model(|| {
+            let bitmap = bitmap(Attribute::ReadOnly);
+            let other = {
+                let bitmap = Arc::clone(&bitmap);
+                thread::spawn(move || bitmap.grant(all(), Access::Write))
+            };
+            bitmap.unmap_range(PageNo(33).single());
+            other.join().unwrap();
+            assert!(bitmap.allows(PageRange::new(PageNo(0), PageNo(33)), Access::Write));
+            assert_ne!(bitmap.attribute(PageNo(33)), Attribute::ReadOnly);
+        });
+    }
+
+    /// The same page, seen mapped once, is never seen unmapped again while nobody unmaps it,
+    /// whether its GiB is told of by the uniform state or by the chunk that appears meanwhile.
+    #[test]
+    fn loom_look_ups_never_go_back_to_a_state_that_was_left() {
+        loom::model(|| {
+            let bitmap = bitmap(Attribute::Unmapped);
+            let looking = {
+                let bitmap = Arc::clone(&bitmap);
+                thread::spawn(move || {
+                    let first = bitmap.allows(PageNo(0).single(), Access::Read);
+                    let second = bitmap.allows(PageNo(0).single(), Access::Read);
+                    assert!(second || !first);
+                })
+            };
+            bitmap.grant(all(), Access::Read);
+            bitmap.unmap_range(PageNo(33).single());
+            looking.join().unwrap();
+        });
+    }
+
+    /// Whoever sees a page allowed sees what was put there before.
+    #[test]
+    fn loom_page_that_is_seen_is_seen_with_its_content() {
+        for range in [all(), PageNo(0).single()] {
+            loom::model(move || {
+                let bitmap = bitmap(Attribute::Unmapped);
+                let page = Arc::new(loom::cell::UnsafeCell::new(0));
+                let looking = {
+                    let (bitmap, page) = (Arc::clone(&bitmap), Arc::clone(&page));
+                    thread::spawn(move || {
+                        if bitmap.allows(PageNo(0).single(), Access::Read) {
+                            page.with(|_| ());
+                        }
+                    })
+                };
+                page.with_mut(|_| ());
+                bitmap.grant(range, Access::Write);
+                looking.join().unwrap();
+            });
+        }
+    }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
-    #[test]
-    fn bitmap_agrees_with_a_naive_one_under_random_operations() {
-        const PAGES: u64 = 512 + 77;
-        let bitmap = PaBitmap::new(PAGES, Attribute::Unmapped);
-        let mut naive = vec![Attribute::Unmapped; PageNo(PAGES).index()];
-        let mut state = 99_u64;
-        let mut random = |below: u64| {
-            state = state
+    /// Pages of a space of two GiBs and some more, so that its last GiB is not whole.
+    const PAGES: u64 = 2 * PAGES_PER_GIB + 512 + 77;
+
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, end: u64) -> u64 {
+            self.0 = self
+                .0
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
-            (state >> 33) % below
-        };
-        for _ in 0..3_000 {
-            let start = random(PAGES);
-            let range = PageRange::new(PageNo(start), PageNo(start + random(PAGES - start + 1)));
-            match random(4) {
-                0 => {
-                    bitmap.grant(range, Access::Write);
-                    range
-                        .iter()
-                        .for_each(|p| naive[p.index()] = Attribute::ReadWrite);
+            (self.0 >> 33) % end
+        }
+
+        /// Some pages, a section, whole GiBs or anything.
+        fn range(&mut self) -> PageRange {
+            let start = self.below(PAGES);
+            let (start, len) = match self.below(8) {
+                0..4 => (start, self.below(100)),
+                4..6 => (start / 512 * 512, 512),
+                6 => {
+                    let first = self.below(3) * PAGES_PER_GIB;
+                    (first, (1 + self.below(3)) * PAGES_PER_GIB)
                 }
-                1 => {
-                    bitmap.grant(range, Access::Read);
-                    for attribute in &mut naive[range.start.index()..range.end.index()] {
-                        if *attribute == Attribute::Unmapped {
-                            *attribute = Attribute::ReadOnly;
-                        }
-                    }
-                }
-                2 => {
-                    for (section, part) in range.by_section() {
-                        bitmap.unmap(section, &PageSet::of_range(section, part));
-                    }
-                    naive[range.start.index()..range.end.index()].fill(Attribute::Unmapped);
-                }
-                _ => {
-                    for (section, part) in range.by_section() {
-                        bitmap.forbid_writes(section, &PageSet::of_range(section, part));
-                    }
-                    for attribute in &mut naive[range.start.index()..range.end.index()] {
-                        if *attribute == Attribute::ReadWrite {
-                            *attribute = Attribute::ReadOnly;
-                        }
-                    }
-                }
+                _ => (start, self.below(PAGES)),
+            };
+            PageRange::new(PageNo(start), PageNo((start + len).min(PAGES)))
+        }
+    }
+
+    fn change_both(bitmap: &PaBitmap, naive: &mut [Attribute], range: PageRange, kind: u64) {
+        use Attribute::{ReadOnly, ReadWrite, Unmapped};
+        let pages = &mut naive[range.start.index()..range.end.index()];
+        match kind {
+            0 => {
+                bitmap.grant(range, Access::Write);
+                pages.fill(ReadWrite);
             }
-            let all_read = range
-                .iter()
-                .all(|p| naive[p.index()] != Attribute::Unmapped);
-            let all_write = range
-                .iter()
-                .all(|p| naive[p.index()] == Attribute::ReadWrite);
-            assert_eq!(bitmap.allows(range, Access::Read), all_read);
-            assert_eq!(bitmap.allows(range, Access::Write), all_write);
+            1 => {
+                bitmap.grant(range, Access::Read);
+                let unmapped = pages.iter_mut().filter(|a| **a == Unmapped);
+                unmapped.for_each(|a| *a = ReadOnly);
+            }
+            2 => {
+                bitmap.unmap_range(range);
+                pages.fill(Unmapped);
+            }
+            _ => {
+                bitmap.forbid_writes_range(range);
+                let writable = pages.iter_mut().filter(|a| **a == ReadWrite);
+                writable.for_each(|a| *a = ReadOnly);
+            }
         }
-        for (i, attribute) in naive.iter().enumerate() {
-            assert_eq!(bitmap.attribute(PageNo(i as u64)), *attribute);
+    }
+
+    #[test]
+    fn bitmap_agrees_with_a_naive_one_under_random_operations() {
+        for seed in 0..12 {
+            let bitmap = PaBitmap::new(PAGES, Attribute::Unmapped);
+            let mut naive = vec![Attribute::Unmapped; PageNo(PAGES).index()];
+            let mut random = Random(seed);
+            for _ in 0..150 {
+                let range = random.range();
+                change_both(&bitmap, &mut naive, range, random.below(4));
+                let range = random.range();
+                let pages = &naive[range.start.index()..range.end.index()];
+                let read = pages.iter().all(|a| *a != Attribute::Unmapped);
+                let write = pages.iter().all(|a| *a == Attribute::ReadWrite);
+                assert_eq!(bitmap.allows(range, Access::Read), read, "{range:?}");
+                assert_eq!(bitmap.allows(range, Access::Write), write, "{range:?}");
+            }
+            for (page, attribute) in naive.iter().enumerate() {
+                assert_eq!(bitmap.attribute(PageNo(page as u64)), *attribute);
+            }
         }
+    }
+
+    #[test]
+    fn sets_of_a_section_change_their_pages_and_no_others() {
+        let bitmap = PaBitmap::new(PAGES, Attribute::ReadWrite);
+        let section = SectionNo(3);
+        let mut set = PageSet::EMPTY;
+        for page in [1536, 1537, 1600, 2047].map(PageNo) {
+            set.insert(page);
+        }
+        bitmap.forbid_writes(section, &set);
+        let mut gone = PageSet::EMPTY;
+        gone.insert(PageNo(1600));
+        bitmap.unmap(section, &gone);
+        for page in 1500..2100 {
+            let expected = match page {
+                1536 | 1537 | 2047 => Attribute::ReadOnly,
+                1600 => Attribute::Unmapped,
+                _ => Attribute::ReadWrite,
+            };
+            assert_eq!(bitmap.attribute(PageNo(page)), expected, "page {page}");
+        }
+    }
+
+    #[test]
+    fn terabyte_whose_pages_are_alike_has_no_chunk_whatever_is_done_to_all_of_it() {
+        let pages = 1024 * PAGES_PER_GIB;
+        let bitmap = PaBitmap::new(pages, Attribute::ReadWrite);
+        let all = PageRange::new(PageNo(0), PageNo(pages));
+        bitmap.forbid_writes_range(all);
+        assert!(bitmap.allows(all, Access::Read) && !bitmap.allows(all, Access::Write));
+        bitmap.unmap_range(all);
+        assert!(!bitmap.allows(all, Access::Read));
+        // What changes nothing makes nothing.
+        bitmap.unmap_range(PageNo(77).single());
+        assert_eq!(bitmap.chunk_count(), 0);
+        assert_eq!(bitmap.bytes(), 25 * 1024);
+        bitmap.grant(PageNo(5 * PAGES_PER_GIB).single(), Access::Read);
+        assert_eq!(bitmap.chunk_count(), 1);
+        assert_eq!(bitmap.bytes(), 25 * 1024 + 64 * 1024);
+        bitmap.grant(all, Access::Write);
+        assert!(bitmap.allows(all, Access::Write));
+        assert_eq!(bitmap.chunk_count(), 1);
     }
 
     #[test]
     fn range_past_the_end_is_not_allowed_though_its_word_is_set() {
         let bitmap = PaBitmap::new(40, Attribute::ReadWrite);
+        let over = PageRange::new(PageNo(39), PageNo(41));
         assert!(bitmap.allows(PageRange::new(PageNo(0), PageNo(40)), Access::Write));
-        assert!(!bitmap.allows(PageRange::new(PageNo(39), PageNo(41)), Access::Read));
+        assert!(!bitmap.allows(over, Access::Read));
+        bitmap.unmap_range(over);
+        bitmap.grant(over, Access::Write);
+        bitmap.grant(PageNo(u64::MAX - 1).single(), Access::Write);
+        assert_eq!(bitmap.attribute(PageNo(39)), Attribute::ReadWrite);
+        assert_eq!(bitmap.attribute(PageNo(40)), Attribute::Unmapped);
+        assert!(!bitmap.allows(over, Access::Read));
     }
 }

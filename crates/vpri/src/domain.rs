@@ -9,17 +9,24 @@
 //! A domain whose file its VM has unplugged is *retired*: no bit of it is ever
 //! set again, and page requests for it are refused, so a device that still knows
 //! it reaches nothing. Should the file come again, it gets a new domain.
+//!
+//! Where the host is another process it *declares* domains before any device may
+//! have mapped their files; and until it has declared all, a domain that only a
+//! device knows begins unmapped ([`DomainTable::set_initial`]).
 
 use crate::{
     bitmap::Attribute,
     lease::{Lease, PageAttributes},
+    space::{IoSpace, IoSpaces, LookError},
 };
-use pagetide_addr::{Access, DomainId, FileKey, PAGE_BYTES, PageRange};
-use pagetide_sys::mapping::SharedMapping;
+use pagetide_addr::{
+    Access, DomainId, FileKey, Hva, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo,
+};
+use pagetide_sys::{mapping::SharedMapping, pagemap::Pagemap};
 use std::{
     collections::{HashMap, HashSet},
     os::fd::BorrowedFd,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
 };
 
 /// Largest file a domain can cover, from the width of a lease's section numbers: 2^32 sections.
@@ -56,6 +63,21 @@ pub enum DomainError {
         /// Number of such ports.
         devices: u32,
     },
+    /// The file is not as long as its domain was declared.
+    #[error(
+        "RAM file {key} has {bytes} bytes, but the host has declared {declared_bytes}: the VM changed its RAM in between; connect the device again"
+    )]
+    Length {
+        /// The file.
+        key: FileKey,
+        /// Its length.
+        bytes: u64,
+        /// What the host said.
+        declared_bytes: u64,
+    },
+    /// The device is not there, or does not do what it is told.
+    #[error("the DPU {0}")]
+    Device(String),
     /// The file belongs to a VM that could not be taken up again.
     #[error(
         "RAM file {0} belongs to a VM whose evicted pages wait in a pool that could not be taken up: no device may touch it until then"
@@ -80,7 +102,9 @@ pub enum LookUp {
 pub struct DmaDomain {
     id: DomainId,
     key: FileKey,
-    mapping: Arc<SharedMapping>,
+    len_bytes: u64,
+    /// Made when the first device of this process has the file.
+    mapping: OnceLock<Arc<SharedMapping>>,
     attributes: PageAttributes,
     owner: Mutex<Ownership>,
 }
@@ -107,13 +131,13 @@ impl DmaDomain {
     /// Length of the file, in bytes.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
-        self.mapping.len_bytes()
+        self.len_bytes
     }
 
-    /// This process' one mapping of the file.
+    /// This process' one mapping of the file; `None` as long as no device has brought the file.
     #[must_use]
-    pub fn mapping(&self) -> &Arc<SharedMapping> {
-        &self.mapping
+    pub fn mapping(&self) -> Option<&Arc<SharedMapping>> {
+        self.mapping.get()
     }
 
     /// The page attributes.
@@ -166,9 +190,11 @@ pub struct DomainTable {
     entries: Mutex<Entries>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Entries {
     next_id: u32,
+    /// What a domain begins as that only a device knows.
+    initial: Attribute,
     barred: HashSet<FileKey>,
     by_key: HashMap<FileKey, Weak<DmaDomain>>,
 }
@@ -179,8 +205,42 @@ impl DomainTable {
     pub fn new(engine_count: usize) -> Self {
         Self {
             engine_count,
-            entries: Mutex::default(),
+            entries: Mutex::new(Entries {
+                next_id: 0,
+                initial: Attribute::ReadWrite,
+                barred: HashSet::new(),
+                by_key: HashMap::new(),
+            }),
         }
+    }
+
+    /// What a domain is from now on as long as only a device knows it: read-write if the host knows
+    /// all memory of which content is elsewhere, unmapped until then.
+    pub fn set_initial(&self, initial: Attribute) {
+        self.lock().initial = initial;
+    }
+
+    /// The domain of the file `key`, which no device needs to have brought yet: made, unmapped, if
+    /// there is none.
+    ///
+    /// # Errors
+    /// [`DomainError::TooLarge`], [`DomainError::Length`].
+    pub fn declare(&self, key: FileKey, bytes: u64) -> Result<Arc<DmaDomain>, DomainError> {
+        if bytes > DOMAIN_BYTES_MAX {
+            return Err(DomainError::TooLarge(bytes));
+        }
+        let mut entries = self.lock();
+        if let Some(domain) = entries.known(key, bytes)? {
+            return Ok(domain);
+        }
+        Ok(entries.make(key, bytes, (self.engine_count, Attribute::Unmapped)))
+    }
+
+    /// Every domain there is.
+    #[must_use]
+    pub fn all(&self) -> Vec<Arc<DmaDomain>> {
+        let entries = self.lock();
+        entries.by_key.values().filter_map(Weak::upgrade).collect()
     }
 
     /// Number of engines its domains count leases for.
@@ -207,31 +267,21 @@ impl DomainTable {
         if entries.barred.contains(&key) {
             return Err(DomainError::Barred(key));
         }
-        if let Some(domain) = entries.by_key.get(&key).and_then(Weak::upgrade) {
-            return Ok(domain);
+        let initial = entries.initial;
+        let domain = match entries.known(key, bytes)? {
+            Some(domain) => domain,
+            None => entries.make(key, bytes, (self.engine_count, initial)),
+        };
+        if domain.mapping.get().is_none() {
+            seal(file, key);
+            let mapping = SharedMapping::new(file, bytes).map_err(|source| DomainError::Map {
+                key,
+                bytes,
+                source,
+            })?;
+            // Under the table's lock nobody else has set it.
+            domain.mapping.get_or_init(|| Arc::new(mapping));
         }
-        seal(file, key);
-        let mapping = SharedMapping::new(file, bytes).map_err(|source| DomainError::Map {
-            key,
-            bytes,
-            source,
-        })?;
-        let id = DomainId(entries.next_id);
-        entries.next_id += 1;
-        let attributes = PageAttributes::new(
-            bytes.div_ceil(PAGE_BYTES),
-            self.engine_count,
-            Attribute::ReadWrite,
-        );
-        let domain = Arc::new(DmaDomain {
-            id,
-            key,
-            mapping: Arc::new(mapping),
-            attributes,
-            owner: Mutex::default(),
-        });
-        entries.by_key.retain(|_, known| known.strong_count() > 0);
-        entries.by_key.insert(key, Arc::downgrade(&domain));
         Ok(domain)
     }
 
@@ -265,6 +315,159 @@ impl DomainTable {
     }
 }
 
+impl Entries {
+    fn known(&self, key: FileKey, bytes: u64) -> Result<Option<Arc<DmaDomain>>, DomainError> {
+        let Some(domain) = self.by_key.get(&key).and_then(Weak::upgrade) else {
+            return Ok(None);
+        };
+        // One that a device has mapped stays as long as it was: whoever asks anew gets that part.
+        if domain.mapping.get().is_none() && domain.len_bytes != bytes {
+            return Err(DomainError::Length {
+                key,
+                bytes,
+                declared_bytes: domain.len_bytes,
+            });
+        }
+        Ok(Some(domain))
+    }
+
+    fn make(
+        &mut self,
+        key: FileKey,
+        bytes: u64,
+        (engine_count, attribute): (usize, Attribute),
+    ) -> Arc<DmaDomain> {
+        let id = DomainId(self.next_id);
+        self.next_id += 1;
+        let pages = bytes.div_ceil(PAGE_BYTES);
+        let domain = Arc::new(DmaDomain {
+            id,
+            key,
+            len_bytes: bytes,
+            mapping: OnceLock::new(),
+            attributes: PageAttributes::new(pages, engine_count, attribute),
+            owner: Mutex::default(),
+        });
+        self.by_key.retain(|_, known| known.strong_count() > 0);
+        self.by_key.insert(key, Arc::downgrade(&domain));
+        domain
+    }
+}
+
+impl IoSpace for DmaDomain {
+    fn id(&self) -> DomainId {
+        self.id
+    }
+
+    fn key(&self) -> FileKey {
+        self.key
+    }
+
+    fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    fn attach(&self) -> Result<(), DomainError> {
+        Self::attach(self)
+    }
+
+    fn detach(&self) {
+        Self::detach(self);
+    }
+
+    fn unmap_all(&self) {
+        self.attributes.unmap_all();
+    }
+
+    fn is_any_leased(&self) -> bool {
+        self.attributes.is_any_leased()
+    }
+
+    fn unmap(&self, section: SectionNo, pages: &PageSet) -> bool {
+        self.attributes.unmap(section, pages)
+    }
+
+    fn forbid_writes(&self, section: SectionNo, pages: &PageSet) -> bool {
+        self.attributes.forbid_writes(section, pages)
+    }
+
+    fn grant(&self, range: PageRange, access: Access) {
+        self.attributes.grant(range, access);
+    }
+
+    fn standing_in(&self, section: SectionNo) -> PageSet {
+        self.attributes.wired_in(section)
+    }
+
+    fn standing_pages(&self) -> u64 {
+        self.attributes.wired_pages()
+    }
+
+    /// DMA goes through this process' mapping, so its present bits are the marks.
+    fn touched(
+        &self,
+        pages: PageRange,
+        marks: Marks,
+        visit: &mut dyn FnMut(PageNo),
+    ) -> Result<(), LookError> {
+        let Some(mapping) = self.mapping.get() else {
+            return Ok(());
+        };
+        let failed = |error: &dyn std::fmt::Display| LookError(error.to_string());
+        let first = Hva(mapping.address() as u64 + pages.start.byte_offset());
+        let map = Pagemap::of_self().map_err(|error| failed(&error))?;
+        let mut any = false;
+        map.visit(first, pages.len(), |position, entry| {
+            if entry.is_present() {
+                any = true;
+                visit(PageNo(pages.start.0 + position));
+            }
+        })
+        .map_err(|error| failed(&error))?;
+        if any && marks == Marks::Forget {
+            let dropped = mapping.drop_translations(pages.start.byte_offset(), pages.bytes());
+            dropped.map_err(|error| failed(&error))?;
+        }
+        Ok(())
+    }
+
+    fn mapping(&self) -> Option<&Arc<SharedMapping>> {
+        self.mapping.get()
+    }
+}
+
+impl IoSpaces for DomainTable {
+    fn open(
+        &self,
+        file: BorrowedFd<'_>,
+        key: FileKey,
+        bytes: u64,
+    ) -> Result<Arc<dyn IoSpace>, DomainError> {
+        Self::open(self, file, key, bytes).map(|domain| domain as Arc<dyn IoSpace>)
+    }
+
+    fn bar(&self, key: FileKey) {
+        Self::bar(self, key);
+    }
+
+    fn retire(&self, space: &dyn IoSpace) {
+        if let Some(domain) = self.all().into_iter().find(|d| d.id() == space.id()) {
+            Self::retire(self, &domain);
+        }
+    }
+
+    /// In this process devices are not made before.
+    fn all_known(&self) {}
+
+    fn processes(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    fn eviction_bar(&self) -> Option<String> {
+        None
+    }
+}
+
 /// Keeps a memfd from being shrunk: a page of ours past its end would kill this process. One that
 /// takes no seals, or a file on tmpfs, is its owner's to keep whole.
 fn seal(file: BorrowedFd<'_>, key: FileKey) {
@@ -284,6 +487,7 @@ fn seal(file: BorrowedFd<'_>, key: FileKey) {
 #[derive(Debug)]
 pub struct EnginePort {
     domain: Arc<DmaDomain>,
+    mapping: Arc<SharedMapping>,
     engine: usize,
     look_up: LookUp,
     not_sync: std::marker::PhantomData<std::cell::Cell<()>>,
@@ -293,12 +497,17 @@ impl EnginePort {
     /// A port of engine number `engine`.
     ///
     /// # Errors
-    /// [`DomainError::LookUpNeeded`] if look-up is to be off and a VM owns the domain.
+    /// [`DomainError::LookUpNeeded`] if look-up is to be off and a VM owns the domain;
+    /// [`DomainError::Device`] if its file is not mapped.
     pub fn new(
         domain: Arc<DmaDomain>,
         engine: usize,
         look_up: LookUp,
     ) -> Result<Self, DomainError> {
+        let Some(mapping) = domain.mapping.get().map(Arc::clone) else {
+            let why = format!("has not mapped RAM file {}", domain.key);
+            return Err(DomainError::Device(why));
+        };
         if look_up == LookUp::Off {
             let mut owner = domain.lock_owner();
             if owner.attached {
@@ -308,6 +517,7 @@ impl EnginePort {
         }
         Ok(Self {
             domain,
+            mapping,
             engine,
             look_up,
             not_sync: std::marker::PhantomData,
@@ -318,6 +528,13 @@ impl EnginePort {
     #[must_use]
     pub fn domain(&self) -> &Arc<DmaDomain> {
         &self.domain
+    }
+
+    /// The mapping of the domain's file.
+    #[must_use]
+    #[inline]
+    pub fn mapping(&self) -> &SharedMapping {
+        &self.mapping
     }
 
     /// Leases `range` if all of it allows `access`; `None` means a page request is due.

@@ -15,6 +15,11 @@ pub mod mmu;
 pub mod queue;
 #[cfg(not(loom))]
 pub mod service;
+#[cfg(not(loom))]
+pub mod source;
+#[cfg(not(loom))]
+pub mod space;
+mod sparse;
 mod sync;
 
 pub use bitmap::{Attribute, PaBitmap};
@@ -27,3 +32,7 @@ pub use mmu::DmaMmu;
 pub use queue::{DeviceEnd, Doorbell, FaultAssist, HostEnd, QueueFull, fault_queue};
 #[cfg(not(loom))]
 pub use service::{DPU, FaultService, ServiceThread, Tenant};
+#[cfg(not(loom))]
+pub use source::FaultSource;
+#[cfg(not(loom))]
+pub use space::{IoSpace, IoSpaces, LookError};

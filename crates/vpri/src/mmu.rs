@@ -9,7 +9,7 @@
 //! when it began; the section's lock, under which it is made, keeps a domain from
 //! going while pages of it are granted.
 
-use crate::domain::DmaDomain;
+use crate::space::IoSpace;
 use arc_swap::ArcSwap;
 use pagetide_addr::{Access, DomainId, PageNo, PageRange, PageSet, SectionNo};
 use pagetide_gmem::{Backing, Mmu, MmuError, MmuLimits, Restrict, Restricted, TableId};
@@ -19,7 +19,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 struct Part {
     pages: PageRange,
-    domain: Arc<DmaDomain>,
+    domain: Arc<dyn IoSpace>,
 }
 
 impl Part {
@@ -43,7 +43,7 @@ pub struct DmaMmu {
 impl DmaMmu {
     /// The domains of a VM, each with the pages it has in the address space.
     #[must_use]
-    pub fn new(domains: impl IntoIterator<Item = (Arc<DmaDomain>, PageRange)>) -> Self {
+    pub fn new(domains: impl IntoIterator<Item = (Arc<dyn IoSpace>, PageRange)>) -> Self {
         let part = |(domain, pages)| Part { pages, domain };
         let parts: Vec<Part> = domains.into_iter().map(part).collect();
         Self {
@@ -52,7 +52,7 @@ impl DmaMmu {
     }
 
     /// One more domain, whose pages are `pages` of the address space. Nothing is granted yet.
-    pub fn add(&self, domain: &Arc<DmaDomain>, pages: PageRange) {
+    pub fn add(&self, domain: &Arc<dyn IoSpace>, pages: PageRange) {
         self.parts.rcu(|parts| {
             let mut parts = Vec::clone(parts);
             parts.push(Part {
@@ -74,7 +74,7 @@ impl DmaMmu {
 
     /// The domains there are now.
     #[must_use]
-    pub fn domains(&self) -> Vec<Arc<DmaDomain>> {
+    pub fn domains(&self) -> Vec<Arc<dyn IoSpace>> {
         let parts = self.parts.load();
         parts.iter().map(|part| Arc::clone(&part.domain)).collect()
     }
@@ -112,12 +112,7 @@ impl Mmu for DmaMmu {
         let parts = self.parts.load();
         for (part, own) in pieces(&parts, section.pages(u64::MAX / 2)) {
             for (own_section, _) in own.by_section() {
-                for page in part
-                    .domain
-                    .attributes()
-                    .wired_in(own_section)
-                    .pages(own_section)
-                {
+                for page in part.domain.standing_in(own_section).pages(own_section) {
                     let page = part.in_space(page);
                     if page.section() == section {
                         set.insert(page);
@@ -145,11 +140,10 @@ impl Mmu for DmaMmu {
                 {
                     set.insert(page);
                 }
-                let attributes = part.domain.attributes();
                 let done = set.is_empty()
                     || match to {
-                        Restrict::NoAccess => attributes.unmap(own_section, &set),
-                        Restrict::ReadOnly => attributes.forbid_writes(own_section, &set),
+                        Restrict::NoAccess => part.domain.unmap(own_section, &set),
+                        Restrict::ReadOnly => part.domain.forbid_writes(own_section, &set),
                     };
                 if !done {
                     return Ok(Restricted::Busy);
@@ -167,7 +161,7 @@ impl Mmu for DmaMmu {
         _backing: Backing,
     ) -> Result<(), MmuError> {
         for (part, own) in pieces(&self.parts.load(), pages) {
-            part.domain.attributes().grant(own, access);
+            part.domain.grant(own, access);
         }
         Ok(())
     }
@@ -176,38 +170,44 @@ impl Mmu for DmaMmu {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Attribute, domain::DomainTable};
+    use crate::{
+        Attribute,
+        domain::{DmaDomain, DomainTable},
+    };
     use pagetide_addr::PAGE_BYTES;
     use pagetide_sys::memory_file::GuestFile;
     use std::os::fd::AsFd;
 
-    fn mmu(sizes: &[u64]) -> DmaMmu {
+    fn mmu(sizes: &[u64]) -> (DmaMmu, Vec<Arc<DmaDomain>>) {
+        let mut domains = Vec::new();
         let table = DomainTable::new(1);
         let mut first = 0;
-        DmaMmu::new(sizes.iter().map(|pages| {
+        let mmu = DmaMmu::new(sizes.iter().map(|pages| {
             let range = PageRange::new(PageNo(first), PageNo(first + pages));
             first += pages;
             let file = GuestFile::new_memfd("part", pages * PAGE_BYTES).unwrap();
             let domain = table
                 .open(file.as_fd(), file.key().unwrap(), pages * PAGE_BYTES)
                 .unwrap();
-            (domain, range)
-        }))
+            domains.push(Arc::clone(&domain));
+            (domain as Arc<dyn IoSpace>, range)
+        }));
+        (mmu, domains)
     }
 
-    fn attributes(mmu: &DmaMmu) -> Vec<Attribute> {
-        let of = |part: &Part| {
-            let bitmap = part.domain.attributes().bitmap();
-            (0..part.pages.len())
+    fn attributes(domains: &[Arc<DmaDomain>]) -> Vec<Attribute> {
+        let of = |domain: &Arc<DmaDomain>| {
+            let bitmap = domain.attributes().bitmap();
+            (0..bitmap.page_count())
                 .map(|page| bitmap.attribute(PageNo(page)))
                 .collect::<Vec<_>>()
         };
-        mmu.parts.load().iter().flat_map(of).collect()
+        domains.iter().flat_map(of).collect()
     }
 
     #[test]
     fn restriction_and_grant_reach_just_the_pages_meant_across_unaligned_files() {
-        let mmu = mmu(&[700, 300, 1000]);
+        let (mmu, domains) = mmu(&[700, 300, 1000]);
         let section = SectionNo(1);
         let range = PageRange::new(PageNo(690), PageNo(1010));
         let set = PageSet::of_range(section, range);
@@ -217,7 +217,7 @@ mod tests {
             Restricted::Done
         );
         let expected = |page: u64| range.contains(PageNo(page)) && page < 1024;
-        for (page, attribute) in attributes(&mmu).iter().enumerate() {
+        for (page, attribute) in attributes(&domains).iter().enumerate() {
             assert_eq!(
                 *attribute == Attribute::Unmapped,
                 expected(page as u64),
@@ -226,13 +226,17 @@ mod tests {
         }
         mmu.grant(TableId(0), range, Access::Write, Backing::Home)
             .unwrap();
-        assert!(attributes(&mmu).iter().all(|a| *a == Attribute::ReadWrite));
+        assert!(
+            attributes(&domains)
+                .iter()
+                .all(|a| *a == Attribute::ReadWrite)
+        );
     }
 
     #[test]
     fn wired_pages_are_found_by_their_numbers_in_the_space() {
-        let mmu = mmu(&[700, 600]);
-        assert!(mmu.domains()[1].attributes().wire(PageNo(10).single()));
+        let (mmu, domains) = mmu(&[700, 600]);
+        assert!(domains[1].attributes().wire(PageNo(10).single()));
         assert_eq!(
             mmu.wired(SectionNo(1))
                 .pages(SectionNo(1))
@@ -244,7 +248,7 @@ mod tests {
 
     #[test]
     fn pages_outside_their_domain_are_not_in_the_space() {
-        let mmu = mmu(&[700, 600]);
+        let (mmu, _) = mmu(&[700, 600]);
         let second = mmu.domains()[1].id();
         let range = PageRange::new(PageNo(1), PageNo(600));
         assert_eq!(
@@ -260,7 +264,7 @@ mod tests {
 
     #[test]
     fn domain_that_came_is_reached_at_its_pages_and_one_that_went_is_not() {
-        let mmu = mmu(&[600, 40]);
+        let (mmu, domains) = mmu(&[600, 40]);
         let more = mmu.domains().remove(1);
         mmu.remove(more.id());
         let at = PageRange::new(PageNo(2048), PageNo(2088));
@@ -269,7 +273,7 @@ mod tests {
         assert_eq!(mmu.in_space(more.id(), own), Some(at));
         let all = PageSet::of_range(at.start.section(), at);
         let restrict = || mmu.restrict(TableId(0), at.start.section(), &all, Restrict::NoAccess);
-        let attribute = || more.attributes().bitmap().attribute(PageNo(39));
+        let attribute = || domains[1].attributes().bitmap().attribute(PageNo(39));
         assert_eq!(restrict().unwrap(), Restricted::Done);
         assert_eq!(attribute(), Attribute::Unmapped);
         // A gap is nobody's.

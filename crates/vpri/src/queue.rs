@@ -18,6 +18,7 @@
 //! The producer pushes, then looks at the bell. Sequentially consistent fences
 //! on both sides keep the two looks from passing one another.
 
+use crate::source::FaultSource;
 use crossbeam_queue::ArrayQueue;
 use pagetide_addr::{PageRequest, PageResponse};
 use rustix::{
@@ -215,6 +216,21 @@ impl HostEnd {
     }
 }
 
+impl FaultSource for HostEnd {
+    fn next(&self) -> Option<PageRequest> {
+        HostEnd::next(self)
+    }
+
+    /// The engine looks at the bell, which its owner arms.
+    fn arm(&self) -> bool {
+        self.has_request()
+    }
+
+    fn respond(&self, response: PageResponse) {
+        HostEnd::respond(self, response);
+    }
+}
+
 /// What an engine that has nothing else to do may call: it serves its own page requests, which
 /// spares both wake-ups. Never waits: what cannot be served at once is left to the service.
 pub trait FaultAssist: Send + Sync {
@@ -228,14 +244,14 @@ mod tests {
     use pagetide_addr::{Access, DeviceId, DomainId, PageNo, QueueId, RequestId, ResponseCode};
 
     fn request(id: u64) -> PageRequest {
-        PageRequest {
-            id: RequestId(id),
-            device: DeviceId(1),
-            queue: QueueId(0),
-            domain: DomainId(0),
-            pages: PageNo(id).single(),
-            access: Access::Read,
-        }
+        let from = (DeviceId(1), QueueId(0));
+        PageRequest::demand(
+            RequestId(id),
+            from,
+            DomainId(0),
+            PageNo(id).single(),
+            Access::Read,
+        )
     }
 
     fn pair(capacity: usize) -> (DeviceEnd, HostEnd) {
@@ -255,11 +271,7 @@ mod tests {
             Err(QueueFull(2)),
             "taken by the host is still outstanding"
         );
-        host.respond(PageResponse {
-            id: taken.id,
-            queue: taken.queue,
-            code: ResponseCode::Success,
-        });
+        host.respond(PageResponse::to(&taken, ResponseCode::Success));
         assert_eq!(device.next().unwrap().id, RequestId(1));
         device.submit(request(3)).unwrap();
         assert_eq!(device.outstanding(), 2);
@@ -290,11 +302,7 @@ mod tests {
             let mut served = 0;
             while served < 20_000 {
                 while let Some(r) = host.next() {
-                    host.respond(PageResponse {
-                        id: r.id,
-                        queue: r.queue,
-                        code: ResponseCode::Success,
-                    });
+                    host.respond(PageResponse::to(&r, ResponseCode::Success));
                     served += 1;
                 }
                 host_bell.arm();

@@ -18,9 +18,9 @@
 //! RAM it asks for: a request for a domain that is retired is refused.
 
 use crate::{
-    domain::DmaDomain,
     mmu::DmaMmu,
     queue::{Doorbell, FaultAssist, HostEnd},
+    space::IoSpace,
 };
 use pagetide_addr::{DeviceId, DomainId, PageRequest, PageResponse, ResponseCode};
 use pagetide_gmem::{AddressSpace, Fault, FaultOutcome};
@@ -93,7 +93,7 @@ pub struct FaultService {
     /// Requests for domains whose VM is just being attached.
     held: Mutex<HashMap<DomainId, Vec<(PageRequest, HostEnd)>>>,
     /// Domains whose RAM is unplugged, as long as a device knows them.
-    retired: Mutex<HashMap<DomainId, Weak<DmaDomain>>>,
+    retired: Mutex<HashMap<DomainId, Weak<dyn IoSpace>>>,
     stopped: AtomicBool,
 }
 
@@ -167,7 +167,7 @@ impl FaultService {
     }
 
     /// Page requests for these domains are requests of `tenant` from now on, those held too.
-    pub fn serve_domains(&self, tenant: &Arc<Tenant>, domains: &[Arc<DmaDomain>]) {
+    pub fn serve_domains(&self, tenant: &Arc<Tenant>, domains: &[Arc<dyn IoSpace>]) {
         {
             let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
             for domain in domains {
@@ -183,7 +183,7 @@ impl FaultService {
     /// Page requests for these domains wait from now on, until they are [served](Self::serve_domains),
     /// [released](Self::release) or [refused](Self::refuse): their VM is being attached, or has got
     /// more RAM.
-    pub fn hold(&self, domains: &[Arc<DmaDomain>]) {
+    pub fn hold(&self, domains: &[Arc<dyn IoSpace>]) {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         for domain in domains {
             held.entry(domain.id()).or_default();
@@ -191,7 +191,7 @@ impl FaultService {
     }
 
     /// Undoes [`Self::hold`]: the attach failed, and the domains are read-write again.
-    pub fn release(&self, domains: &[Arc<DmaDomain>]) {
+    pub fn release(&self, domains: &[Arc<dyn IoSpace>]) {
         for (request, host) in self.take_held(domains) {
             respond(&host, &request, FaultOutcome::Present);
         }
@@ -199,7 +199,7 @@ impl FaultService {
 
     /// Page requests for `domain` are refused from now on: its RAM is unplugged. Its pages must be
     /// out of its tenant's [`DmaMmu`] already.
-    pub fn refuse(&self, domain: &Arc<DmaDomain>) {
+    pub fn refuse(&self, domain: &Arc<dyn IoSpace>) {
         {
             let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
             retired.retain(|_, known| known.strong_count() > 0);
@@ -213,7 +213,7 @@ impl FaultService {
         }
     }
 
-    fn take_held(&self, domains: &[Arc<DmaDomain>]) -> Vec<(PageRequest, HostEnd)> {
+    fn take_held(&self, domains: &[Arc<dyn IoSpace>]) -> Vec<(PageRequest, HostEnd)> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         domains
             .iter()
@@ -370,11 +370,7 @@ fn respond(host: &HostEnd, request: &PageRequest, outcome: FaultOutcome) {
         FaultOutcome::OutOfRange => ResponseCode::InvalidRequest,
         FaultOutcome::Lost | FaultOutcome::Gone => ResponseCode::ResponseFailure,
     };
-    host.respond(PageResponse {
-        id: request.id,
-        queue: request.queue,
-        code,
-    });
+    host.respond(PageResponse::to(request, code));
 }
 
 /// Moves this thread to `cpus`, if it is not there already. That it cannot be moved costs speed only.
@@ -408,22 +404,17 @@ mod tests {
         let open = || table.open(file.as_fd(), file.key().unwrap(), FILE_BYTES);
         let domain = open().unwrap();
         let ask = |id: u64| {
-            let request = PageRequest {
-                id: RequestId(id),
-                device: DPU,
-                queue: QueueId(0),
-                domain: domain.id(),
-                pages: PageNo(0).single(),
-                access: Access::Read,
-            };
+            let (from, page) = ((DPU, QueueId(0)), PageNo(0).single());
+            let request = PageRequest::demand(RequestId(id), from, domain.id(), page, Access::Read);
             device.submit(request).unwrap();
             assert!(service.assist(0));
             device.next().map(|response| response.code)
         };
         assert_eq!(ask(1), Some(ResponseCode::Success), "nobody's: read-write");
-        service.hold(std::slice::from_ref(&domain));
+        let space = Arc::clone(&domain) as Arc<dyn IoSpace>;
+        service.hold(std::slice::from_ref(&space));
         assert_eq!(ask(2), None, "held");
-        service.refuse(&domain);
+        service.refuse(&space);
         table.retire(&domain);
         let refused = Some(ResponseCode::InvalidRequest);
         assert_eq!(device.next().map(|response| response.code), refused);

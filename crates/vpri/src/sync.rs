@@ -7,17 +7,46 @@ pub(crate) use loom::{
     hint::spin_loop,
     sync::{
         Mutex,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering},
     },
 };
 #[cfg(not(loom))]
 pub(crate) use std::{
     hint::spin_loop,
     sync::{
-        Mutex,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        Mutex, OnceLock,
+        atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering},
     },
 };
+
+/// Stands in for the standard one under the model checker, which has none: what the checker needs
+/// to see is that a value shows itself by one store. Set by one thread at a time.
+#[cfg(loom)]
+pub(crate) struct OnceLock<T> {
+    value: std::sync::OnceLock<T>,
+    shown: loom::sync::atomic::AtomicBool,
+}
+
+#[cfg(loom)]
+impl<T> OnceLock<T> {
+    pub(crate) fn new() -> Self {
+        Self {
+            value: std::sync::OnceLock::new(),
+            shown: loom::sync::atomic::AtomicBool::new(false),
+        }
+    }
+
+    pub(crate) fn get(&self) -> Option<&T> {
+        let shown = self.shown.load(Ordering::Acquire);
+        shown.then(|| self.value.get()).flatten()
+    }
+
+    pub(crate) fn set(&self, value: T) -> Result<(), T> {
+        self.value.set(value)?;
+        self.shown.store(true, Ordering::Release);
+        Ok(())
+    }
+}
 
 /// The engine's half: keeps the compiler from moving its bitmap load above its lease store. The
 /// processor is held to it by [`heavy_fence`] on the other side.

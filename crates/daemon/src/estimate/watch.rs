@@ -8,7 +8,7 @@ use pagetide_addr::{PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
 use pagetide_vmm::hazards::{self, EvictionBar};
 use pagetide_vmm::layout::{LiveLayout, RamLayout};
 use pagetide_vmm::process::VmmProcess;
-use pagetide_vmm::tracker::{AccessTracker, NoMappings, TrackerError, UnmapAndLook};
+use pagetide_vmm::tracker::{AccessTracker, NoDma, TrackerError, UnmapAndLook};
 use pagetide_vmm::{Refusal, swap};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -48,7 +48,7 @@ impl Watch {
         };
         let layout = Arc::new(layout);
         let live = Arc::new(LiveLayout::new(RamLayout::clone(&layout)));
-        let tracker = UnmapAndLook::new(&vmm, live, Arc::new(NoMappings)).map_err(tracked)?;
+        let tracker = UnmapAndLook::new(&vmm, live, Arc::new(NoDma)).map_err(tracked)?;
         let count = SectionNo::count_for(layout.page_count());
         Ok(Self {
             sections: choose_sections(count, most, &mut Chooser::new(u64::from(pid))),

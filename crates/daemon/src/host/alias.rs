@@ -19,7 +19,7 @@
 use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo, PageRange};
 use pagetide_gmem::{AddressSpace, Fault, FaultOutcome};
 use pagetide_sys::uffd::{Features, FillOutcome, UffdError, Userfaultfd, Watch, page_of};
-use pagetide_vpri::{DPU, DmaDomain, DmaMmu, Doorbell};
+use pagetide_vpri::{DPU, DmaMmu, Doorbell, IoSpace};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     fd::AsFd,
@@ -59,8 +59,10 @@ pub(super) enum AliasError {
     Thread(#[from] io::Error),
 }
 
-fn range_of(domain: &DmaDomain) -> (Hva, u64) {
-    (Hva(domain.mapping().address() as u64), domain.len_bytes())
+/// Where this process has mapped the domain's file; `None` if it has not.
+fn range_of(domain: &dyn IoSpace) -> Option<(Hva, u64)> {
+    let mapping = domain.mapping()?;
+    Some((Hva(mapping.address() as u64), domain.len_bytes()))
 }
 
 impl AliasGuard {
@@ -81,14 +83,16 @@ impl AliasGuard {
             thread: None,
         };
         for domain in mmu.domains() {
-            guard.add(&domain)?;
+            guard.add(&*domain)?;
         }
         Ok(guard)
     }
 
     /// Watches the mapping of one more domain.
-    pub(super) fn add(&mut self, domain: &DmaDomain) -> Result<(), AliasError> {
-        let (start, len_bytes) = range_of(domain);
+    pub(super) fn add(&mut self, domain: &dyn IoSpace) -> Result<(), AliasError> {
+        let Some((start, len_bytes)) = range_of(domain) else {
+            return Ok(());
+        };
         self.userfaultfd
             .register(start, len_bytes, Watch::MissingAndWriteProtected)?;
         self.ranges.push((start, len_bytes));
@@ -96,8 +100,10 @@ impl AliasGuard {
     }
 
     /// Watches the mapping of a domain no more; threads of ours that wait there go on.
-    pub(super) fn remove(&mut self, domain: &DmaDomain) {
-        let range = range_of(domain);
+    pub(super) fn remove(&mut self, domain: &dyn IoSpace) {
+        let Some(range) = range_of(domain) else {
+            return;
+        };
         let known = self.ranges.len();
         self.ranges.retain(|known| *known != range);
         if self.ranges.len() < known {
@@ -215,7 +221,7 @@ impl AliasServer {
 
     fn page_at(&self, address: Hva) -> Option<PageRange> {
         self.mmu.domains().iter().find_map(|domain| {
-            let (start, len_bytes) = range_of(domain);
+            let (start, len_bytes) = range_of(&**domain)?;
             let offset = address
                 .offset_from(start)
                 .filter(|offset| *offset < len_bytes)?;

@@ -33,7 +33,7 @@ use pagetide_vmm::{
     process::VmmProcess,
     takeover,
 };
-use pagetide_vpri::{DmaDomain, DmaMmu, DomainTable};
+use pagetide_vpri::{DmaMmu, IoSpace};
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -80,7 +80,6 @@ fn refused(refusal: &Refusal) -> ControlError {
 pub(super) fn attach(
     request: &AttachRequest,
     state_dir: &Path,
-    domains: &DomainTable,
     shared: &Shared,
 ) -> Result<Vm, ControlError> {
     let vmm = VmmProcess::open(request.pid).map_err(|r| refused(&r))?;
@@ -98,7 +97,7 @@ pub(super) fn attach(
         mappings: mappings_of(&layout),
     };
     refuse_unseen_pages(&layout)?;
-    let claim = Claim::take(&layout, domains, shared)?;
+    let claim = Claim::take(&layout, shared)?;
     drain(&claim.mmu.domains(), DRAIN_WAIT)?;
     let path = pool_path(state_dir, &request.name);
     let pool = Arc::new(make_pool(&path, &layout, &identity)?);
@@ -194,15 +193,12 @@ struct Claim<'a> {
 }
 
 impl<'a> Claim<'a> {
-    fn take(
-        layout: &RamLayout,
-        table: &DomainTable,
-        shared: &'a Shared,
-    ) -> Result<Self, ControlError> {
+    fn take(layout: &RamLayout, shared: &'a Shared) -> Result<Self, ControlError> {
         let mut domains = Vec::new();
         for file in layout.files() {
             use std::os::fd::AsFd;
-            let domain = table
+            let domain = shared
+                .spaces
                 .open(file.file().as_fd(), file.key(), file.pages().bytes())
                 .map_err(failed)?;
             domains.push((domain, file.pages()));
@@ -212,7 +208,7 @@ impl<'a> Claim<'a> {
             if let Err(error) = domain.attach() {
                 attached
                     .iter()
-                    .for_each(|domain: &Arc<DmaDomain>| domain.detach());
+                    .for_each(|domain: &Arc<dyn IoSpace>| domain.detach());
                 return Err(ControlError::refused(error.to_string()));
             }
             attached.push(Arc::clone(domain));
@@ -220,7 +216,7 @@ impl<'a> Claim<'a> {
         let mmu = Arc::new(DmaMmu::new(domains));
         shared.service.hold(&mmu.domains());
         for domain in mmu.domains() {
-            domain.attributes().unmap_all();
+            domain.unmap_all();
         }
         Ok(Self {
             mmu,
@@ -248,9 +244,9 @@ impl Drop for Claim<'_> {
 ///
 /// # Errors
 /// A sentence, after `patience`.
-pub(super) fn drain(domains: &[Arc<DmaDomain>], patience: Duration) -> Result<(), ControlError> {
+pub(super) fn drain(domains: &[Arc<dyn IoSpace>], patience: Duration) -> Result<(), ControlError> {
     let begun = Instant::now();
-    let is_leased = |domain: &Arc<DmaDomain>| domain.attributes().is_any_leased();
+    let is_leased = |domain: &Arc<dyn IoSpace>| domain.is_any_leased();
     while domains.iter().any(is_leased) {
         if begun.elapsed() > patience {
             return Err(ControlError::refused(format!(
@@ -311,11 +307,7 @@ fn read_identity(pool: &Pool) -> Result<Identity, ControlError> {
 ///
 /// # Errors
 /// A sentence; the pool stays where it is.
-pub(super) fn recover(
-    path: &Path,
-    domains: &DomainTable,
-    shared: &Shared,
-) -> Result<Found, ControlError> {
+pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlError> {
     let pool = Arc::new(Pool::open(path).map_err(failed)?);
     let identity = read_identity(&pool)?;
     let vmm = match VmmProcess::reopen(identity.process()) {
@@ -347,7 +339,7 @@ pub(super) fn recover(
     let userfaultfd = Arc::new(resumed.userfaultfd);
     let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(&pool)))).map_err(failed)?;
     let layout = leave_out_misfits(&resumed.layout, (&table, &pool), &userfaultfd);
-    let claim = Claim::take(&layout, domains, shared)?;
+    let claim = Claim::take(&layout, shared)?;
     let live = Arc::new(LiveLayout::new(layout.clone()));
     let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     forget_what_went(&table, &layout);

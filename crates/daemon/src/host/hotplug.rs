@@ -67,7 +67,7 @@ use pagetide_vmm::{
     place::VmPlace,
     takeover,
 };
-use pagetide_vpri::{DPU, DmaDomain, DmaMmu};
+use pagetide_vpri::{DPU, DmaMmu, IoSpace};
 use std::{
     collections::BTreeMap,
     os::fd::AsFd,
@@ -258,12 +258,12 @@ impl Hotplug {
         if let Some(domain) = domains.iter().find(|domain| domain.key() == key) {
             vm.mmu.remove(domain.id());
             if let Some(alias) = lock(&vm.alias).as_mut() {
-                alias.remove(domain);
+                alias.remove(&**domain);
             }
             match fate {
                 Fate::Gone => {
                     self.shared.service.refuse(domain);
-                    self.shared.domains.retire(domain);
+                    self.shared.spaces.retire(&**domain);
                 }
                 // A device may have it by its new mapping already.
                 Fate::Back => {
@@ -305,7 +305,7 @@ impl Hotplug {
         vm.whole.make_room_for(pages)?;
         let opened = self
             .shared
-            .domains
+            .spaces
             .open(file.file().as_fd(), key, pages.bytes());
         let domain = opened.map_err(failed)?;
         domain.attach().map_err(failed)?;
@@ -338,7 +338,7 @@ struct Joining<'a> {
     before: &'a RamLayout,
     /// A layout with that file only.
     alone: &'a RamLayout,
-    domain: &'a Arc<DmaDomain>,
+    domain: &'a Arc<dyn IoSpace>,
     pages: PageRange,
 }
 
@@ -347,14 +347,14 @@ impl Joining<'_> {
         let vm = &self.hotplug.vm;
         let service = &self.hotplug.shared.service;
         service.hold(std::slice::from_ref(self.domain));
-        self.domain.attributes().unmap_all();
+        self.domain.unmap_all();
         drain(std::slice::from_ref(self.domain), DRAIN_WAIT)?;
         vm.remember_ram(grown)?;
         vm.layout.set(grown.clone());
         takeover::watch(&vm.userfaultfd, self.alone).map_err(failed)?;
         self.refuse_if_mapped_anew()?;
         if let Some(alias) = lock(&vm.alias).as_mut() {
-            alias.add(self.domain).map_err(failed)?;
+            alias.add(&**self.domain).map_err(failed)?;
         }
         vm.mmu.add(self.domain, self.pages);
         vm.whole.add_ram(self.pages)?;
@@ -390,7 +390,7 @@ impl Joining<'_> {
         }
         unwatch(&vm.userfaultfd, self.alone);
         if let Some(alias) = lock(&vm.alias).as_mut() {
-            alias.remove(self.domain);
+            alias.remove(&**self.domain);
         }
         vm.mmu.remove(self.domain.id());
         vm.layout.set(self.before.clone());

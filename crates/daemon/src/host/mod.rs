@@ -48,7 +48,6 @@ use std::{
 /// The running system.
 struct Host {
     state_dir: PathBuf,
-    domains: Arc<DomainTable>,
     shared: Shared,
     devices: Devices,
     vms: Roster,
@@ -63,14 +62,13 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
     let (events, heard) = mpsc::channel();
     let shared = Shared {
         service: Arc::clone(devices.service()),
-        domains: Arc::clone(&domains),
+        spaces: domains,
         events,
         reader_poll_us: u64::from(settings.reader_poll_us),
         neighbours_max: settings.neighbours,
     };
     let host = Arc::new(Host {
         state_dir,
-        domains,
         shared,
         devices,
         vms: Roster::default(),
@@ -109,7 +107,7 @@ impl Host {
             {
                 continue;
             }
-            match attach::recover(&path, &self.domains, &self.shared) {
+            match attach::recover(&path, &self.shared) {
                 Ok(attach::Found::Recovered(vm)) => {
                     self.vms.put(vm.core.name.clone(), Arc::new(*vm));
                 }
@@ -138,7 +136,7 @@ impl Host {
             .unwrap_or_default();
         match attach::identity_of(path) {
             Ok(identity) => {
-                identity.files().for_each(|key| self.domains.bar(key));
+                identity.files().for_each(|key| self.shared.spaces.bar(key));
                 self.vms
                     .put_waiting(name, Some(identity.pid), why.message.clone());
                 Taken::AllKnown
@@ -192,7 +190,7 @@ impl Control for Host {
     fn attach(&self, request: AttachRequest) -> Result<VmReport, ControlError> {
         crate::name::check_name(&request.name)?;
         self.vms.reserve(&request)?;
-        match attach::attach(&request, &self.state_dir, &self.domains, &self.shared) {
+        match attach::attach(&request, &self.state_dir, &self.shared) {
             Ok(vm) => {
                 let vm = Arc::new(vm);
                 let report = vm.report(&self.devices);

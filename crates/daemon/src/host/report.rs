@@ -65,7 +65,7 @@ impl Vm {
                 .mmu
                 .domains()
                 .iter()
-                .map(|d| d.attributes().wired_pages() * PAGE_BYTES)
+                .map(|d| d.standing_pages() * PAGE_BYTES)
                 .sum(),
             #[expect(
                 clippy::cast_precision_loss,

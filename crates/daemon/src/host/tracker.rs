@@ -1,21 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The VMM's access tracker as the reclaimer wants it.
 
-use pagetide_addr::{FileKey, PageSet, SectionNo};
+use pagetide_addr::{FileKey, Marks, PageNo, PageRange, PageSet, SectionNo};
 use pagetide_swap::{AccessTracker, Touched, reclaim::TrackerError};
-use pagetide_sys::mapping::SharedMapping;
-use pagetide_vmm::tracker::OwnMappings;
+use pagetide_vmm::tracker::DmaLook;
 use pagetide_vpri::DmaMmu;
 use std::sync::Arc;
 
-/// The mappings that our devices do DMA by.
-pub(super) struct OurMappings(pub(super) Arc<DmaMmu>);
+/// What the devices of a VM touch.
+pub(super) struct Dma(pub(super) Arc<DmaMmu>);
 
-impl OwnMappings for OurMappings {
-    fn of(&self, file: FileKey) -> Option<Arc<SharedMapping>> {
+impl DmaLook for Dma {
+    fn touched(
+        &self,
+        file: FileKey,
+        pages: PageRange,
+        marks: Marks,
+        visit: &mut dyn FnMut(PageNo),
+    ) -> Result<(), String> {
         let domains = self.0.domains();
-        let domain = domains.iter().find(|domain| domain.key() == file)?;
-        Some(Arc::clone(domain.mapping()))
+        let Some(domain) = domains.iter().find(|domain| domain.key() == file) else {
+            return Ok(());
+        };
+        domain
+            .touched(pages, marks, visit)
+            .map_err(|error| error.to_string())
     }
 }
 

@@ -19,7 +19,7 @@ use super::{
     rounds::Rounds,
     sink::{VmEvent, VmIncidents, VmSink},
     space::VmSpace,
-    tracker::{Looks, OurMappings},
+    tracker::{Dma, Looks},
 };
 use crate::control::{ControlError, VmState};
 use pagetide_addr::{Access, PageNo, PageRange, PageSet};
@@ -34,7 +34,7 @@ use pagetide_vmm::{
     takeover,
     tracker::UnmapAndLook,
 };
-use pagetide_vpri::{DPU, DmaMmu, DomainTable, FaultService};
+use pagetide_vpri::{DPU, DmaMmu, FaultService, IoSpaces};
 use std::{
     sync::{
         Arc, Mutex,
@@ -54,7 +54,7 @@ const DETACH_PAGES: u64 = 16;
 #[derive(Clone)]
 pub(super) struct Shared {
     pub(super) service: Arc<FaultService>,
-    pub(super) domains: Arc<DomainTable>,
+    pub(super) spaces: Arc<dyn IoSpaces>,
     pub(super) events: mpsc::Sender<VmEvent>,
     pub(super) reader_poll_us: u64,
     /// Most neighbours that a vCPU's fault brings along (see `pagetide bench fault`).
@@ -483,8 +483,8 @@ impl Vm {
 }
 
 fn tracker_of(prepared: &Prepared) -> Result<UnmapAndLook, pagetide_vmm::tracker::TrackerError> {
-    let own = Arc::new(OurMappings(Arc::clone(&prepared.mmu)));
-    UnmapAndLook::new(&prepared.vmm, Arc::clone(&prepared.layout), own)
+    let devices = Arc::new(Dma(Arc::clone(&prepared.mmu)));
+    UnmapAndLook::new(&prepared.vmm, Arc::clone(&prepared.layout), devices)
 }
 
 fn space_parts(

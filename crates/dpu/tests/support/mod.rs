@@ -157,11 +157,7 @@ impl Host {
                     if code == ResponseCode::Success {
                         grant(&known, &request);
                     }
-                    ends[index].respond(PageResponse {
-                        id: request.id,
-                        queue: request.queue,
-                        code,
-                    });
+                    ends[index].respond(PageResponse::to(&request, code));
                 }
                 std::thread::yield_now();
             }

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Something for every page of a space, of which only the GiBs that need it have any.
+//!
+//! ```text
+//!   slot      0        1        2        …        1023      24 bytes each
+//!          ┌──────┬─────────┬───────┬─────────┬────────┐
+//!          │ none │    ●    │ none  │    …    │  none  │    a space of 1 TiB
+//!          └──────┴────│────┴───────┴─────────┴────────┘
+//!                      └──► elements of GiB 1, made at first need
+//! ```
+//! Looking takes no lock, so what was made once stays until the whole goes: there
+//! is no instant at which nobody looks. A space that was busy all over keeps its
+//! elements when it is quiet again; they are few (64 KiB a GiB of the PA-bitmap).
+
+use crate::sync::OnceLock;
+use pagetide_addr::{PAGE_BYTES, PageNo, PageRange, SECTION_PAGES};
+
+/// Pages of a GiB.
+pub(crate) const PAGES_PER_GIB: u64 = (1 << 30) / PAGE_BYTES;
+/// Sections of a GiB.
+pub(crate) const SECTIONS_PER_GIB: u64 = PAGES_PER_GIB / SECTION_PAGES;
+
+/// Elements of a space by GiB.
+pub(crate) struct Sparse<T> {
+    slots: Box<[OnceLock<Box<[T]>>]>,
+}
+
+impl<T> Sparse<T> {
+    /// Slots for a space of `page_count` pages, all empty.
+    pub fn new(page_count: u64) -> Self {
+        let slots = (0..gib_count(page_count)).map(|_| OnceLock::new());
+        Self {
+            slots: slots.collect(),
+        }
+    }
+
+    /// The elements of a GiB, if it has any.
+    #[inline]
+    pub fn get(&self, gib: usize) -> Option<&[T]> {
+        self.slots.get(gib)?.get().map(|elements| &**elements)
+    }
+
+    /// The elements of a GiB, made by `make` if there are none; `None` past the end. One thread at
+    /// a time may call this for a slot: the caller sees to that.
+    #[cold]
+    pub fn get_or_make(&self, gib: usize, make: impl FnOnce() -> Box<[T]>) -> Option<&[T]> {
+        let slot = self.slots.get(gib)?;
+        if slot.get().is_none() && slot.set(make()).is_err() {
+            debug_assert!(false, "two threads made the elements of GiB {gib}");
+        }
+        self.get(gib)
+    }
+
+    /// The GiBs that have elements, ascending.
+    pub fn made(&self) -> impl Iterator<Item = (usize, &[T])> {
+        let slots = self.slots.iter().enumerate();
+        slots.filter_map(|(gib, slot)| Some((gib, &**slot.get()?)))
+    }
+
+    /// Memory it takes, in bytes.
+    pub fn bytes(&self) -> u64 {
+        let made: usize = self.made().map(|(_, e)| std::mem::size_of_val(e)).sum();
+        (std::mem::size_of_val(&*self.slots) + made) as u64
+    }
+}
+
+impl<T> std::fmt::Debug for Sparse<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "Sparse({} of {} GiB)",
+            self.made().count(),
+            self.slots.len()
+        )
+    }
+}
+
+/// GiBs that `page_count` pages fill, the last perhaps not whole.
+pub(crate) fn gib_count(page_count: u64) -> u64 {
+    page_count.div_ceil(PAGES_PER_GIB)
+}
+
+/// The GiB of `page`.
+#[inline]
+pub(crate) fn gib_of(page: PageNo) -> usize {
+    PageNo(page.0 / PAGES_PER_GIB).index()
+}
+
+/// The pages of a GiB, cut off at `page_count`.
+pub(crate) fn pages_of(gib: usize, page_count: u64) -> PageRange {
+    let start = (gib as u64 * PAGES_PER_GIB).min(page_count);
+    let end = (start + PAGES_PER_GIB).min(page_count);
+    PageRange::new(PageNo(start), PageNo(end))
+}
+
+/// `range` cut at borders of GiBs, ascending.
+#[inline]
+pub(crate) fn by_gib(range: PageRange) -> impl Iterator<Item = (usize, PageRange)> {
+    let mut start = range.start;
+    std::iter::from_fn(move || {
+        if start >= range.end {
+            return None;
+        }
+        let gib = gib_of(start);
+        let end = PageNo((start.0 / PAGES_PER_GIB + 1) * PAGES_PER_GIB).min(range.end);
+        let part = PageRange::new(start, end);
+        start = end;
+        Some((gib, part))
+    })
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn empty_space_of_a_terabyte_takes_a_slot_a_gib_and_no_element() {
+        let sparse: Sparse<u64> = Sparse::new(1 << 28);
+        assert_eq!(sparse.made().count(), 0);
+        assert_eq!(sparse.bytes(), 1024 * 24);
+        assert!(sparse.get(1023).is_none());
+        let made = sparse.get_or_make(5, || Box::new([7]));
+        assert_eq!(made, Some(&[7][..]));
+        let again = sparse.get_or_make(5, || Box::new([8]));
+        assert_eq!(again, Some(&[7][..]));
+        assert_eq!(sparse.bytes(), 1024 * 24 + 8);
+        assert!(sparse.get_or_make(1024, || Box::new([7])).is_none());
+    }
+
+    #[test]
+    fn range_is_cut_at_each_gib_and_no_page_is_lost() {
+        let range = PageRange::new(PageNo(PAGES_PER_GIB - 1), PageNo(3 * PAGES_PER_GIB + 2));
+        let parts: Vec<_> = by_gib(range).collect();
+        assert_eq!(
+            parts.iter().map(|(gib, _)| *gib).collect::<Vec<_>>(),
+            [0, 1, 2, 3]
+        );
+        assert_eq!(parts.iter().map(|(_, p)| p.len()).sum::<u64>(), range.len());
+        assert_eq!(parts[1].1, pages_of(1, u64::MAX));
+        assert_eq!(by_gib(PageRange::new(PageNo(9), PageNo(9))).count(), 0);
+    }
+}
