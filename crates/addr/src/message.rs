@@ -47,6 +47,9 @@ pub enum RequestKind {
         /// Landing slot of the first page; the others follow it. At most [`OVERWRITE_PAGES_MAX`].
         slot: u32,
     },
+    /// The device touched the page though it was absent, which its watch over its own mapping
+    /// caught: served like a demand and counted, for without a balloon in the guest it is a bug.
+    Slip,
 }
 
 /// A device asks for pages it may not touch yet.
