@@ -33,6 +33,9 @@ pub struct Fault {
 pub struct MemoryCounters {
     /// Pages that a fault made present from stored content, zeros included.
     pub filled_pages: Count,
+    /// Absent pages that a device had written whole, made present with its bytes: what was stored of
+    /// them was dropped without being brought back.
+    pub overwritten_pages: Count,
     /// Pages brought along with a faulting neighbour.
     pub neighbour_pages: Count,
     /// Faults that joined a fill under way.

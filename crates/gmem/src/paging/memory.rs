@@ -12,12 +12,13 @@
 //! really absent.
 
 use super::{
+    fill::FILL_PAGES_MAX,
     neighbours,
     place::{Installed, Place, PlaceError},
-    store::{Admission, ContentStore, Incidents, StoreError},
+    store::{Admission, ContentStore, Incidents},
     table::{PageTable, Section},
     waiters::{Pending, Reply, Waiters},
-    word::{Content, Event, PageWord, State},
+    word::{Event, PageWord, State},
 };
 use crate::{
     error::GmError,
@@ -26,19 +27,14 @@ use crate::{
     space::attachments::Attachments,
     sync::{Arc, share},
 };
-use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange, SectionNo, Va};
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange, SectionNo, Va};
 use std::sync::atomic::Ordering::Relaxed;
-
-const ZERO_PAGE: [u8; 4096] = [0; 4096];
-
-/// Most pages that are filled in one go, and under one hold of the section's lock.
-pub(crate) const FILL_PAGES_MAX: u64 = 16;
 
 /// Most absent pages that are filled by whoever asks not to wait: at some microseconds each, more
 /// would make others wait for this one.
-const AT_ONCE_PAGES_MAX: u64 = 64;
+pub(super) const AT_ONCE_PAGES_MAX: u64 = 64;
 /// How often the same page may be looked at in one fault without any progress.
-const STILL_MAX: u32 = 64;
+pub(super) const STILL_MAX: u32 = 64;
 
 /// What an address space is made of.
 pub struct MemoryParts {
@@ -63,36 +59,20 @@ pub struct PagedMemory {
     pub(crate) store: Arc<dyn ContentStore>,
     pub(crate) incidents: Arc<dyn Incidents>,
     pub(crate) admission: Arc<dyn Admission>,
-    waiters: Waiters,
+    pub(super) waiters: Waiters,
     devices: Arc<Attachments>,
     pub(crate) counters: MemoryCounters,
     pub(crate) neighbours_max: u32,
 }
 
 /// How looking at one page under its section's lock ended.
-enum Resolved {
+pub(super) enum Resolved {
     /// Pages up to here (not included) are present.
     UpTo(PageNo),
     /// Somebody else is filling the page.
     BeingFilled,
     /// It cannot be had.
     Failed(FaultOutcome),
-}
-
-/// Calls `work` with a buffer of [`FILL_PAGES_MAX`] pages, which holds anything.
-#[cfg(not(loom))]
-fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
-    thread_local! {
-        static PAGES: std::cell::RefCell<Box<[u8]>> =
-            std::cell::RefCell::new(vec![0; PageNo(FILL_PAGES_MAX * PAGE_BYTES).index()].into());
-    }
-    PAGES.with_borrow_mut(|buffer| work(buffer))
-}
-
-/// The checker's threads share one system thread, and so would share the buffer.
-#[cfg(loom)]
-fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
-    work(&mut vec![0; PageNo(FILL_PAGES_MAX * PAGE_BYTES).index()])
 }
 
 impl PagedMemory {
@@ -273,7 +253,7 @@ impl PagedMemory {
         FaultOutcome::Present
     }
 
-    fn absent_pages(&self, pages: PageRange) -> u64 {
+    pub(super) fn absent_pages(&self, pages: PageRange) -> u64 {
         let is_stored = |page: &PageNo| matches!(self.table.word(*page).state(), State::Stored(_));
         pages.iter().filter(is_stored).count() as u64
     }
@@ -307,7 +287,7 @@ impl PagedMemory {
 
     /// `Evicting` lasts only while the lock is held exclusively, but for a page that the kernel would
     /// neither punch nor let us look at.
-    fn settle_evicting(&self, page: PageNo, word: PageWord) -> Resolved {
+    pub(super) fn settle_evicting(&self, page: PageNo, word: PageWord) -> Resolved {
         let event = match self.place.is_present(page) {
             Ok(true) => Event::StillPresent,
             Ok(false) => Event::Punched,
@@ -326,216 +306,62 @@ impl PagedMemory {
 
     fn resolve_present(&self, section: &Section, page: PageNo, fault: &Fault) -> Resolved {
         match self.place.is_present(page) {
-            Ok(true) => {
-                self.counters.present_faults.fetch_add(1, Relaxed);
-                let cancelled = section.cancel(page);
-                if cancelled {
-                    self.counters.cancelled_pages.fetch_add(1, Relaxed);
-                }
-                // Out of the round: it has its write access back.
-                if cancelled || fault.device == DeviceId::VCPUS {
-                    self.grant_to(page.single(), |id| id == DeviceId::VCPUS);
-                }
-                self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
-                Resolved::UpTo(PageNo(page.0 + 1))
+            Ok(true) => self.found_present(section, page, fault),
+            Ok(false) => {
+                let zeros = || self.place.install_zero(page);
+                self.refill_discarded(section, page, zeros).1
             }
-            Ok(false) => self.refill_discarded(section, page),
             Err(error) => self.failed(page, &error),
         }
     }
 
+    /// A page is wanted that is there: it is taken out of the round, and granted.
+    pub(super) fn found_present(&self, section: &Section, page: PageNo, fault: &Fault) -> Resolved {
+        self.counters.present_faults.fetch_add(1, Relaxed);
+        let cancelled = section.cancel(page);
+        if cancelled {
+            self.counters.cancelled_pages.fetch_add(1, Relaxed);
+        }
+        // Out of the round: it has its write access back.
+        if cancelled || fault.device == DeviceId::VCPUS {
+            self.grant_to(page.single(), |id| id == DeviceId::VCPUS);
+        }
+        self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
+        Resolved::UpTo(PageNo(page.0 + 1))
+    }
+
     /// A hole where the word says present: the guest gave the page up (balloon, free page
-    /// reporting) and now uses it again, from zeros.
-    fn refill_discarded(&self, section: &Section, page: PageNo) -> Resolved {
+    /// reporting) and now uses it again, from zeros, or from what a device has written. What `install`
+    /// said comes with the result.
+    pub(super) fn refill_discarded(
+        &self,
+        section: &Section,
+        page: PageNo,
+        install: impl FnOnce() -> Result<Installed, PlaceError>,
+    ) -> (Option<Installed>, Resolved) {
         let present = PageWord::new(State::Present);
         if self.table.change(page, present, Event::FoundHole).is_none() {
-            return Resolved::BeingFilled;
+            return (None, Resolved::BeingFilled);
         }
         section.cancel(page);
         self.counters.discarded_pages.fetch_add(1, Relaxed);
         let discarding = PageWord::new(State::Discarding);
-        match self.place.install_zero(page) {
+        match install() {
             // There already: the guest was quicker through another fault of this very page.
-            Ok(Installed::Installed | Installed::AlreadyThere) => {
+            Ok(installed) => {
                 self.finish(page, discarding, Event::Installed, FaultOutcome::Present);
                 self.wake(page.single());
                 self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
-                Resolved::UpTo(PageNo(page.0 + 1))
+                (Some(installed), Resolved::UpTo(PageNo(page.0 + 1)))
             }
             Err(error) => {
                 self.finish(page, discarding, Event::InstallFailed, FaultOutcome::Lost);
-                self.failed(page, &error)
+                (None, self.failed(page, &error))
             }
         }
     }
 
-    /// Fills the stored pages at the start of `run`, which lies in one section whose lock is held
-    /// shared.
-    fn fill(&self, run: PageRange) -> Resolved {
-        with_buffer(|buffer| {
-            let (claimed, problem) = self.claim_and_load(run, buffer);
-            if claimed.is_empty() {
-                return match problem {
-                    Some(error) => self.content_unavailable(run.start, &error),
-                    None => Resolved::BeingFilled,
-                };
-            }
-            self.install(claimed, &buffer[..PageNo(claimed.bytes()).index()])
-        })
-    }
-
-    /// Fills up to `FILL_PAGES_MAX` neighbours that are stored; returns how many.
-    pub(crate) fn fill_neighbours(&self, run: PageRange) -> u64 {
-        let Some(section) = self.table.section(run.start.section()) else {
-            return 0;
-        };
-        let _shared = share(&section.lock);
-        if section.is_leaving() {
-            return 0;
-        }
-        match self.fill(run) {
-            Resolved::UpTo(end) => end.0 - run.start.0,
-            Resolved::BeingFilled | Resolved::Failed(_) => 0,
-        }
-    }
-
-    /// Claims stored pages from the start of `run` on and loads their content into `buffer`. Stops
-    /// at the first page that is not stored, or whose content cannot be had (with the reason, if it
-    /// is the first one).
-    fn claim_and_load(&self, run: PageRange, buffer: &mut [u8]) -> (PageRange, Option<StoreError>) {
-        let mut end = run.start;
-        for (page, into) in run
-            .iter()
-            .zip(buffer.chunks_exact_mut(PageNo(PAGE_BYTES).index()))
-        {
-            let word = self.table.word(page);
-            let State::Stored(content) = word.state() else {
-                break;
-            };
-            if self.table.change(page, word, Event::Claim).is_none() {
-                break;
-            }
-            if let Err(error) = self.load(page, content, into) {
-                let first = page == run.start;
-                let claimed = PageWord::new(State::Filling(content));
-                if !first {
-                    // Whoever waits for it tries again, and gets to know the reason himself.
-                    self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Present);
-                } else if matches!(error, StoreError::Damaged { .. }) {
-                    self.finish(page, claimed, Event::ContentLost, FaultOutcome::Lost);
-                } else {
-                    self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Lost);
-                }
-                return (PageRange::new(run.start, end), first.then_some(error));
-            }
-            end = PageNo(page.0 + 1);
-        }
-        (PageRange::new(run.start, end), None)
-    }
-
-    fn load(&self, page: PageNo, content: Content, into: &mut [u8]) -> Result<(), StoreError> {
-        if content.is_zero() {
-            into.fill(0);
-            return Ok(());
-        }
-        let into = into
-            .try_into()
-            .unwrap_or_else(|_| unreachable!("a chunk is one page"));
-        self.store.load(page, content, into)
-    }
-
-    /// Installs claimed pages, whose content is in `bytes`.
-    fn install(&self, claimed: PageRange, bytes: &[u8]) -> Resolved {
-        let installed = if claimed.len() == 1 {
-            self.install_one(claimed.start, bytes)
-        } else {
-            self.place.install_run(claimed, bytes)
-        };
-        let (done, error) = match installed {
-            Ok(pages) => (PageNo(claimed.start.0 + pages), None),
-            Err(error) => (claimed.start, Some(error)),
-        };
-        self.finish_installed(PageRange::new(claimed.start, done));
-        let left = PageRange::new(done, claimed.end);
-        if left.is_empty() {
-            return Resolved::UpTo(claimed.end);
-        }
-        // Fewer than asked: the next is there already, or the kernel stopped for a reason of its own.
-        let is_there = error.map_or_else(|| self.place.is_present(done), Err);
-        let outcome = match &is_there {
-            Ok(false) => FaultOutcome::Present,
-            Err(PlaceError::Gone) => FaultOutcome::Gone,
-            Ok(true) | Err(_) => FaultOutcome::Lost,
-        };
-        for page in left.iter() {
-            if let State::Filling(_) = self.table.word(page).state() {
-                let word = self.table.word(page);
-                self.finish(page, word, Event::InstallFailed, outcome);
-            }
-        }
-        match is_there {
-            Ok(false) => Resolved::UpTo(done),
-            Ok(true) => {
-                self.incidents.intruder(done);
-                Resolved::Failed(FaultOutcome::Lost)
-            }
-            Err(error) => self.failed(done, &error),
-        }
-    }
-
-    fn install_one(&self, page: PageNo, bytes: &[u8]) -> Result<u64, PlaceError> {
-        let is_zero = bytes == ZERO_PAGE;
-        let installed = match bytes.try_into() {
-            Ok(content) if !is_zero => self.place.install(page, content)?,
-            _ => self.place.install_zero(page)?,
-        };
-        Ok(u64::from(installed == Installed::Installed))
-    }
-
-    fn finish_installed(&self, pages: PageRange) {
-        self.grant_to(pages, |id| id != DeviceId::VCPUS);
-        for page in pages.iter() {
-            let word = self.table.word(page);
-            if let State::Filling(content) = word.state() {
-                self.finish(page, word, Event::Installed, FaultOutcome::Present);
-                if !content.is_zero() {
-                    self.store.free(content);
-                }
-            }
-        }
-        self.counters.filled_pages.fetch_add(pages.len(), Relaxed);
-    }
-
-    /// Ends a fill that this thread has claimed, and releases who joined it. A vCPU that joined was
-    /// woken by the install, unless that failed, or the guest gave the page up again at once.
-    fn finish(&self, page: PageNo, claimed: PageWord, event: Event, outcome: FaultOutcome) {
-        let before = self.table.change(page, claimed, event);
-        debug_assert!(
-            before.is_some(),
-            "{page} left its fill while it was claimed"
-        );
-        if before.is_some_and(PageWord::is_waited_for) {
-            self.waiters.release(page, outcome);
-            self.wake(page.single());
-        }
-    }
-
-    fn content_unavailable(&self, page: PageNo, error: &StoreError) -> Resolved {
-        match error {
-            StoreError::Damaged { .. } => {
-                self.counters.poisoned_pages.fetch_add(1, Relaxed);
-                self.incidents.poisoned(page, error);
-                self.poison_for_kernel(page);
-            }
-            StoreError::Unreadable { .. } => {
-                self.incidents.fill_failed(page, error);
-                self.wake(page.single());
-            }
-        }
-        Resolved::Failed(FaultOutcome::Lost)
-    }
-
-    fn poison_for_kernel(&self, page: PageNo) {
+    pub(super) fn poison_for_kernel(&self, page: PageNo) {
         match self.place.poison(page) {
             Ok(()) | Err(PlaceError::Gone) => {}
             Err(error) => self.incidents.cannot_poison(page, &error),
@@ -544,7 +370,7 @@ impl PagedMemory {
 
     /// The kernel neither installs the page nor says that it is there: a page that was allocated
     /// without ever being written, or a kernel out of memory.
-    fn without_progress(&self, page: PageNo) -> FaultOutcome {
+    pub(super) fn without_progress(&self, page: PageNo) -> FaultOutcome {
         let source = std::io::Error::from(std::io::ErrorKind::TimedOut);
         let (start, end) = (page, PageNo(page.0 + 1));
         let error = PlaceError::Kernel {
@@ -560,7 +386,7 @@ impl PagedMemory {
     }
 
     /// A fault that the kernel would not let us serve: whoever waits tries again.
-    fn failed(&self, page: PageNo, error: &PlaceError) -> Resolved {
+    pub(super) fn failed(&self, page: PageNo, error: &PlaceError) -> Resolved {
         if matches!(error, PlaceError::Gone) {
             return Resolved::Failed(FaultOutcome::Gone);
         }

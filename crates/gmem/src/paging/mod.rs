@@ -7,10 +7,11 @@
 //! Both work for all devices of the address space that the memory belongs to.
 //!
 //! Read in this order: [`word`] (states of a page, and what a crash means),
-//! [`table`] (locks), [`memory`] (faults), [`eviction`], [`growth`], [`recovery`].
+//! [`table`] (locks), [`memory`] (faults), `fill`, [`overwrite`], [`eviction`], [`growth`], [`recovery`].
 
 pub mod eviction;
 pub mod fault;
+mod fill;
 pub mod growth;
 #[cfg(all(test, not(loom)))]
 mod growth_tests;
@@ -18,6 +19,9 @@ pub mod memory;
 #[cfg(all(test, loom))]
 mod model;
 pub mod neighbours;
+pub mod overwrite;
+#[cfg(all(test, not(loom)))]
+mod overwrite_tests;
 pub mod place;
 pub mod recovery;
 pub mod store;
@@ -30,6 +34,7 @@ pub use eviction::{Committed, EvictionError, EvictionRound};
 pub use fault::{Fault, FaultOutcome, MemoryCounters};
 pub use growth::GrowthError;
 pub use memory::{MemoryParts, PagedMemory};
+pub use overwrite::Overwritten;
 pub use place::{Installed, Place, PlaceError};
 pub use store::{Admission, ContentStore, Incidents, StoreError, Unlimited};
 pub use table::PageTable;

@@ -20,6 +20,8 @@ use std::sync::Arc;
 const PAGE: PageNo = PageNo(0);
 const OLD: u8 = 7;
 const NEW: u8 = 9;
+/// What a device writes that lets its transfers land in a buffer of its own.
+const LANDED: u8 = 5;
 
 /// The kernel's view of one page.
 #[derive(Default)]
@@ -255,7 +257,7 @@ fn store_as_vcpu(model: &Model, space: &PagedMemory) {
 
 /// A device's DMA: it takes a lease if its bitmap allows, else it faults and tries again, until it is
 /// refused.
-fn store_as_device_or_be_refused(model: &Model, space: &PagedMemory) -> FaultOutcome {
+fn store_as_device_or_be_refused(model: &Model, space: &PagedMemory, byte: u8) -> FaultOutcome {
     loop {
         let leased = model.with(|k| {
             k.device_busy = k.device_may;
@@ -264,7 +266,7 @@ fn store_as_device_or_be_refused(model: &Model, space: &PagedMemory) -> FaultOut
         if leased {
             model.with(|k| {
                 assert!(!k.removed, "DMA reaches removed memory");
-                k.present = Some(NEW);
+                k.present = Some(byte);
             });
             model.with(|k| k.device_busy = false);
             return FaultOutcome::Present;
@@ -277,7 +279,7 @@ fn store_as_device_or_be_refused(model: &Model, space: &PagedMemory) -> FaultOut
 }
 
 fn store_as_device(model: &Model, space: &PagedMemory) {
-    let outcome = store_as_device_or_be_refused(model, space);
+    let outcome = store_as_device_or_be_refused(model, space, NEW);
     assert_eq!(outcome, FaultOutcome::Present);
 }
 
@@ -300,6 +302,27 @@ fn fault_as_device(space: &PagedMemory) -> FaultOutcome {
             [outcome] => return outcome,
             _ => panic!("answered more than once: {answered:?}"),
         }
+    }
+}
+
+/// A device's transfer of a whole page, which has landed in its own buffer: the page is overwritten, or
+/// else written under a lease.
+fn overwrite_as_device(model: &Model, space: &PagedMemory) -> FaultOutcome {
+    let done = space.overwrite(&fault(DeviceId(1)), &[LANDED; 4096]);
+    match (done.outcome, done.installed) {
+        (FaultOutcome::Present, 0) => store_as_device_or_be_refused(model, space, LANDED),
+        (outcome, _) => outcome,
+    }
+}
+
+/// A vCPU's load: it faults until the page is there.
+fn load_as_vcpu(model: &Model, space: &PagedMemory) -> u8 {
+    loop {
+        if let Some(seen) = model.with(|k| k.present) {
+            return seen;
+        }
+        space.fault(&fault(DeviceId::VCPUS), None);
+        loom::thread::yield_now();
     }
 }
 
@@ -450,7 +473,7 @@ fn loom_dma_never_reaches_removed_memory() {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || remove(&model, &space))
         };
-        let outcome = store_as_device_or_be_refused(&model, &space);
+        let outcome = store_as_device_or_be_refused(&model, &space, NEW);
         assert!(matches!(
             outcome,
             FaultOutcome::Present | FaultOutcome::OutOfRange
@@ -489,5 +512,96 @@ fn loom_removal_under_an_eviction_frees_stored_content_once() {
         remove(&model, &space);
         evictor.join().unwrap();
         assert_eq!(model.with(|k| k.stored), None, "content is left behind");
+    });
+}
+
+fn stored() -> (Kernel, State) {
+    let kernel = Kernel {
+        stored: Some(OLD),
+        ..Kernel::default()
+    };
+    (kernel, State::Stored(Content::at(1).unwrap()))
+}
+
+#[test]
+fn loom_overwrite_against_a_load_shows_the_old_bytes_or_the_new_and_ends_with_the_new() {
+    check(|| {
+        let (kernel, state) = stored();
+        let (model, space) = space(kernel, state);
+        let device = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || overwrite_as_device(&model, &space))
+        };
+        let seen = load_as_vcpu(&model, &space);
+        assert!(matches!(seen, OLD | LANDED), "{seen}");
+        assert_eq!(device.join().unwrap(), FaultOutcome::Present);
+        assert_eq!(final_content(&model, &space), LANDED);
+        assert_eq!(model.with(|k| k.frees), 1);
+    });
+}
+
+#[test]
+fn loom_overwrite_against_a_store_loses_neither_to_the_old_bytes() {
+    check(|| {
+        let (kernel, state) = stored();
+        let (model, space) = space(kernel, state);
+        let device = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || overwrite_as_device(&model, &space))
+        };
+        store_as_vcpu(&model, &space);
+        assert_eq!(device.join().unwrap(), FaultOutcome::Present);
+        // They race, and the last one wins.
+        let last = final_content(&model, &space);
+        assert!(matches!(last, NEW | LANDED), "{last}");
+        assert_eq!(model.with(|k| k.frees), 1);
+    });
+}
+
+#[test]
+fn loom_overwrite_survives_an_eviction() {
+    check(|| {
+        let (model, space) = space(present(), State::Present);
+        let evictor = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || evict(&model, &space))
+        };
+        assert_eq!(overwrite_as_device(&model, &space), FaultOutcome::Present);
+        evictor.join().unwrap();
+        assert_eq!(final_content(&model, &space), LANDED);
+    });
+}
+
+#[test]
+fn loom_overwritten_page_may_be_evicted_at_once() {
+    check(|| {
+        let (kernel, state) = stored();
+        let (model, space) = space(kernel, state);
+        let evictor = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || evict(&model, &space))
+        };
+        assert_eq!(overwrite_as_device(&model, &space), FaultOutcome::Present);
+        evictor.join().unwrap();
+        assert_eq!(final_content(&model, &space), LANDED);
+    });
+}
+
+#[test]
+fn loom_overwrite_against_a_removal_is_done_before_or_refused() {
+    check(|| {
+        let (kernel, state) = stored();
+        let (model, space) = space(kernel, state);
+        let remover = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || remove(&model, &space))
+        };
+        let outcome = overwrite_as_device(&model, &space);
+        assert!(matches!(
+            outcome,
+            FaultOutcome::Present | FaultOutcome::OutOfRange
+        ));
+        remover.join().unwrap();
+        assert_eq!(model.with(|k| (k.frees, k.stored)), (1, None));
     });
 }

@@ -16,7 +16,7 @@
 //! others. Only pages of the same section that were stored are brought, never
 //! at the limit, and `pagetide bench fault` measures with and without.
 
-use super::memory::{FILL_PAGES_MAX, PagedMemory};
+use super::{fill::FILL_PAGES_MAX, memory::PagedMemory};
 use pagetide_addr::{PageNo, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
 

@@ -39,7 +39,7 @@ pub(crate) use operations::{Answer, Leaver, Operation, PendingRegion};
 use crate::{
     arena::{Arena, ArenaSettings, CACHED_QUANTA_LIMIT, Fit},
     error::GmError,
-    paging::{Fault, FaultOutcome, PagedMemory, Reply},
+    paging::{Fault, FaultOutcome, Overwritten, PagedMemory, Reply},
     region::Kind,
     sync::Arc,
 };
@@ -255,6 +255,33 @@ impl AddressSpace {
             }
             (Some(_), _) => None,
             (None, _) => Some(FaultOutcome::OutOfRange),
+        }
+    }
+
+    /// Installs `content`, which a device has written, in those pages of a fault that are absent, in
+    /// place of what they held (see [`crate::paging::overwrite`]); the same door for pages that need
+    /// nothing brought back. Pages of frames are left to the device. May wait for an eviction.
+    pub fn overwrite(&self, fault: &Fault, content: &[u8]) -> Overwritten {
+        match (self.region_over(fault.pages), &self.memory) {
+            (Some(region), Some(memory)) if region.kind == Kind::Paged => {
+                memory.overwrite(fault, content)
+            }
+            (Some(_), _) => Overwritten::nothing(FaultOutcome::Present),
+            (None, _) => Overwritten::nothing(FaultOutcome::OutOfRange),
+        }
+    }
+
+    /// Does what [`Self::overwrite`] does if that needs neither an eviction nor another thread: `None`
+    /// if it does, and then [`Self::overwrite`] must be called. If that turns out half way, the
+    /// pages that are left are left to the device.
+    #[must_use]
+    pub fn overwrite_without_waiting(&self, fault: &Fault, content: &[u8]) -> Option<Overwritten> {
+        match (self.region_over(fault.pages), &self.memory) {
+            (Some(region), Some(memory)) if region.kind == Kind::Paged => {
+                memory.overwrite_without_waiting(fault, content)
+            }
+            (Some(_), _) => Some(Overwritten::nothing(FaultOutcome::Present)),
+            (None, _) => Some(Overwritten::nothing(FaultOutcome::OutOfRange)),
         }
     }
 }

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Filling: how absent pages get their content back, many at a time.
+//!
+//! ```text
+//!   claim      each page's word: Stored ─► Filling       from here on it is this thread's
+//!   load       content from the store, checked, into a private buffer
+//!   install    all of them in one go; devices are granted them
+//!   finish     each page's word: Filling ─► Present      joiners released, stored copy freed
+//! ```
+//! The section's lock is held shared from the first look to the last word. Where
+//! the content comes from is the middle step's affair alone: what a device has
+//! written whole takes the place of what was stored ([`super::overwrite`]).
+
+use super::{
+    fault::FaultOutcome,
+    memory::{PagedMemory, Resolved},
+    place::{Installed, PlaceError},
+    store::StoreError,
+    word::{Content, Event, PageWord, State},
+};
+use crate::sync::share;
+use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange};
+use std::sync::atomic::Ordering::Relaxed;
+
+const ZERO_PAGE: [u8; 4096] = [0; 4096];
+
+/// Most pages that are filled in one go, and under one hold of the section's lock.
+pub(crate) const FILL_PAGES_MAX: u64 = 16;
+
+/// Calls `work` with a buffer of [`FILL_PAGES_MAX`] pages, which holds anything.
+#[cfg(not(loom))]
+fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
+    thread_local! {
+        static PAGES: std::cell::RefCell<Box<[u8]>> =
+            std::cell::RefCell::new(vec![0; PageNo(FILL_PAGES_MAX * PAGE_BYTES).index()].into());
+    }
+    PAGES.with_borrow_mut(|buffer| work(buffer))
+}
+
+/// The checker's threads share one system thread, and so would share the buffer.
+#[cfg(loom)]
+fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
+    work(&mut vec![0; PageNo(FILL_PAGES_MAX * PAGE_BYTES).index()])
+}
+impl PagedMemory {
+    /// Fills the stored pages at the start of `run`, which lies in one section whose lock is held
+    /// shared.
+    pub(super) fn fill(&self, run: PageRange) -> Resolved {
+        with_buffer(|buffer| {
+            let (claimed, problem) = self.claim_and_load(run, buffer);
+            if claimed.is_empty() {
+                return match problem {
+                    Some(error) => self.content_unavailable(run.start, &error),
+                    None => Resolved::BeingFilled,
+                };
+            }
+            let bytes = &buffer[..PageNo(claimed.bytes()).index()];
+            let (installed, resolved) = self.install(claimed, bytes);
+            self.counters
+                .filled_pages
+                .fetch_add(installed.len(), Relaxed);
+            resolved
+        })
+    }
+
+    /// Fills up to `FILL_PAGES_MAX` neighbours that are stored; returns how many.
+    pub(crate) fn fill_neighbours(&self, run: PageRange) -> u64 {
+        let Some(section) = self.table.section(run.start.section()) else {
+            return 0;
+        };
+        let _shared = share(&section.lock);
+        if section.is_leaving() {
+            return 0;
+        }
+        match self.fill(run) {
+            Resolved::UpTo(end) => end.0 - run.start.0,
+            Resolved::BeingFilled | Resolved::Failed(_) => 0,
+        }
+    }
+
+    /// Claims stored pages from the start of `run` on and loads their content into `buffer`. Stops
+    /// at the first page that is not stored, or whose content cannot be had (with the reason, if it
+    /// is the first one).
+    fn claim_and_load(&self, run: PageRange, buffer: &mut [u8]) -> (PageRange, Option<StoreError>) {
+        let mut end = run.start;
+        for (page, into) in run
+            .iter()
+            .zip(buffer.chunks_exact_mut(PageNo(PAGE_BYTES).index()))
+        {
+            let word = self.table.word(page);
+            let State::Stored(content) = word.state() else {
+                break;
+            };
+            if self.table.change(page, word, Event::Claim).is_none() {
+                break;
+            }
+            if let Err(error) = self.load(page, content, into) {
+                let first = page == run.start;
+                let claimed = PageWord::new(State::Filling(content));
+                if !first {
+                    // Whoever waits for it tries again, and gets to know the reason himself.
+                    self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Present);
+                } else if matches!(error, StoreError::Damaged { .. }) {
+                    self.finish(page, claimed, Event::ContentLost, FaultOutcome::Lost);
+                } else {
+                    self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Lost);
+                }
+                return (PageRange::new(run.start, end), first.then_some(error));
+            }
+            end = PageNo(page.0 + 1);
+        }
+        (PageRange::new(run.start, end), None)
+    }
+
+    fn load(&self, page: PageNo, content: Content, into: &mut [u8]) -> Result<(), StoreError> {
+        if content.is_zero() {
+            into.fill(0);
+            return Ok(());
+        }
+        let into = into
+            .try_into()
+            .unwrap_or_else(|_| unreachable!("a chunk is one page"));
+        self.store.load(page, content, into)
+    }
+
+    /// Claims stored pages from the start of `run` on, up to the first that is not stored.
+    pub(super) fn claim(&self, run: PageRange) -> PageRange {
+        let claims = |page: &PageNo| {
+            let word = self.table.word(*page);
+            matches!(word.state(), State::Stored(_))
+                && self.table.change(*page, word, Event::Claim).is_some()
+        };
+        let claimed = run.iter().take_while(claims).count() as u64;
+        PageRange::new(run.start, PageNo(run.start.0 + claimed))
+    }
+
+    /// Installs claimed pages, whose content is in `bytes`. Tells which have it now, and how far the
+    /// caller is by that.
+    pub(super) fn install(&self, claimed: PageRange, bytes: &[u8]) -> (PageRange, Resolved) {
+        let installed = if claimed.len() == 1 {
+            self.install_one(claimed.start, bytes)
+        } else {
+            self.place.install_run(claimed, bytes)
+        };
+        let (done, error) = match installed {
+            Ok(pages) => (PageNo(claimed.start.0 + pages), None),
+            Err(error) => (claimed.start, Some(error)),
+        };
+        let installed = PageRange::new(claimed.start, done);
+        self.finish_installed(installed);
+        let left = PageRange::new(done, claimed.end);
+        if left.is_empty() {
+            return (installed, Resolved::UpTo(claimed.end));
+        }
+        // Fewer than asked: the next is there already, or the kernel stopped for a reason of its own.
+        let is_there = error.map_or_else(|| self.place.is_present(done), Err);
+        let outcome = match &is_there {
+            Ok(false) => FaultOutcome::Present,
+            Err(PlaceError::Gone) => FaultOutcome::Gone,
+            Ok(true) | Err(_) => FaultOutcome::Lost,
+        };
+        for page in left.iter() {
+            if let State::Filling(_) = self.table.word(page).state() {
+                let word = self.table.word(page);
+                self.finish(page, word, Event::InstallFailed, outcome);
+            }
+        }
+        let resolved = match is_there {
+            Ok(false) => Resolved::UpTo(done),
+            Ok(true) => {
+                self.incidents.intruder(done);
+                Resolved::Failed(FaultOutcome::Lost)
+            }
+            Err(error) => self.failed(done, &error),
+        };
+        (installed, resolved)
+    }
+
+    pub(super) fn install_one(&self, page: PageNo, bytes: &[u8]) -> Result<u64, PlaceError> {
+        let is_zero = bytes == ZERO_PAGE;
+        let installed = match bytes.try_into() {
+            Ok(content) if !is_zero => self.place.install(page, content)?,
+            _ => self.place.install_zero(page)?,
+        };
+        Ok(u64::from(installed == Installed::Installed))
+    }
+
+    fn finish_installed(&self, pages: PageRange) {
+        self.grant_to(pages, |id| id != DeviceId::VCPUS);
+        for page in pages.iter() {
+            let word = self.table.word(page);
+            if let State::Filling(content) = word.state() {
+                self.finish(page, word, Event::Installed, FaultOutcome::Present);
+                if !content.is_zero() {
+                    self.store.free(content);
+                }
+            }
+        }
+    }
+
+    /// Ends a fill that this thread has claimed, and releases who joined it. A vCPU that joined was
+    /// woken by the install, unless that failed, or the guest gave the page up again at once.
+    pub(super) fn finish(
+        &self,
+        page: PageNo,
+        claimed: PageWord,
+        event: Event,
+        outcome: FaultOutcome,
+    ) {
+        let before = self.table.change(page, claimed, event);
+        debug_assert!(
+            before.is_some(),
+            "{page} left its fill while it was claimed"
+        );
+        if before.is_some_and(PageWord::is_waited_for) {
+            self.waiters.release(page, outcome);
+            self.wake(page.single());
+        }
+    }
+
+    fn content_unavailable(&self, page: PageNo, error: &StoreError) -> Resolved {
+        match error {
+            StoreError::Damaged { .. } => {
+                self.counters.poisoned_pages.fetch_add(1, Relaxed);
+                self.incidents.poisoned(page, error);
+                self.poison_for_kernel(page);
+            }
+            StoreError::Unreadable { .. } => {
+                self.incidents.fill_failed(page, error);
+                self.wake(page.single());
+            }
+        }
+        Resolved::Failed(FaultOutcome::Lost)
+    }
+}

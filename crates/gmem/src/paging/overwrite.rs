@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Overwriting: absent pages that a device has written whole get its bytes, not their old ones.
+//!
+//! # Idea
+//! A transfer that covers a page whole makes what the page held before worthless,
+//! so bringing that back from its tier is work in vain. But whether a transfer
+//! covers a page is known only when it is over, for it may be short. So the
+//! device lets it land in a buffer of its own, and then asks for each page that
+//! was written whole:
+//!
+//! ```text
+//!   Stored(old) ── claim ──► Filling(old) ── install the device's bytes ──► Present; old freed
+//!   Present, a hole (given up by the guest) ──► Discarding ── likewise ──► Present
+//!   Present         stays as it is ┐
+//!   being filled    stays so       ┴ the device writes its bytes itself, under a lease
+//!   Poisoned        refused: the kernel installs nothing in its place
+//! ```
+//! These are a fill's steps and locks, with other bytes. So nobody ever sees
+//! anything but the old content or the new; whoever joins meanwhile sees the new;
+//! and a death leaves the page stored, with its old content (the request is then
+//! done again, for its device has not completed it), or present, with the new.
+//! Stored content that is damaged is not even looked at.
+
+use super::{
+    fault::{Fault, FaultOutcome},
+    fill::FILL_PAGES_MAX,
+    memory::{AT_ONCE_PAGES_MAX, PagedMemory, Resolved, STILL_MAX},
+    place::{Installed, PlaceError},
+    table::Section,
+    word::State,
+};
+use crate::sync::share;
+use pagetide_addr::{OVERWRITE_PAGES_MAX, PAGE_BYTES, PageNo, PageRange};
+use std::sync::atomic::Ordering::Relaxed;
+
+const _: () = assert!(OVERWRITE_PAGES_MAX <= AT_ONCE_PAGES_MAX);
+const _: () = assert!(OVERWRITE_PAGES_MAX <= u64::BITS as u64);
+
+/// What became of an overwrite.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use = "the device must write itself what was not installed"]
+pub struct Overwritten {
+    /// `Present` if every page was looked at; otherwise what stopped it. What `installed` says holds
+    /// either way.
+    pub outcome: FaultOutcome,
+    /// Bit `k` says that page `k` of the fault was absent, and is present now with the content given.
+    /// The others are as they were: the device takes leases, faults if need be, and writes them.
+    pub installed: u64,
+}
+
+impl Overwritten {
+    /// Nothing was installed.
+    pub const fn nothing(outcome: FaultOutcome) -> Self {
+        Self {
+            outcome,
+            installed: 0,
+        }
+    }
+}
+
+/// An overwrite under way.
+struct Work<'a> {
+    memory: &'a PagedMemory,
+    fault: &'a Fault,
+    content: &'a [u8],
+    /// The first page that has not been looked at.
+    page: PageNo,
+    /// How often that was tried in vain.
+    still: u32,
+    done: Overwritten,
+    /// How many of those installed were stored before.
+    filled: u64,
+}
+
+impl PagedMemory {
+    /// Installs `content` in those of `fault.pages` that are absent; see the module. May evict other
+    /// pages first (the limit).
+    ///
+    /// Refused as [`FaultOutcome::OutOfRange`] if these are more than [`OVERWRITE_PAGES_MAX`] pages,
+    /// or `content` is not as long as they are.
+    pub fn overwrite(&self, fault: &Fault, content: &[u8]) -> Overwritten {
+        let Some(mut work) = Work::new(self, fault, content) else {
+            return Overwritten::nothing(FaultOutcome::OutOfRange);
+        };
+        let absent = self.absent_pages(fault.pages);
+        if absent > 0 {
+            self.admission.admit(absent);
+        }
+        while let Some(section) = work.next_section() {
+            let _shared = share(&section.lock);
+            work.advance(section);
+        }
+        work.finish(absent)
+    }
+
+    /// Does what [`Self::overwrite`] does if that needs neither an eviction nor a wait: `None` if it
+    /// does, and nothing was installed. If a wait is needed half way, the rest is left to the device.
+    #[must_use]
+    pub fn overwrite_without_waiting(&self, fault: &Fault, content: &[u8]) -> Option<Overwritten> {
+        let Some(mut work) = Work::new(self, fault, content) else {
+            return Some(Overwritten::nothing(FaultOutcome::OutOfRange));
+        };
+        let absent = self.absent_pages(fault.pages);
+        if absent > 0 && !self.admission.try_admit(absent) {
+            return None;
+        }
+        while let Some(section) = work.next_section() {
+            let Ok(_shared) = section.lock.try_read() else {
+                break;
+            };
+            work.advance(section);
+        }
+        let is_over = work.is_over();
+        let done = work.finish(absent);
+        (is_over || done.installed != 0).then_some(done)
+    }
+}
+
+impl<'a> Work<'a> {
+    /// `None` if that is no sound request.
+    fn new(memory: &'a PagedMemory, fault: &'a Fault, content: &'a [u8]) -> Option<Self> {
+        let sound = fault.pages.len() <= OVERWRITE_PAGES_MAX
+            && fault.pages.bytes() == content.len() as u64
+            && memory.table.contains(fault.pages);
+        sound.then_some(Self {
+            memory,
+            fault,
+            content,
+            page: fault.pages.start,
+            still: 0,
+            done: Overwritten::nothing(FaultOutcome::Present),
+            filled: 0,
+        })
+    }
+
+    fn is_over(&self) -> bool {
+        self.page >= self.fault.pages.end || self.done.outcome != FaultOutcome::Present
+    }
+
+    /// The section of the next page, if there is one to be looked at.
+    fn next_section(&mut self) -> Option<&'a Section> {
+        if self.is_over() {
+            return None;
+        }
+        let section = self.memory.table.section(self.page.section());
+        if section.is_none() {
+            self.done.outcome = FaultOutcome::OutOfRange;
+        }
+        section
+    }
+
+    /// Looks at the next page, and installs it and those behind it that are stored like it. The
+    /// section's lock is held shared.
+    fn advance(&mut self, section: &Section) {
+        match self.resolve(section) {
+            Resolved::UpTo(next) if next > self.page => (self.page, self.still) = (next, 0),
+            Resolved::UpTo(_) if self.still == STILL_MAX => {
+                self.done.outcome = self.memory.without_progress(self.page);
+            }
+            Resolved::UpTo(_) => self.still += 1,
+            // By whoever was first, with what was stored: then it is present.
+            Resolved::BeingFilled => (self.page, self.still) = (PageNo(self.page.0 + 1), 0),
+            Resolved::Failed(outcome) => self.done.outcome = outcome,
+        }
+    }
+
+    fn resolve(&mut self, section: &Section) -> Resolved {
+        if section.is_leaving() {
+            return Resolved::Failed(FaultOutcome::OutOfRange);
+        }
+        let (memory, page) = (self.memory, self.page);
+        let word = memory.table.word(page);
+        match word.state() {
+            State::Stored(_) => self.install_from(page),
+            State::Present => match memory.place.is_present(page) {
+                Ok(true) => memory.found_present(section, page, self.fault),
+                Ok(false) => self.install_in_hole(section, page),
+                Err(error) => memory.failed(page, &error),
+            },
+            State::Filling(_) | State::Discarding => Resolved::BeingFilled,
+            State::Evicting(_) => memory.settle_evicting(page, word),
+            State::Poisoned => {
+                memory.poison_for_kernel(page);
+                Resolved::Failed(FaultOutcome::Lost)
+            }
+            State::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
+        }
+    }
+
+    fn install_from(&mut self, page: PageNo) -> Resolved {
+        let end = (self.fault.pages.end)
+            .min(self.memory.table.pages_of(page.section()).end)
+            .min(PageNo(page.0 + FILL_PAGES_MAX));
+        let claimed = self.memory.claim(PageRange::new(page, end));
+        if claimed.is_empty() {
+            // Somebody else was quicker: look again at what he does.
+            return Resolved::UpTo(page);
+        }
+        let (installed, resolved) = self.memory.install(claimed, self.bytes_of(claimed));
+        self.filled += installed.len();
+        self.note(installed);
+        resolved
+    }
+
+    /// The guest gave the page up, and a device has written it since: it begins with that.
+    fn install_in_hole(&mut self, section: &Section, page: PageNo) -> Resolved {
+        let memory = self.memory;
+        let bytes = self.bytes_of(page.single());
+        let install = || match memory.install_one(page, bytes)? {
+            0 => Ok::<_, PlaceError>(Installed::AlreadyThere),
+            _ => Ok(Installed::Installed),
+        };
+        let (installed, resolved) = memory.refill_discarded(section, page, install);
+        if installed == Some(Installed::Installed) {
+            self.note(page.single());
+        }
+        resolved
+    }
+
+    fn bytes_of(&self, pages: PageRange) -> &'a [u8] {
+        let first = self.fault.pages.start.0;
+        let at = |page: PageNo| PageNo((page.0 - first) * PAGE_BYTES).index();
+        &self.content[at(pages.start)..at(pages.end)]
+    }
+
+    fn note(&mut self, installed: PageRange) {
+        let counters = &self.memory.counters;
+        (counters.overwritten_pages).fetch_add(installed.len(), Relaxed);
+        for page in installed.iter() {
+            self.done.installed |= 1 << (page.0 - self.fault.pages.start.0);
+        }
+    }
+
+    /// Ends it: of the room that was taken for `admitted` pages, what was not needed is given back;
+    /// what was needed beyond it, because pages were evicted meanwhile, is counted.
+    fn finish(self, admitted: u64) -> Overwritten {
+        let admission = &self.memory.admission;
+        if admitted > self.filled {
+            admission.give_back(admitted - self.filled);
+        } else if self.filled > admitted {
+            admission.count_in(self.filled - admitted);
+        }
+        self.done
+    }
+}

@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Overwrites, one thread at a time: a page is known by its first byte.
+
+use crate::{
+    Activation, AddressSpace, Admission, AllocPolicy, Backing, Content, ContentStore, Device,
+    Fault, FaultOutcome, Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits, Mode,
+    Overwritten, PageTable, PageWord, PagedMemory, Place, PlaceError, RegionRequest, Restrict,
+    Restricted, State, StoreError, TableId, VolatileWords,
+};
+use pagetide_addr::{
+    Access, DeviceId, OVERWRITE_PAGES_MAX, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo,
+    Va,
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, Mutex, atomic::Ordering},
+};
+
+const DPU: DeviceId = DeviceId(1);
+const PAGES: u64 = 2 * SECTION_PAGES;
+/// First byte of what the store holds, and of what the device has written to page `n`.
+const OLD: u8 = 0xee;
+const NEW: u8 = 1;
+
+#[derive(Default)]
+struct Vm {
+    present: BTreeMap<u64, u8>,
+    granted: BTreeSet<u64>,
+    freed: Vec<Content>,
+    loads: u32,
+    /// Rooms taken and not given back.
+    room_taken: i64,
+    is_full: bool,
+    /// Pages that may still be installed before the kernel refuses one.
+    installs_left: Option<u32>,
+    intruders: Vec<PageNo>,
+    failures: u32,
+}
+
+#[derive(Clone, Default)]
+struct Fake(Arc<Mutex<Vm>>);
+
+impl Fake {
+    fn with<R>(&self, act: impl FnOnce(&mut Vm) -> R) -> R {
+        act(&mut self.0.lock().unwrap())
+    }
+
+    fn byte(&self, page: u64) -> Option<u8> {
+        self.with(|vm| vm.present.get(&page).copied())
+    }
+}
+
+fn refused(pages: PageRange) -> PlaceError {
+    PlaceError::Kernel {
+        operation: "install",
+        start: pages.start,
+        end: pages.end,
+        source: std::io::ErrorKind::OutOfMemory.into(),
+    }
+}
+
+impl Place for Fake {
+    fn install(&self, page: PageNo, content: &[u8; 4096]) -> Result<Installed, PlaceError> {
+        self.with(|vm| {
+            if let Some(left) = &mut vm.installs_left {
+                *left = left.checked_sub(1).ok_or(refused(page.single()))?;
+            }
+            if vm.present.contains_key(&page.0) {
+                return Ok(Installed::AlreadyThere);
+            }
+            vm.present.insert(page.0, content[0]);
+            Ok(Installed::Installed)
+        })
+    }
+    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
+        self.install(page, &[0; 4096])
+    }
+    fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
+        let mut done = 0;
+        for (page, bytes) in pages.iter().zip(content.chunks_exact(4096)) {
+            match self.install(page, bytes.try_into().unwrap()) {
+                Ok(Installed::Installed) => done += 1,
+                Err(error) if done == 0 => return Err(error),
+                Ok(Installed::AlreadyThere) | Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+    fn read(&self, _pages: PageRange, _into: &mut [u8]) -> Result<(), PlaceError> {
+        unreachable!("nothing is evicted here")
+    }
+    fn discard(&self, _pages: PageRange) -> Result<(), PlaceError> {
+        unreachable!("nothing is evicted here")
+    }
+    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
+        Ok(self.byte(page.0).is_some())
+    }
+    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
+        let present = |page: &PageNo| self.byte(page.0).is_some();
+        Ok(pages.iter().filter(present).map(PageNo::single).collect())
+    }
+    fn wake(&self, _pages: PageRange) -> Result<(), PlaceError> {
+        Ok(())
+    }
+    fn poison(&self, _page: PageNo) -> Result<(), PlaceError> {
+        Ok(())
+    }
+}
+
+impl ContentStore for Fake {
+    fn load(&self, _: PageNo, _: Content, into: &mut [u8; 4096]) -> Result<(), StoreError> {
+        self.with(|vm| vm.loads += 1);
+        into.fill(OLD);
+        Ok(())
+    }
+    fn free(&self, content: Content) {
+        self.with(|vm| vm.freed.push(content));
+    }
+}
+
+impl Admission for Fake {
+    fn admit(&self, pages: u64) {
+        self.with(|vm| vm.room_taken += i64::try_from(pages).unwrap());
+    }
+    fn try_admit(&self, pages: u64) -> bool {
+        let is_full = self.with(|vm| vm.is_full);
+        if !is_full {
+            self.admit(pages);
+        }
+        !is_full
+    }
+    fn give_back(&self, pages: u64) {
+        self.with(|vm| vm.room_taken -= i64::try_from(pages).unwrap());
+    }
+    fn count_in(&self, pages: u64) {
+        self.admit(pages);
+    }
+}
+
+impl Incidents for Fake {
+    fn intruder(&self, page: PageNo) {
+        self.with(|vm| vm.intruders.push(page));
+    }
+    fn poisoned(&self, page: PageNo, why: &StoreError) {
+        panic!("{page}: {why}");
+    }
+    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
+        panic!("{page}: {why}");
+    }
+    fn fill_failed(&self, _page: PageNo, _why: &dyn std::error::Error) {
+        self.with(|vm| vm.failures += 1);
+    }
+}
+
+impl Mmu for Fake {
+    fn limits(&self) -> MmuLimits {
+        MmuLimits::PAGED
+    }
+    fn restrict(
+        &self,
+        _table: TableId,
+        _section: SectionNo,
+        _pages: &pagetide_addr::PageSet,
+        _to: Restrict,
+    ) -> Result<Restricted, MmuError> {
+        Ok(Restricted::Done)
+    }
+    fn grant(
+        &self,
+        _table: TableId,
+        pages: PageRange,
+        _access: Access,
+        _backing: Backing,
+    ) -> Result<(), MmuError> {
+        self.with(|vm| vm.granted.extend(pages.iter().map(|page| page.0)));
+        Ok(())
+    }
+}
+
+/// Two sections, every page stored: page `n` as content `n + 1`.
+fn setting() -> (Fake, Arc<AddressSpace>) {
+    let fake = Fake::default();
+    let stored = PageWord::new(State::Stored(Content::ZERO));
+    let table = PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES)));
+    let memory = PagedMemory::new(MemoryParts {
+        table,
+        place: Arc::new(fake.clone()),
+        store: Arc::new(fake.clone()),
+        admission: Arc::new(fake.clone()),
+        incidents: Arc::new(fake.clone()),
+        neighbours_max: 0,
+    });
+    let end = Va(PAGES * PAGE_BYTES);
+    let space = AddressSpace::over(memory, Va(0), end, AllocPolicy::default()).unwrap();
+    let device = Device::with_id(DPU, Arc::new(fake.clone()));
+    (space.attach(&device, Mode::Coherent, Activation::Now)).unwrap();
+    let region = space.alloc(&RegionRequest::of_bytes(end.0)).unwrap();
+    assert_eq!(region.pages(), PageRange::new(PageNo(0), PageNo(PAGES)));
+    let words = space.memory().unwrap().table();
+    for page in region.pages().iter() {
+        assert_eq!(words.word(page), stored);
+        set(&space, page.0, State::Stored(content(page.0)));
+    }
+    std::mem::forget(region);
+    (fake, space)
+}
+
+fn content(page: u64) -> Content {
+    Content::at(page + 1).unwrap()
+}
+
+fn set(space: &AddressSpace, page: u64, state: State) {
+    let table = space.memory().unwrap().table();
+    table.set_initial(PageNo(page), PageWord::new(state));
+}
+
+fn state(space: &AddressSpace, page: u64) -> State {
+    space.memory().unwrap().table().word(PageNo(page)).state()
+}
+
+fn make_present(fake: &Fake, space: &AddressSpace, page: u64, byte: u8) {
+    fake.with(|vm| vm.present.insert(page, byte));
+    set(space, page, State::Present);
+}
+
+fn whole(first: u64, count: u64) -> (Fault, Vec<u8>) {
+    let pages = PageRange::new(PageNo(first), PageNo(first + count));
+    let fault = Fault {
+        device: DPU,
+        pages,
+        access: Access::Write,
+    };
+    (fault, vec![NEW; pages.iter().count() * 4096])
+}
+
+fn overwrite(space: &AddressSpace, first: u64, count: u64) -> Overwritten {
+    let (fault, bytes) = whole(first, count);
+    space.overwrite(&fault, &bytes)
+}
+
+fn installed(bits: u64) -> Overwritten {
+    Overwritten {
+        outcome: FaultOutcome::Present,
+        installed: bits,
+    }
+}
+
+#[test]
+fn absent_pages_get_the_bytes_written_and_their_stored_ones_are_dropped_unread() {
+    let (fake, space) = setting();
+    // Across a section's border, and longer than one fill.
+    let first = SECTION_PAGES - 20;
+    assert_eq!(overwrite(&space, first, 40), installed((1 << 40) - 1));
+    for page in first..first + 40 {
+        assert_eq!(fake.byte(page), Some(NEW));
+        assert_eq!(state(&space, page), State::Present);
+        assert!(fake.with(|vm| vm.granted.contains(&page)));
+    }
+    let freed: Vec<_> = (first..first + 40).map(content).collect();
+    fake.with(|vm| {
+        assert_eq!((vm.loads, vm.room_taken), (0, 40));
+        assert_eq!(vm.freed, freed);
+    });
+    let counters = space.memory().unwrap().counters();
+    assert_eq!(counters.overwritten_pages.load(Ordering::Relaxed), 40);
+    assert_eq!(counters.filled_pages.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn present_page_stays_as_it_is_and_is_granted_to_the_device_that_must_write_it() {
+    let (fake, space) = setting();
+    make_present(&fake, &space, 3, OLD);
+    assert_eq!(overwrite(&space, 2, 3), installed(0b101));
+    assert_eq!(fake.byte(3), Some(OLD));
+    fake.with(|vm| {
+        assert!(vm.granted.contains(&3));
+        assert_eq!(vm.freed, [content(2), content(4)]);
+        assert_eq!(vm.room_taken, 2);
+    });
+}
+
+#[test]
+fn page_that_somebody_is_filling_is_left_to_the_device() {
+    let (fake, space) = setting();
+    set(&space, 8, State::Filling(content(8)));
+    assert_eq!(overwrite(&space, 7, 3), installed(0b101));
+    assert_eq!(fake.byte(8), None);
+    assert_eq!(state(&space, 8), State::Filling(content(8)));
+}
+
+#[test]
+fn hole_that_the_guest_left_begins_with_the_bytes_written() {
+    let (fake, space) = setting();
+    set(&space, 5, State::Present);
+    assert_eq!(overwrite(&space, 5, 1), installed(1));
+    assert_eq!(
+        (fake.byte(5), state(&space, 5)),
+        (Some(NEW), State::Present)
+    );
+    assert!(fake.with(|vm| vm.freed.is_empty() && vm.room_taken == 0));
+}
+
+#[test]
+fn page_whose_content_is_lost_is_refused_and_what_was_installed_before_it_is_told() {
+    let (fake, space) = setting();
+    set(&space, 11, State::Poisoned);
+    let done = overwrite(&space, 10, 3);
+    let expected = Overwritten {
+        outcome: FaultOutcome::Lost,
+        installed: 0b001,
+    };
+    assert_eq!(done, expected);
+    assert_eq!((fake.byte(11), fake.byte(12)), (None, None));
+    assert_eq!(state(&space, 12), State::Stored(content(12)));
+    assert_eq!(fake.with(|vm| vm.room_taken), 1);
+}
+
+#[test]
+fn install_that_fails_half_way_leaves_the_rest_stored_with_its_old_content() {
+    let (fake, space) = setting();
+    fake.with(|vm| vm.installs_left = Some(2));
+    let done = overwrite(&space, 0, 4);
+    let expected = Overwritten {
+        outcome: FaultOutcome::Lost,
+        installed: 0b0011,
+    };
+    assert_eq!(done, expected);
+    fake.with(|vm| {
+        assert_eq!(vm.freed, [content(0), content(1)]);
+        assert!(vm.failures > 0);
+        assert_eq!(vm.room_taken, 2);
+    });
+    for page in 2..4 {
+        assert_eq!(state(&space, page), State::Stored(content(page)));
+    }
+    fake.with(|vm| vm.installs_left = None);
+    assert_eq!(overwrite(&space, 0, 4), installed(0b1100));
+}
+
+#[test]
+fn page_that_an_intruder_made_present_keeps_its_stored_copy() {
+    let (fake, space) = setting();
+    fake.with(|vm| vm.present.insert(6, OLD));
+    let done = overwrite(&space, 6, 1);
+    assert_eq!(done, Overwritten::nothing(FaultOutcome::Lost));
+    assert_eq!(state(&space, 6), State::Stored(content(6)));
+    fake.with(|vm| {
+        assert_eq!(vm.intruders, [PageNo(6)]);
+        assert!(vm.freed.is_empty());
+    });
+}
+
+#[test]
+fn without_waiting_nothing_is_done_at_the_limit_or_while_the_section_is_owned() {
+    let (fake, space) = setting();
+    let (fault, bytes) = whole(SECTION_PAGES - 1, 2);
+    fake.with(|vm| vm.is_full = true);
+    assert_eq!(space.overwrite_without_waiting(&fault, &bytes), None);
+    fake.with(|vm| vm.is_full = false);
+    let table = space.memory().unwrap().table();
+    let own = |number| table.made_section(SectionNo(number)).lock.write().unwrap();
+    {
+        let _first = own(0);
+        assert_eq!(space.overwrite_without_waiting(&fault, &bytes), None);
+        assert_eq!(fake.with(|vm| (vm.room_taken, vm.present.len())), (0, 0));
+    }
+    {
+        let _second = own(1);
+        let done = space.overwrite_without_waiting(&fault, &bytes);
+        assert_eq!(done, Some(installed(0b01)), "the rest is the device's");
+    }
+    assert_eq!(fake.with(|vm| vm.room_taken), 1);
+    let done = space.overwrite_without_waiting(&fault, &bytes);
+    assert_eq!(done, Some(installed(0b10)));
+}
+
+#[test]
+fn what_is_no_sound_overwrite_is_refused() {
+    let (fake, space) = setting();
+    let out_of_range = Overwritten::nothing(FaultOutcome::OutOfRange);
+    assert_eq!(overwrite(&space, 0, OVERWRITE_PAGES_MAX + 1), out_of_range);
+    assert_eq!(overwrite(&space, PAGES - 1, 2), out_of_range);
+    let (fault, bytes) = whole(0, 2);
+    assert_eq!(space.overwrite(&fault, &bytes[1..]), out_of_range);
+    let all = overwrite(&space, 0, OVERWRITE_PAGES_MAX);
+    assert_eq!(all, installed(u64::MAX));
+    assert_eq!(fake.byte(OVERWRITE_PAGES_MAX), None);
+}
