@@ -22,21 +22,33 @@
 //! instruction nor a fence is on the DMA path; `membarrier` makes the evictor
 //! pay for both. Checked under loom below.
 //!
+//! Counters are made for a GiB when an engine first leases in it; one that is not
+//! there is 0. To show a counter is a store like any other of the engine's, so the
+//! protocol above holds for the first lease, too.
+//!
 //! *Wired* pages are leased for long: the rings of an enabled queue. They are
 //! kept by page, not by section, and are never restricted at all.
+//!
+//! # Many ranges
+//! Whoever restricts more than a section ([`PageAttributes::begin_unmap`]) clears
+//! all bits first, then passes *one* heavy fence, and then looks for leases in all
+//! sections it touched: the fence costs the same for a page and for a terabyte.
 //!
 //! # What may go wrong
 //! A lease that is never returned keeps its sections from eviction for ever;
 //! so [`Lease`] is a duty value, consumed by [`EnginePort::release`] alone.
+//!
+//! [`EnginePort::release`]: crate::domain::EnginePort::release
 
 use crate::{
     bitmap::{Attribute, PaBitmap},
+    sparse::{SECTIONS_PER_GIB, Sparse, by_gib, pages_of},
     sync::{AtomicU32, Mutex, Ordering, heavy_fence, light_fence, spin_loop},
 };
 use pagetide_addr::{Access, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo};
 use std::collections::BTreeMap;
 
-/// How often [`PageAttributes::restrict`] looks for leases before it gives up: some microseconds,
+/// How often a restriction looks for leases before it gives up: some microseconds,
 /// enough for a look-up that is about to fail, not for a disk.
 const LEASE_LOOKS: u32 = 200;
 
@@ -44,8 +56,8 @@ const LEASE_LOOKS: u32 = 200;
 #[derive(Debug)]
 pub struct PageAttributes {
     bitmap: PaBitmap,
-    /// One row of counters for each engine, indexed by section.
-    leases: Box<[Box<[AtomicU32]>]>,
+    /// The counters of each engine, one a section.
+    leases: Box<[Sparse<AtomicU32>]>,
     /// How many queues have each wired page.
     wired: Mutex<BTreeMap<PageNo, u32>>,
 }
@@ -62,11 +74,10 @@ impl PageAttributes {
     /// Attributes of `page_count` pages for `engine_count` engines, all pages `attribute`.
     #[must_use]
     pub fn new(page_count: u64, engine_count: usize, attribute: Attribute) -> Self {
-        let sections = PageNo(SectionNo::count_for(page_count)).index();
-        let row = || (0..sections).map(|_| AtomicU32::new(0)).collect();
+        let counters = (0..engine_count).map(|_| Sparse::new(page_count));
         Self {
             bitmap: PaBitmap::new(page_count, attribute),
-            leases: (0..engine_count).map(|_| row()).collect(),
+            leases: counters.collect(),
             wired: Mutex::new(BTreeMap::new()),
         }
     }
@@ -75,6 +86,12 @@ impl PageAttributes {
     #[must_use]
     pub fn bitmap(&self) -> &PaBitmap {
         &self.bitmap
+    }
+
+    /// Memory that bitmap and counters take now, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bitmap.bytes() + self.leases.iter().map(Sparse::bytes).sum::<u64>()
     }
 
     /// Leases `range` for engine `engine`, if every page of it allows `access`.
@@ -106,27 +123,62 @@ impl PageAttributes {
     #[inline]
     fn add(&self, engine: usize, lease: &Lease, difference: u32) {
         let row = &self.leases[engine];
-        for section in lease.first..lease.first + lease.count {
-            let counter = &row[PageNo(u64::from(section)).index()];
+        for section in (lease.first..lease.first + lease.count).map(|s| SectionNo(s.into())) {
+            let (gib, index) = place(section);
+            let counters = match row.get(gib) {
+                Some(counters) => counters,
+                None => self.make_counters(engine, gib),
+            };
+            let counter = &counters[index];
             let now = counter.load(Ordering::Relaxed).wrapping_add(difference);
             // Release: an evictor that sees 0 sees what the DMA wrote (pairs with `is_leased`).
             counter.store(now, Ordering::Release);
         }
     }
 
+    /// The first lease of an engine in a GiB. On that engine's thread, so nobody else makes them.
+    #[cold]
+    fn make_counters(&self, engine: usize, gib: usize) -> &[AtomicU32] {
+        let sections = SectionNo::count_for(pages_of(gib, self.bitmap.page_count()).len());
+        let made = self.leases[engine]
+            .get_or_make(gib, || (0..sections).map(|_| AtomicU32::new(0)).collect());
+        // A lease lies within the domain: checked before anything is counted.
+        made.unwrap_or_default()
+    }
+
     /// True while any engine holds a lease on `section`.
     #[must_use]
     pub fn is_leased(&self, section: SectionNo) -> bool {
-        self.leases
-            .iter()
-            .any(|row| row[section.index()].load(Ordering::Acquire) != 0)
+        let (gib, index) = place(section);
+        self.leases.iter().any(|row| {
+            let counter = row.get(gib).and_then(|counters| counters.get(index));
+            counter.is_some_and(|counter| counter.load(Ordering::Acquire) != 0)
+        })
     }
 
     /// True while any engine holds any lease.
     #[must_use]
     pub fn is_any_leased(&self) -> bool {
-        let sections = SectionNo::count_for(self.bitmap.page_count());
-        (0..sections).any(|s| self.is_leased(SectionNo(s)))
+        let made = self.leases.iter().flat_map(Sparse::made);
+        made.flat_map(|(_, counters)| counters)
+            .any(|counter| counter.load(Ordering::Acquire) != 0)
+    }
+
+    /// The sections of `ranges` on which any engine holds a lease, ascending, each once.
+    fn leased_in(&self, ranges: &[PageRange]) -> Vec<SectionNo> {
+        let mut leased = Vec::new();
+        for (gib, part) in ranges.iter().flat_map(|range| by_gib(*range)) {
+            for counters in self.leases.iter().filter_map(|row| row.get(gib)) {
+                let held = part.sections().filter(|section| {
+                    let counter = counters.get(place(*section).1);
+                    counter.is_some_and(|counter| counter.load(Ordering::Acquire) != 0)
+                });
+                leased.extend(held);
+            }
+        }
+        leased.sort_unstable();
+        leased.dedup();
+        leased
     }
 
     /// Wires `range` for a queue, if every page of it is read-write now.
@@ -201,15 +253,91 @@ impl PageAttributes {
         self.no_lease_left(section)
     }
 
+    /// Makes all of `ranges` unmapped, then waits some microseconds for leases on their sections to
+    /// go. What could not be had is returned, empty if nothing: see [`Restriction::wait`].
+    #[must_use]
+    pub fn unmap_ranges(&self, ranges: &[PageRange]) -> Vec<Busy> {
+        self.begin_unmap(ranges).wait()
+    }
+
+    /// Like [`Self::unmap_ranges`], but reads stay allowed.
+    #[must_use]
+    pub fn forbid_writes_ranges(&self, ranges: &[PageRange]) -> Vec<Busy> {
+        self.begin_forbid_writes(ranges).wait()
+    }
+
+    /// The first half of [`Self::unmap_ranges`]: from now on no DMA into `ranges` begins. Of a range
+    /// that has wired pages, the parts in their sections are left as they were. Pages past the end
+    /// are nobody's.
+    pub fn begin_unmap(&self, ranges: &[PageRange]) -> Restriction<'_> {
+        self.begin(ranges, PaBitmap::unmap_range)
+    }
+
+    /// The first half of [`Self::forbid_writes_ranges`]: from now on no DMA that writes into
+    /// `ranges` begins. Wired pages are left as with [`Self::begin_unmap`].
+    pub fn begin_forbid_writes(&self, ranges: &[PageRange]) -> Restriction<'_> {
+        self.begin(ranges, PaBitmap::forbid_writes_range)
+    }
+
+    fn begin(&self, ranges: &[PageRange], clear: fn(&PaBitmap, PageRange)) -> Restriction<'_> {
+        let mut restriction = Restriction {
+            attributes: self,
+            cleared: Vec::with_capacity(ranges.len()),
+            wired: Vec::new(),
+        };
+        let wired = self.lock_wired();
+        for range in ranges {
+            self.split_at_wired(&wired, *range, &mut restriction);
+        }
+        for range in &restriction.cleared {
+            clear(&self.bitmap, *range);
+        }
+        drop(wired);
+        if !restriction.cleared.is_empty() {
+            heavy_fence();
+        }
+        restriction
+    }
+
+    /// Adds `range` to what is to be cleared, without the sections in which a page of it is wired.
+    fn split_at_wired(
+        &self,
+        wired: &BTreeMap<PageNo, u32>,
+        range: PageRange,
+        to: &mut Restriction<'_>,
+    ) {
+        let page_count = self.bitmap.page_count();
+        let range = range.intersect(PageRange::new(PageNo(0), PageNo(page_count)));
+        let mut start = range.start;
+        let mut spared_last = None;
+        let mut push = |start: PageNo, end: PageNo| {
+            if start < end {
+                to.cleared.push(PageRange::new(start, end));
+            }
+        };
+        for (page, _) in wired.range(range.start..range.end) {
+            let section = page.section();
+            if spared_last != Some(section) {
+                spared_last = Some(section);
+                let spared = range.intersect(section.pages(page_count));
+                push(start, spared.start);
+                start = spared.end;
+                to.wired.push(section);
+            }
+        }
+        push(start, range.end);
+    }
+
     /// Makes every page but the wired ones unmapped. Leases may still be held afterwards: wait
     /// until [`Self::is_any_leased`] is false.
     pub fn unmap_all(&self) {
         {
             let wired = self.lock_wired();
-            for section in (0..SectionNo::count_for(self.bitmap.page_count())).map(SectionNo) {
-                let mut pages = PageSet::of_range(section, section.pages(self.bitmap.page_count()));
-                pages.subtract(&wired_set(&wired, section));
-                self.bitmap.unmap(section, &pages);
+            let mut start = PageNo(0);
+            let end = PageNo(self.bitmap.page_count());
+            for page in wired.keys().copied().chain([end]) {
+                self.bitmap.unmap_range(PageRange::new(start, page));
+                start = PageNo(page.0 + 1);
             }
         }
         heavy_fence();
@@ -243,6 +371,54 @@ impl PageAttributes {
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
+}
+
+/// Pages whose bits are cleared while DMA that began before may still be under way.
+#[must_use = "DMA that began before may still be under way: wait for it"]
+#[derive(Debug)]
+pub struct Restriction<'a> {
+    attributes: &'a PageAttributes,
+    cleared: Vec<PageRange>,
+    wired: Vec<SectionNo>,
+}
+
+/// Why pages of a section could not be restricted.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Busy {
+    /// One of them is wired: what its range has in the section was left as it was.
+    Wired(SectionNo),
+    /// A DMA is under way in the section. Its bits are cleared: no further one begins.
+    Leased(SectionNo),
+}
+
+impl Restriction<'_> {
+    /// Waits for leases on the sections concerned, at most some microseconds however many they are.
+    /// Returns the sections in which DMA may go on: as long as one is [`Busy`], its pages must not
+    /// be taken away. Whoever gives up grants again what he wanted to take.
+    #[must_use]
+    pub fn wait(self) -> Vec<Busy> {
+        let mut leased = self.attributes.leased_in(&self.cleared);
+        for _ in 0..LEASE_LOOKS {
+            if leased.is_empty() || cfg!(loom) {
+                break;
+            }
+            spin_loop();
+            leased.retain(|section| self.attributes.is_leased(*section));
+        }
+        let wired = self.wired.into_iter().map(Busy::Wired);
+        let leased = leased.into_iter().map(Busy::Leased);
+        let mut busy: Vec<Busy> = wired.chain(leased).collect();
+        busy.dedup();
+        busy
+    }
+}
+
+/// The GiB of a section, and its index among the sections of it.
+#[inline]
+const fn place(section: SectionNo) -> (usize, usize) {
+    let gib = SectionNo(section.0 / SECTIONS_PER_GIB);
+    let index = SectionNo(section.0 % SECTIONS_PER_GIB);
+    (gib.index(), index.index())
 }
 
 fn wired_set(wired: &BTreeMap<PageNo, u32>, section: SectionNo) -> PageSet {
@@ -308,11 +484,64 @@ mod loom_tests {
             engine.join().unwrap();
         });
     }
+
+    /// The same where the restriction is the first change of a part of the GiB, so that its chunk
+    /// is made meanwhile: who does DMA to the page beside it is not disturbed by that.
+    #[test]
+    fn loom_lease_against_a_restriction_that_makes_the_chunk() {
+        loom::model(|| {
+            let attributes = Arc::new(PageAttributes::new(2, 1, Attribute::ReadWrite));
+            let page = Arc::new(loom::cell::UnsafeCell::new(0));
+            let engine = {
+                let (attributes, page) = (attributes.clone(), page.clone());
+                loom::thread::spawn(move || {
+                    if let Some(lease) = attributes.lease(0, PageNo(0).single(), Access::Write) {
+                        page.with_mut(|_| ());
+                        attributes.release(0, lease);
+                    }
+                    assert!(attributes.bitmap.allows(PageNo(1).single(), Access::Write));
+                })
+            };
+            if attributes.unmap_ranges(&[PageNo(0).single()]).is_empty() {
+                page.with_mut(|_| ());
+            }
+            engine.join().unwrap();
+        });
+    }
+
+    /// One DMA into the last page of a section and the first of the next, which are taken as two
+    /// ranges: each may be had only while no DMA goes on in it.
+    #[test]
+    fn loom_one_fence_is_enough_for_several_ranges() {
+        loom::model(|| {
+            let attributes = Arc::new(PageAttributes::new(513, 1, Attribute::Unmapped));
+            let both = PageRange::new(PageNo(511), PageNo(513));
+            attributes.grant(both, Access::Write);
+            let pages: Arc<[_; 2]> = Arc::new([(); 2].map(|()| loom::cell::UnsafeCell::new(0)));
+            let engine = {
+                let (attributes, pages) = (attributes.clone(), pages.clone());
+                loom::thread::spawn(move || {
+                    if let Some(lease) = attributes.lease(0, both, Access::Write) {
+                        pages.iter().for_each(|page| page.with_mut(|_| ()));
+                        attributes.release(0, lease);
+                    }
+                })
+            };
+            let busy = attributes.unmap_ranges(&[PageNo(511).single(), PageNo(512).single()]);
+            for (n, section) in [SectionNo(0), SectionNo(1)].into_iter().enumerate() {
+                if !busy.contains(&Busy::Leased(section)) {
+                    pages[n].with_mut(|_| ());
+                }
+            }
+            engine.join().unwrap();
+        });
+    }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::sparse::PAGES_PER_GIB;
 
     fn page(n: u64) -> PageRange {
         PageNo(n).single()
@@ -368,5 +597,77 @@ mod tests {
                 .lease(0, PageRange::new(PageNo(9), PageNo(11)), Access::Read)
                 .is_none()
         );
+    }
+
+    fn range(start: u64, end: u64) -> PageRange {
+        PageRange::new(PageNo(start), PageNo(end))
+    }
+
+    #[test]
+    fn ranges_are_unmapped_together_and_each_section_that_is_busy_is_told_once() {
+        let pages = 3 * PAGES_PER_GIB;
+        let attributes = PageAttributes::new(pages, 2, Attribute::ReadWrite);
+        let far = PAGES_PER_GIB + 5;
+        let leases = [
+            attributes.lease(0, range(510, 514), Access::Write),
+            attributes.lease(1, page(513), Access::Read),
+            attributes.lease(1, page(far), Access::Write),
+        ];
+        assert!(attributes.wire(page(5000)) && attributes.wire(page(5001)));
+        let wanted = [
+            range(0, 10),
+            range(512, 5001),
+            range(5001, 6000),
+            range(6000, pages + 1000),
+        ];
+        let busy = attributes.unmap_ranges(&wanted);
+        let wired = Busy::Wired(PageNo(5000).section());
+        let held = [0, 1, far / 512].map(|section| Busy::Leased(SectionNo(section)));
+        assert_eq!(busy, [wired, held[0], held[1], held[2]]);
+        // The section with the wired page stays as it was; of the others all is gone that was meant.
+        let attribute = |page| attributes.bitmap().attribute(PageNo(page));
+        for page in [10, 511, 4608, 5000, 5119] {
+            assert_eq!(attribute(page), Attribute::ReadWrite, "page {page}");
+        }
+        for page in [0, 9, 512, 4607, 5120, far, pages - 1] {
+            assert_eq!(attribute(page), Attribute::Unmapped, "page {page}");
+        }
+        for (engine, lease) in [0, 1, 1].into_iter().zip(leases) {
+            attributes.release(engine, lease.unwrap());
+        }
+        assert_eq!(attributes.unmap_ranges(&wanted), [wired]);
+        assert!(attributes.unmap_ranges(&[]).is_empty());
+    }
+
+    #[test]
+    fn reads_of_a_range_go_on_while_its_writes_are_forbidden() {
+        let attributes = PageAttributes::new(1024, 1, Attribute::ReadWrite);
+        assert!(attributes.forbid_writes_ranges(&[range(3, 700)]).is_empty());
+        assert!(attributes.lease(0, page(699), Access::Write).is_none());
+        let reading = attributes.lease(0, page(699), Access::Read).unwrap();
+        attributes.release(0, reading);
+        assert!(attributes.bitmap().allows(range(700, 1024), Access::Write));
+    }
+
+    #[test]
+    fn terabyte_with_nothing_in_it_takes_less_than_a_megabyte() {
+        let pages = 1024 * PAGES_PER_GIB;
+        let attributes = PageAttributes::new(pages, 4, Attribute::ReadWrite);
+        attributes.unmap_all();
+        assert!(attributes.unmap_ranges(&[range(0, pages)]).is_empty());
+        assert!(!attributes.is_any_leased());
+        let empty = attributes.bytes();
+        assert!(empty < 200 << 10, "{empty} bytes");
+        // One page in the middle, with a DMA to it by one engine.
+        let middle = page(pages / 2 + 99);
+        attributes.grant(middle, Access::Write);
+        let lease = attributes.lease(3, middle, Access::Write).unwrap();
+        assert!(attributes.is_any_leased());
+        attributes.release(3, lease);
+        assert_eq!(attributes.bitmap().chunk_count(), 1);
+        assert_eq!(attributes.bytes() - empty, (64 << 10) + 512 * 4);
+        attributes.grant_all();
+        assert!(attributes.bitmap().allows(range(0, pages), Access::Write));
+        assert!(attributes.bytes() < 1 << 20);
     }
 }
