@@ -201,7 +201,6 @@ fn setting() -> (Fake, Arc<AddressSpace>) {
         assert_eq!(words.word(page), stored);
         set(&space, page.0, State::Stored(content(page.0)));
     }
-    std::mem::forget(region);
     (fake, space)
 }
 

@@ -2,23 +2,26 @@
 //! The daemon: the real address space, store, limit, evictor and reclaimer over the simulated kernel.
 
 use crate::{
+    content::Stamps,
+    device::Asked,
     dimm::{CAPACITY_PAGES, forget_what_is_gone},
     guest::Message,
     kernel::{Call, DeviceMmu, Life, Tracker, VcpuMmu, Words, World},
     knobs::{Eviction, Room},
     state::{Frame, State},
 };
-use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo, Va};
+use pagetide_addr::{Access, DeviceId, PageNo, PageSet, SectionNo, Va};
 use pagetide_gmem::{
     Activation, AddressSpace, Admission, AllocPolicy, Content, ContentStore, Device, EvictionError,
-    Fault, FaultOutcome, Incidents, MemoryParts, Mode, PageTable, PagedMemory, StoreError,
-    recovery::recover_words,
+    Fault, FaultOutcome, Incidents, MemoryParts, Mode, Overwritten, PageTable, PagedMemory,
+    StoreError, recovery::recover_words,
 };
 use pagetide_swap::{
     Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer,
     evictor::EvictorError,
     reclaim::{Reach, ReclaimStop, UNMAPPED_MIN},
     store::PutError,
+    tier::PAGE,
 };
 use std::{
     collections::HashMap,
@@ -35,9 +38,8 @@ const SPACE_BYTES: u64 = 1 << 40;
 pub enum Task {
     Vcpu(Message),
     Device {
-        id: u64,
         device: usize,
-        pages: PageRange,
+        asked: Asked,
     },
     Evict {
         section: SectionNo,
@@ -69,11 +71,14 @@ impl Task {
         {
             return Some(Self::Vcpu(message));
         }
-        let (id, pages) = state.page_requests.pop_front()?;
-        let request = state.requests.iter().find(|r| r.id == id)?;
+        let asked = state.page_requests.pop_front()?;
+        let request = state.requests.iter().find(|r| r.id == asked.request)?;
         let device = request.device;
-        state.coverage.page_requests += 1;
-        Some(Self::Device { id, device, pages })
+        match asked.overwrite {
+            Some(_) => state.coverage.overwrites += 1,
+            None => state.coverage.page_requests += 1,
+        }
+        Some(Self::Device { device, asked })
     }
 
     /// Some pages of some section; `None` if evicting is the reclaimer's alone.
@@ -257,7 +262,7 @@ impl Daemon {
         self.life.world.lock().tell_all(format_args!("{task:?}"));
         match task {
             Task::Vcpu(message) => self.serve_vcpu(message),
-            Task::Device { id, device, pages } => self.serve_device(id, device, pages),
+            Task::Device { device, asked } => self.serve_device(device, asked),
             Task::Evict {
                 section,
                 wanted,
@@ -299,11 +304,11 @@ impl Daemon {
         self.space.bring_neighbours(message.page);
     }
 
-    fn serve_device(&self, id: u64, device: usize, pages: PageRange) {
+    fn serve_device(&self, device: usize, asked: Asked) {
         let _frame = self.life.frame(Frame::DeviceFault);
         let fault = Fault {
             device: device_id(device),
-            pages,
+            pages: asked.pages,
             access: Access::Write,
         };
         let (quick, ticket) = {
@@ -312,12 +317,31 @@ impl Daemon {
             state.unanswered.insert(ticket);
             (state.random.coin(), ticket)
         };
-        let life = self.life.clone();
-        let reply = move |outcome: FaultOutcome| life.answer(ticket, id, outcome);
+        let (life, id) = (self.life.clone(), asked.request);
+        if let Some(written) = asked.overwrite {
+            let done = self.overwrite(&fault, written, quick);
+            life.answer(ticket, id, |state| state.answer_overwrite(id, done));
+            return;
+        }
+        let reply = move |outcome: FaultOutcome| {
+            life.answer(ticket, id, |state| state.answer(id, outcome));
+        };
         match quick.then(|| self.space.fault_without_waiting(&fault)) {
             Some(Some(outcome)) => reply(outcome),
             Some(None) | None => self.space.fault(&fault, Some(Box::new(reply))),
         }
+    }
+
+    fn overwrite(&self, fault: &Fault, written: Stamps, quick: impl Into<bool>) -> Overwritten {
+        let mut content = vec![0; fault.pages.iter().count() * PAGE];
+        for page in content.chunks_exact_mut(PAGE) {
+            written.render(page);
+        }
+        let at_once = quick
+            .into()
+            .then(|| self.space.overwrite_without_waiting(fault, &content))
+            .flatten();
+        at_once.unwrap_or_else(|| self.space.overwrite(fault, &content))
     }
 
     fn evict(&self, section: SectionNo, wanted: &PageSet, pages_max: u64) {
@@ -421,7 +445,7 @@ fn device_id(device: usize) -> DeviceId {
 }
 
 impl Life {
-    fn answer(&self, ticket: u64, id: u64, outcome: FaultOutcome) {
+    fn answer(&self, ticket: u64, id: u64, tell: impl FnOnce(&mut State)) {
         if std::thread::panicking() {
             return;
         }
@@ -431,7 +455,7 @@ impl Life {
                 state.unanswered.remove(&ticket),
                 "request {id} is answered twice"
             );
-            state.answer(id, outcome);
+            tell(&mut state);
         }
     }
 

@@ -5,15 +5,18 @@
 //!   Popped ── bits set ──► Leased ── each page pinned ──► the transfer lands; gone
 //!     ▲  └─ not ─► Parked    │  ▲
 //!     │  answered    │       └──┴ a page is a hole all the same (the guest gave it up):
-//!     └──────────────┘            alias fault, wait for the answer
+//!     │  answered    │            alias fault, wait for the answer
+//!     └──────────────┤
+//!     ▲  pages left  │ writes pages whole, and lands in a buffer first
+//!     └────────────── Landed ── overwrite answered, no page left ──► gone
 //! ```
 //! A pinned page is written whatever the page tables say: that is why it must
 //! not be punched. When the daemon dies, transfers that have all their pages
 //! land later, until the successor holds the ring's lock; it then does every
-//! unfinished request again.
+//! unfinished request again, with pages that were overwritten already.
 
 use crate::{
-    content::Sectors,
+    content::{SECTORS, Sectors, Stamps},
     dimm::{BASE, SLOT},
     guest::Write,
     knobs::LeaseUnit,
@@ -21,7 +24,7 @@ use crate::{
     state::State,
 };
 use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo};
-use pagetide_gmem::{FaultOutcome, Restricted};
+use pagetide_gmem::{FaultOutcome, Overwritten, Restricted};
 
 const REQUESTS_MAX: usize = 4;
 
@@ -42,6 +45,17 @@ pub enum Phase {
     Leased,
     /// Leased, and waiting for an alias fault.
     Faulted,
+    /// In a buffer of the device, which has asked that its pages be overwritten.
+    Landed,
+}
+
+/// A page request that waits to be taken.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked {
+    pub request: u64,
+    pub pages: PageRange,
+    /// What the device has written to each of them, if they are to be overwritten.
+    pub overwrite: Option<Stamps>,
 }
 
 /// A request of the guest to a device: read or write the same sectors of each page.
@@ -52,8 +66,14 @@ pub struct Request {
     pub pages: PageRange,
     pub phase: Phase,
     write: Option<Write>,
-    /// Instances of the first pages, pinned.
+    /// Pages that the transfer is still to reach: all but those that were overwritten.
+    left: Vec<PageNo>,
+    /// Instances of the first of these, pinned.
     pins: Vec<u32>,
+    /// Pages that were installed with its content while it was landed; and those among them that
+    /// cannot have had that content for any other reason.
+    installed: Vec<PageNo>,
+    surely_installed: Vec<PageNo>,
 }
 
 impl Device {
@@ -65,7 +85,7 @@ impl Device {
         }
     }
 
-    fn allows(&self, pages: PageRange) -> bool {
+    fn allows(&self, pages: &[PageNo]) -> bool {
         pages.iter().all(|page| self.may[page.index()])
     }
 }
@@ -76,11 +96,41 @@ impl Request {
     }
 
     fn is_submitted(&self) -> bool {
-        self.pins.len() as u64 == self.pages.len()
+        self.pins.len() == self.left.len()
     }
 
     fn pinned(&self) -> impl Iterator<Item = (PageNo, u32)> {
-        self.pages.iter().zip(self.pins.iter().copied())
+        self.left.iter().copied().zip(self.pins.iter().copied())
+    }
+
+    /// It begins at the beginning.
+    fn begin_again(&mut self) {
+        self.phase = Phase::Popped;
+        self.left = self.pages.iter().collect();
+        self.pins.clear();
+    }
+
+    /// What it writes to each page, if it writes pages whole.
+    fn whole_pages(&self) -> Option<Stamps> {
+        let write = self.write?;
+        let is_whole = write.sectors.to - write.sectors.from == SECTORS;
+        is_whole.then_some(Stamps([write.stamp; SECTORS]))
+    }
+
+    /// True if `page` may be installed with `content` on its behalf now.
+    fn may_overwrite(&self, page: PageNo, content: Stamps) -> bool {
+        self.phase == Phase::Landed
+            && self.left.contains(&page)
+            && self.whole_pages() == Some(content)
+    }
+
+    /// Its pages are asked for.
+    fn asked(&self, overwrite: Option<Stamps>) -> Asked {
+        Asked {
+            request: self.id,
+            pages: self.pages,
+            overwrite,
+        }
     }
 }
 
@@ -108,14 +158,23 @@ impl State {
         let memory = if BASE.contains(start) { BASE } else { SLOT };
         let len = self.random.pick(&[1, 1, 2, 5, 18]);
         let end = PageNo((start.0 + len).min(memory.end.0));
-        let write = self.random.coin().then(|| self.write());
+        let mut write = self.random.coin().then(|| self.write());
+        if let Some(write) = &mut write
+            && self.random.coin()
+        {
+            (write.sectors.from, write.sectors.to) = (0, SECTORS);
+        }
+        let pages = PageRange::new(start, end);
         let request = Request {
             id: self.number(),
             device: self.random.index(self.devices.len()),
-            pages: PageRange::new(start, end),
+            pages,
             phase: Phase::Popped,
             write,
+            left: pages.iter().collect(),
             pins: Vec::new(),
+            installed: Vec::new(),
+            surely_installed: Vec::new(),
         };
         self.requests.push(request);
     }
@@ -124,17 +183,23 @@ impl State {
     pub fn advance(&mut self, at: usize) {
         let request = &mut self.requests[at];
         match request.phase {
-            Phase::Parked | Phase::Faulted => {}
-            Phase::Popped if self.devices[request.device].allows(request.pages) => {
-                for page in request.pages.iter() {
+            Phase::Parked | Phase::Faulted | Phase::Landed => {}
+            Phase::Popped if self.devices[request.device].allows(&request.left) => {
+                for page in &request.left {
                     let removed = self.pages[page.index()].removed;
                     assert!(!removed, "a device reaches {page:?}, which is removed");
                 }
                 request.phase = Phase::Leased;
             }
             Phase::Popped => {
-                request.phase = Phase::Parked;
-                self.page_requests.push_back((request.id, request.pages));
+                // What was overwritten once is not written again.
+                let is_new = request.left.len() as u64 == request.pages.len();
+                let overwrite = (request.whole_pages()).filter(|_| is_new && self.random.coin());
+                request.phase = match overwrite {
+                    Some(_) => Phase::Landed,
+                    None => Phase::Parked,
+                };
+                self.page_requests.push_back(request.asked(overwrite));
             }
             Phase::Leased if request.is_submitted() => {
                 let request = self.requests.swap_remove(at);
@@ -146,7 +211,7 @@ impl State {
 
     fn pin_next(&mut self, at: usize) {
         let request = &mut self.requests[at];
-        let next = PageNo(request.pages.start.0 + request.pins.len() as u64);
+        let next = request.left[request.pins.len()];
         let page = &mut self.pages[next.index()];
         assert!(!page.removed, "DMA reaches {next:?}, which is removed");
         page.dma = true;
@@ -160,7 +225,11 @@ impl State {
             "DMA meets a hole at {next:?}, which nobody gave up"
         );
         request.phase = Phase::Faulted;
-        self.page_requests.push_back((request.id, next.single()));
+        let asked = request.asked(None);
+        self.page_requests.push_back(Asked {
+            pages: next.single(),
+            ..asked
+        });
         self.coverage.alias_faults += 1;
     }
 
@@ -202,6 +271,61 @@ impl State {
             }
             (outcome, phase) => panic!("request {id} in {phase:?} is answered {outcome:?}"),
         };
+    }
+
+    /// The page becomes present with `content`; true if a device has asked for that.
+    pub fn note_installed(&mut self, number: PageNo, content: Stamps) -> bool {
+        let expected = self.pages[number.index()].versions.contains(&content);
+        let may = |request: &&mut Request| request.may_overwrite(number, content);
+        let mut asked: Vec<_> = self.requests.iter_mut().filter(may).collect();
+        for request in &mut asked {
+            request.installed.push(number);
+        }
+        if let [only] = &mut asked[..]
+            && !expected
+        {
+            only.surely_installed.push(number);
+        }
+        !asked.is_empty()
+    }
+
+    /// An overwrite is answered.
+    pub fn answer_overwrite(&mut self, id: u64, done: Overwritten) {
+        let Some(at) = self.requests.iter().position(|r| r.id == id) else {
+            panic!("request {id} is answered but not there");
+        };
+        let request = &mut self.requests[at];
+        assert_eq!(request.phase, Phase::Landed);
+        let first = request.pages.start.0;
+        let told = |page: &PageNo| done.installed & 1 << (page.0 - first) != 0;
+        let untold = request.surely_installed.iter().find(|page| !told(page));
+        assert_eq!(
+            untold, None,
+            "installed by request {id}, and it is not told"
+        );
+        let never = |page: &PageNo| told(page) && !request.installed.contains(page);
+        let never = request.pages.iter().find(never);
+        assert_eq!(never, None, "request {id} is told so, and it never was");
+        request.left = request.pages.iter().filter(|page| !told(page)).collect();
+        request.installed.clear();
+        request.surely_installed.clear();
+        request.phase = Phase::Popped;
+        let is_over = request.left.is_empty();
+        let memory = request.pages.start;
+        match done.outcome {
+            FaultOutcome::OutOfRange => {
+                self.requests.swap_remove(at);
+                let right = !BASE.contains(memory) || !self.base_allocated;
+                assert!(right, "request {id} is refused, at {memory:?}");
+                self.coverage.refused_requests += 1;
+            }
+            _ if is_over => {
+                self.requests.swap_remove(at);
+                self.coverage.transfers += 1;
+            }
+            // Whatever the reason, the way by a fault tells it once more.
+            _ => {}
+        }
     }
 
     /// A device that does no DMA now disconnects, and begins anew without a bit.
@@ -264,7 +388,9 @@ impl State {
             .iter()
             .filter(|r| r.device == device && r.holds_lease())
             .any(|r| {
-                let leased = PageSet::of_range(section, r.pages);
+                let mut leased = PageSet::EMPTY;
+                (r.left.iter().filter(|page| page.section() == section))
+                    .for_each(|page| leased.insert(*page));
                 match unit {
                     LeaseUnit::Page => leased.intersects(&pages),
                     LeaseUnit::Section => !leased.is_empty(),
@@ -296,7 +422,7 @@ impl State {
     /// No device may use a page of the range, nor is using one.
     pub fn assert_out_of_reach(&self, pages: PageRange) {
         for request in self.requests.iter().filter(|r| r.holds_lease()) {
-            let apart = request.pages.end <= pages.start || request.pages.start >= pages.end;
+            let apart = !request.left.iter().any(|page| pages.contains(*page));
             assert!(apart, "request {} has a lease of {pages:?}", request.id);
         }
         for (number, device) in self.devices.iter().enumerate() {
@@ -315,8 +441,10 @@ impl State {
             if request.holds_lease() && request.is_submitted() {
                 self.dead_io.push(request.clone());
             }
-            request.phase = Phase::Popped;
-            request.pins.clear();
+            self.coverage.overwrites_cut_short += u64::from(!request.installed.is_empty());
+            request.installed.clear();
+            request.surely_installed.clear();
+            request.begin_again();
         }
     }
 

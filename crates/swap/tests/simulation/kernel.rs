@@ -286,15 +286,20 @@ impl State {
     }
 
     fn install(&mut self, number: PageNo, content: Stamps) -> Installed {
-        let page = self.page(number);
-        if page.content.is_some() {
+        if self.page(number).content.is_some() {
             return Installed::AlreadyThere;
         }
+        let overwritten = self.note_installed(number, content);
+        let page = self.page(number);
         assert!(
-            page.versions.contains(&content),
+            overwritten || page.versions.contains(&content),
             "{content:?} is installed in {number:?}, which may hold {:?}",
             page.versions
         );
+        if overwritten {
+            page.versions = vec![content];
+            page.past.push(content);
+        }
         page.content = Some(content);
         page.instance += 1;
         page.protected = false;

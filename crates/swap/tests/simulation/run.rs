@@ -130,6 +130,7 @@ impl Run {
                 &counters.cancelled_pages,
                 &counters.joined_faults,
                 &counters.neighbour_pages,
+                &counters.overwritten_pages,
             ]
             .map(|counter| counter.load(Relaxed))
         };
@@ -144,6 +145,7 @@ impl Run {
             coverage.cancelled_pages += after[1] - before[1];
             coverage.joined_faults += after[2] - before[2];
             coverage.neighbour_pages += after[3] - before[3];
+            coverage.overwritten_pages += after[4] - before[4];
         }
         if !survived {
             self.follow();
@@ -224,7 +226,12 @@ impl Run {
         }
         let state = self.world.lock();
         assert!(state.unanswered.is_empty(), "page requests stay unanswered");
-        let waits = |request: &Request| matches!(request.phase, Phase::Parked | Phase::Faulted);
+        let waits = |request: &Request| {
+            matches!(
+                request.phase,
+                Phase::Parked | Phase::Faulted | Phase::Landed
+            )
+        };
         assert!(!state.requests.iter().any(waits), "{}", state.describe());
     }
 

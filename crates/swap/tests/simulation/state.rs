@@ -15,7 +15,7 @@
 
 use crate::{
     content::Stamps,
-    device::{Device, Request},
+    device::{Asked, Device, Request},
     dimm::{BASE, Dimm, PAGE_COUNT},
     guest::{KernelPin, Message, Vcpu},
     knobs::Knobs,
@@ -80,6 +80,9 @@ coverage! {
     vcpu_faults
     nested_tasks
     page_requests
+    overwrites
+    overwritten_pages
+    overwrites_cut_short
     alias_faults
     attached_devices
     transfers
@@ -133,8 +136,8 @@ pub struct State {
     pub kernel_pins: Vec<KernelPin>,
     pub devices: Vec<Device>,
     pub requests: Vec<Request>,
-    /// Requests whose page request waits to be taken: id and pages.
-    pub page_requests: VecDeque<(u64, PageRange)>,
+    /// Page requests that wait to be taken.
+    pub page_requests: VecDeque<Asked>,
     /// Page requests the daemon has taken and not answered, by ticket.
     pub unanswered: BTreeSet<u64>,
     /// DMA that a dead daemon had submitted.
