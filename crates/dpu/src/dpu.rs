@@ -2,6 +2,7 @@
 //! The software DPU: its engines and its devices.
 
 use crate::{
+    alias::{Alias, SLIPS_MAX},
     blk::{
         config::QUEUES_MAX,
         image::{DirectIo, Image, ImageError, Writes},
@@ -247,8 +248,8 @@ struct Devices {
 }
 
 impl Dpu {
-    /// Starts the engines. Gives back the host's end of each engine's page fault queue; `host_bell`
-    /// is rung when there are page requests.
+    /// Starts the engines. Gives back the host's end of each engine's page fault queue, and one more
+    /// for slips of our own mapping; `host_bell` is rung when there are page requests.
     ///
     /// After a crash, [`wait_for_dead_engines`](lock::wait_for_dead_engines) comes first.
     ///
@@ -270,7 +271,22 @@ impl Dpu {
             let host_end = dpu.start_engine(config, engine, host_bell)?;
             host_ends.push(host_end);
         }
+        host_ends.push(dpu.watch_mappings(host_bell)?);
         Ok((dpu, host_ends))
+    }
+
+    /// Gives back the queue by which slips are asked for.
+    fn watch_mappings(&self, host_bell: &Arc<Doorbell>) -> Result<HostEnd, DpuError> {
+        let index = self.engines.len();
+        let failed = |source| DpuError::Engine {
+            engine: index,
+            source,
+        };
+        let bell = Arc::new(Doorbell::new().map_err(failed)?);
+        let (device_end, host_end) = fault_queue(SLIPS_MAX, bell.clone(), host_bell.clone());
+        let alias = Alias::new(device_end, index, bell);
+        self.domains.set_watch(Arc::new(alias));
+        Ok(host_end)
     }
 
     fn start_engine(

@@ -18,6 +18,7 @@
 //! | `engine` | the loop of an engine, a chain's way through it |
 //! | `parked` | chains that wait for pages, and why only they wait |
 //! | `ring` | io_uring, and why giving it guest memory is sound |
+//! | `alias` | our own mapping of guest RAM, watched for slips |
 //! | `memory`, `chain` | guest addresses, leases; descriptor chains |
 //! | `inflight` | what survives our death so that no request is lost |
 //! | [`lock`] | how a successor knows that a dead engine's I/O is done |
@@ -29,6 +30,7 @@
 //! *Invariant:* whatever a guest writes into its rings, or a front end into its
 //! messages, the worst is that its own device stops.
 
+mod alias;
 pub mod blk;
 mod chain;
 mod device;

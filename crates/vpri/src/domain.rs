@@ -97,6 +97,22 @@ pub enum LookUp {
     Off,
 }
 
+/// Watches this process' mappings of files that belong to VMs, so that DMA into an absent page is
+/// noticed.
+pub trait MappingWatch: std::fmt::Debug + Send + Sync {
+    /// Watches the mapping of `domain`, if it has one; does nothing if it is watched already.
+    ///
+    /// # Errors
+    /// A sentence.
+    fn watch(&self, domain: &DmaDomain) -> Result<(), String>;
+
+    /// Watches it no more.
+    fn unwatch(&self, domain: &DmaDomain);
+}
+
+/// The watch of a table, once it has one.
+type TheWatch = Arc<OnceLock<Arc<dyn MappingWatch>>>;
+
 /// One file of guest RAM, mapped once in this process, with its page attributes.
 #[derive(Debug)]
 pub struct DmaDomain {
@@ -107,6 +123,7 @@ pub struct DmaDomain {
     mapping: OnceLock<Arc<SharedMapping>>,
     attributes: PageAttributes,
     owner: Mutex<Ownership>,
+    watch: TheWatch,
 }
 
 #[derive(Debug, Default)]
@@ -165,11 +182,33 @@ impl DmaDomain {
         Ok(())
     }
 
+    /// From now on DMA of this process into an absent page of the VM is noticed. To be called when
+    /// no DMA is under way that began before the domain was attached: that may go where it likes.
+    ///
+    /// # Errors
+    /// [`DomainError::Device`]: our own mapping cannot be watched.
+    pub fn watch(&self) -> Result<(), DomainError> {
+        let watched = self.watch.get().map_or(Ok(()), |watch| watch.watch(self));
+        watched.map_err(|error| {
+            DomainError::Device(format!(
+                "cannot watch its own mapping of the VM's RAM: {error}"
+            ))
+        })
+    }
+
+    fn unwatch_mapping(&self) {
+        if let Some(watch) = self.watch.get() {
+            watch.unwatch(self);
+        }
+    }
+
     /// Gives the domain back: every page becomes read-write. All pages must be present, or the VM's
     /// memory be without userfaultfd again.
     pub fn detach(&self) {
         self.attributes.grant_all();
-        self.lock_owner().attached = false;
+        let mut owner = self.lock_owner();
+        owner.attached = false;
+        self.unwatch_mapping();
     }
 
     /// True while a VM owns the domain.
@@ -183,10 +222,17 @@ impl DmaDomain {
     }
 }
 
+impl Drop for DmaDomain {
+    fn drop(&mut self) {
+        self.unwatch_mapping();
+    }
+}
+
 /// All domains of the process.
 #[derive(Debug)]
 pub struct DomainTable {
     engine_count: usize,
+    watch: TheWatch,
     entries: Mutex<Entries>,
 }
 
@@ -205,12 +251,20 @@ impl DomainTable {
     pub fn new(engine_count: usize) -> Self {
         Self {
             engine_count,
+            watch: Arc::default(),
             entries: Mutex::new(Entries {
                 next_id: 0,
                 initial: Attribute::ReadWrite,
                 barred: HashSet::new(),
                 by_key: HashMap::new(),
             }),
+        }
+    }
+
+    /// Has the mappings of attached domains watched; the first one that is set stays.
+    pub fn set_watch(&self, watch: Arc<dyn MappingWatch>) {
+        if self.watch.set(watch).is_err() {
+            tracing::debug!("a second watch over our mappings is not needed");
         }
     }
 
@@ -233,7 +287,7 @@ impl DomainTable {
         if let Some(domain) = entries.known(key, bytes)? {
             return Ok(domain);
         }
-        Ok(entries.make(key, bytes, (self.engine_count, Attribute::Unmapped)))
+        Ok(entries.make(key, bytes, (self, Attribute::Unmapped)))
     }
 
     /// Every domain there is.
@@ -270,7 +324,7 @@ impl DomainTable {
         let initial = entries.initial;
         let domain = match entries.known(key, bytes)? {
             Some(domain) => domain,
-            None => entries.make(key, bytes, (self.engine_count, initial)),
+            None => entries.make(key, bytes, (self, initial)),
         };
         if domain.mapping.get().is_none() {
             seal(file, key);
@@ -281,6 +335,11 @@ impl DomainTable {
             })?;
             // Under the table's lock nobody else has set it.
             domain.mapping.get_or_init(|| Arc::new(mapping));
+            let owner = domain.lock_owner();
+            if owner.attached {
+                // Nothing of it is mapped for devices, so nothing is under way.
+                domain.watch()?;
+            }
         }
         Ok(domain)
     }
@@ -302,6 +361,7 @@ impl DomainTable {
         }
         drop(entries);
         domain.attributes.unmap_all();
+        domain.unwatch_mapping();
     }
 
     /// The domain of a file, if anybody has it.
@@ -335,7 +395,7 @@ impl Entries {
         &mut self,
         key: FileKey,
         bytes: u64,
-        (engine_count, attribute): (usize, Attribute),
+        (table, attribute): (&DomainTable, Attribute),
     ) -> Arc<DmaDomain> {
         let id = DomainId(self.next_id);
         self.next_id += 1;
@@ -345,8 +405,9 @@ impl Entries {
             key,
             len_bytes: bytes,
             mapping: OnceLock::new(),
-            attributes: PageAttributes::new(pages, engine_count, attribute),
+            attributes: PageAttributes::new(pages, table.engine_count, attribute),
             owner: Mutex::default(),
+            watch: Arc::clone(&table.watch),
         });
         self.by_key.retain(|_, known| known.strong_count() > 0);
         self.by_key.insert(key, Arc::downgrade(&domain));
@@ -369,6 +430,10 @@ impl IoSpace for DmaDomain {
 
     fn attach(&self) -> Result<(), DomainError> {
         Self::attach(self)
+    }
+
+    fn watch(&self) -> Result<(), DomainError> {
+        Self::watch(self)
     }
 
     fn detach(&self) {

@@ -24,12 +24,12 @@ mod sync;
 
 pub use bitmap::{Attribute, PaBitmap};
 #[cfg(not(loom))]
-pub use domain::{DmaDomain, DomainError, DomainTable, EnginePort, LookUp};
+pub use domain::{DmaDomain, DomainError, DomainTable, EnginePort, LookUp, MappingWatch};
 pub use lease::{Lease, PageAttributes};
 #[cfg(not(loom))]
 pub use mmu::DmaMmu;
 #[cfg(not(loom))]
-pub use queue::{DeviceEnd, Doorbell, FaultAssist, HostEnd, QueueFull, fault_queue};
+pub use queue::{DeviceEnd, Doorbell, FaultAssist, HostEnd, HostPresence, QueueFull, fault_queue};
 #[cfg(not(loom))]
 pub use service::{DPU, FaultService, ServiceThread, Tenant};
 #[cfg(not(loom))]

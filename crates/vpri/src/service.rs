@@ -22,7 +22,7 @@ use crate::{
     queue::{Doorbell, FaultAssist, HostEnd},
     space::IoSpace,
 };
-use pagetide_addr::{DeviceId, DomainId, PageRequest, PageResponse, ResponseCode};
+use pagetide_addr::{DeviceId, DomainId, PageRequest, PageResponse, RequestKind, ResponseCode};
 use pagetide_gmem::{AddressSpace, Fault, FaultOutcome};
 use rustix::event::{PollFd, PollFlags, poll};
 use std::{
@@ -51,6 +51,7 @@ pub struct Tenant {
     mmu: Arc<DmaMmu>,
     cpus: Mutex<Vec<usize>>,
     requests: AtomicU64,
+    slips: AtomicU64,
     /// Held shared while a request is served; closed for good when the tenant leaves.
     gate: RwLock<Gate>,
     slow: mpsc::Sender<(PageRequest, HostEnd)>,
@@ -61,6 +62,21 @@ impl Tenant {
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.requests.load(Ordering::Relaxed)
+    }
+
+    /// Slips of the DPU so far: it touched a page that was absent. Without a balloon or free page
+    /// reporting in the guest each one is a bug.
+    #[must_use]
+    pub fn slips(&self) -> u64 {
+        self.slips.load(Ordering::Relaxed)
+    }
+
+    fn count(&self, request: &PageRequest) {
+        let counter = match request.kind {
+            RequestKind::Slip => &self.slips,
+            _ => &self.requests,
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Says which CPUs the tenant's vCPUs run on; empty if nobody knows.
@@ -147,6 +163,7 @@ impl FaultService {
             mmu,
             cpus: Mutex::default(),
             requests: AtomicU64::new(0),
+            slips: AtomicU64::new(0),
             gate: RwLock::new(Gate::Open),
             slow,
         });
@@ -175,7 +192,7 @@ impl FaultService {
             }
         }
         for (request, host) in self.take_held(domains) {
-            tenant.requests.fetch_add(1, Ordering::Relaxed);
+            tenant.count(&request);
             self.hand_over(tenant, &host, &request);
         }
     }
@@ -292,7 +309,7 @@ impl FaultService {
             respond(host, request, FaultOutcome::OutOfRange);
             return;
         };
-        tenant.requests.fetch_add(1, Ordering::Relaxed);
+        tenant.count(request);
         match tenant.space.fault_without_waiting(&fault) {
             Some(outcome) => respond(host, request, outcome),
             None => self.hand_over(&tenant, host, request),

@@ -33,6 +33,13 @@ pub trait IoSpace: Debug + Send + Sync {
     /// [`DomainError`]: another VM has it, or a device does not look pages up.
     fn attach(&self) -> Result<(), DomainError>;
 
+    /// From now on DMA into an absent page is noticed by whoever does it by a mapping of its own. To
+    /// be called when no DMA is under way that began before the space was taken.
+    ///
+    /// # Errors
+    /// [`DomainError::Device`].
+    fn watch(&self) -> Result<(), DomainError>;
+
     /// Gives the space back: every page becomes read-write. All pages must be present, or the VM's
     /// memory be without userfaultfd again.
     fn detach(&self);

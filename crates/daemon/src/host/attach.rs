@@ -16,7 +16,6 @@
 //! simply lets the VM go. The same holds for one that dies while letting go.
 
 use super::{
-    alias::AliasGuard,
     hotplug,
     identity::{Identity, mappings_of},
     vm::{Prepared, Shared, Vm, empty_table_of, failed},
@@ -99,6 +98,7 @@ pub(super) fn attach(
     refuse_unseen_pages(&layout)?;
     let claim = Claim::take(&layout, shared)?;
     drain(&claim.mmu.domains(), DRAIN_WAIT)?;
+    claim.watch()?;
     let path = pool_path(state_dir, &request.name);
     let pool = Arc::new(make_pool(&path, &layout, &identity)?);
     pool.set_limit_bytes(request.limit_bytes);
@@ -115,7 +115,6 @@ pub(super) fn attach(
     );
     let userfaultfd = Arc::new(taken.userfaultfd);
     let started = (|| {
-        let alias = AliasGuard::watch(&claim.mmu).map_err(failed)?;
         let live = Arc::new(LiveLayout::new(layout.clone()));
         let prepared = Prepared {
             identity,
@@ -125,7 +124,6 @@ pub(super) fn attach(
             pool: Arc::clone(&pool),
             table: empty_table_of(&pool),
             mmu: Arc::clone(&claim.mmu),
-            alias,
             userfaultfd: Arc::clone(&userfaultfd),
         };
         Vm::start(prepared, shared)
@@ -223,6 +221,15 @@ impl<'a> Claim<'a> {
             shared,
             kept: false,
         })
+    }
+
+    /// Has DMA into absent pages noticed; none from before the claim may be under way.
+    fn watch(&self) -> Result<(), ControlError> {
+        let domains = self.mmu.domains();
+        domains
+            .iter()
+            .try_for_each(|domain| domain.watch())
+            .map_err(failed)
     }
 
     fn keep(mut self) {
@@ -340,12 +347,12 @@ pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlErro
     let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(&pool)))).map_err(failed)?;
     let layout = leave_out_misfits(&resumed.layout, (&table, &pool), &userfaultfd);
     let claim = Claim::take(&layout, shared)?;
+    claim.watch()?;
     let live = Arc::new(LiveLayout::new(layout.clone()));
     let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     forget_what_went(&table, &layout);
     let store = Arc::new(PoolStore::new(Arc::clone(&pool)));
     adopt_words(&table, &place, &store, (&vmm, &identity))?;
-    let alias = AliasGuard::watch(&claim.mmu).map_err(failed)?;
     // Protection of rounds that died, and faults whose messages died, all at once.
     let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     let everything = PageRange::new(PageNo(0), PageNo(layout.page_count()));
@@ -360,7 +367,6 @@ pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlErro
         store,
         table,
         mmu: Arc::clone(&claim.mmu),
-        alias,
         userfaultfd,
     };
     let vm = Vm::start(prepared, shared)?;

@@ -2,7 +2,6 @@
 //! [`VmCore`]: the parts of a VM that all its threads use, and what is known of it.
 
 use super::{
-    alias::AliasGuard,
     identity::{self, Identity},
     latency::Latencies,
     sink::VmIncidents,
@@ -49,7 +48,6 @@ pub(super) struct VmCore {
     pub(super) tenant: Arc<Tenant>,
     pub(super) latencies: Arc<Latencies>,
     pub(super) incidents: Arc<VmIncidents>,
-    pub(super) alias: Mutex<Option<AliasGuard>>,
     pub(super) sets: Mutex<Vec<(Level, u64)>>,
     /// Why eviction rests for now, though no hazard forbids it: a full pool, a kernel that refuses.
     pub(super) suspended: Mutex<Option<String>>,
@@ -230,12 +228,7 @@ impl VmCore {
             .counter(Counter::DeviceFaults)
             .fetch_add(faults - synced[8], Relaxed);
         synced[8] = faults;
-        let slips = self
-            .alias
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .as_ref()
-            .map_or(synced[9], |a| a.faults());
+        let slips = self.tenant.slips();
         self.pool
             .counter(Counter::AliasFaults)
             .fetch_add(slips - synced[9], Relaxed);

@@ -53,7 +53,7 @@
 
 use super::{
     attach::drain,
-    core::{VmCore, lock},
+    core::VmCore,
     vm::{Shared, failed},
 };
 use crate::control::ControlError;
@@ -257,9 +257,6 @@ impl Hotplug {
         let domains = vm.mmu.domains();
         if let Some(domain) = domains.iter().find(|domain| domain.key() == key) {
             vm.mmu.remove(domain.id());
-            if let Some(alias) = lock(&vm.alias).as_mut() {
-                alias.remove(&**domain);
-            }
             match fate {
                 Fate::Gone => {
                     self.shared.service.refuse(domain);
@@ -349,13 +346,11 @@ impl Joining<'_> {
         service.hold(std::slice::from_ref(self.domain));
         self.domain.unmap_all();
         drain(std::slice::from_ref(self.domain), DRAIN_WAIT)?;
+        self.domain.watch().map_err(failed)?;
         vm.remember_ram(grown)?;
         vm.layout.set(grown.clone());
         takeover::watch(&vm.userfaultfd, self.alone).map_err(failed)?;
         self.refuse_if_mapped_anew()?;
-        if let Some(alias) = lock(&vm.alias).as_mut() {
-            alias.add(&**self.domain).map_err(failed)?;
-        }
         vm.mmu.add(self.domain, self.pages);
         vm.whole.add_ram(self.pages)?;
         fill_wired(&vm.space, &vm.mmu, self.pages);
@@ -389,9 +384,6 @@ impl Joining<'_> {
             tracing::warn!(vm = vm.name, %error, "part of new RAM stays half taken");
         }
         unwatch(&vm.userfaultfd, self.alone);
-        if let Some(alias) = lock(&vm.alias).as_mut() {
-            alias.remove(&**self.domain);
-        }
         vm.mmu.remove(self.domain.id());
         vm.layout.set(self.before.clone());
         self.domain.detach();

@@ -7,7 +7,6 @@
 //! waited for, then VMs are taken up again, then devices listen again; so
 //! nothing is replayed, evicted or completed while the dead still write.
 
-mod alias;
 mod attach;
 mod core;
 mod devices;

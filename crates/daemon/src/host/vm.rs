@@ -3,15 +3,14 @@
 //!
 //! ```text
 //!   FaultReader ─ VmSink ─┐                          ┌─ VmPlace (memfd, userfaultfd)
-//!   FaultService ─ Tenant ┼─► AddressSpace ─────────┼─ PoolStore (pool file)
-//!   AliasGuard ───────────┘        │ admission       └─ VcpuMmu, DmaMmu (who may touch what)
+//!   FaultService ─ Tenant ┴─► AddressSpace ──────────┼─ PoolStore (pool file)
+//!                                  │ admission       └─ VcpuMmu, DmaMmu (who may touch what)
 //!                                Limit ◄── Rounds (tracker, reclaimer, hazards)
 //! ```
 //! A [`Vm`] is made in one of two ways, by an attach or by recovery from a
 //! pool, and both end in [`Vm::start`].
 
 use super::{
-    alias::AliasGuard,
     core::{Orders, ReclaimOrder, VmCore, lock},
     hotplug::{self, Hotplug},
     identity::Identity,
@@ -84,7 +83,6 @@ pub(super) struct Prepared {
     pub(super) store: Arc<PoolStore>,
     pub(super) table: PageTable,
     pub(super) mmu: Arc<DmaMmu>,
-    pub(super) alias: AliasGuard,
     pub(super) userfaultfd: Arc<Userfaultfd>,
 }
 
@@ -125,10 +123,6 @@ impl Vm {
         // From now on a successor takes the VM up again.
         prepared.pool.set_attached();
         let (space, memory) = (Arc::clone(&whole.space), Arc::clone(&whole.memory));
-        prepared
-            .alias
-            .serve(Arc::clone(&space), Arc::clone(&prepared.mmu))
-            .map_err(failed)?;
         let tracker = tracker_of(&prepared).map_err(failed)?;
         let tenant = shared
             .service
@@ -149,7 +143,6 @@ impl Vm {
             tenant,
             latencies: Arc::new(Latencies::new()),
             incidents,
-            alias: Mutex::new(Some(prepared.alias)),
             sets: Mutex::default(),
             suspended: Mutex::default(),
             detach_failed: AtomicBool::new(false),
@@ -314,7 +307,6 @@ impl Vm {
         // From here on page requests wait; once the RAM is watched no more, all are fine.
         shared.service.remove_tenant(&core.tenant);
         let gone = takeover::let_go(&core.vmm, &ram, &core.userfaultfd, number);
-        drop(lock(&core.alias).take());
         for domain in core.mmu.domains() {
             domain.detach();
         }
@@ -463,7 +455,6 @@ impl Vm {
         self.stop_rounds();
         drop(lock(&self.threads).reader.take());
         shared.service.remove_tenant(&self.core.tenant);
-        drop(lock(&self.core.alias).take());
         for domain in self.core.mmu.domains() {
             domain.detach();
         }
