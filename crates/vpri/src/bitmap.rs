@@ -393,23 +393,28 @@ mod loom_tests {
         });
     }
 
-    /// Whoever sees a page allowed sees what was put there before.
+    /// Whoever sees a page allowed sees what was put there before, be it told by the uniform state,
+    /// by a chunk that appears, or by one that was there.
     #[test]
     fn loom_page_that_is_seen_is_seen_with_its_content() {
-        for range in [all(), PageNo(0).single()] {
+        let page = PageNo(0).single();
+        for (before, granted) in [(None, all()), (None, page), (Some(PageNo(9)), page)] {
             loom::model(move || {
                 let bitmap = bitmap(Attribute::Unmapped);
-                let page = Arc::new(loom::cell::UnsafeCell::new(0));
+                if let Some(page) = before {
+                    bitmap.grant(page.single(), Access::Read);
+                }
+                let content = Arc::new(loom::cell::UnsafeCell::new(0));
                 let looking = {
-                    let (bitmap, page) = (Arc::clone(&bitmap), Arc::clone(&page));
+                    let (bitmap, content) = (Arc::clone(&bitmap), Arc::clone(&content));
                     thread::spawn(move || {
-                        if bitmap.allows(PageNo(0).single(), Access::Read) {
-                            page.with(|_| ());
+                        if bitmap.allows(page, Access::Read) {
+                            content.with(|_| ());
                         }
                     })
                 };
-                page.with_mut(|_| ());
-                bitmap.grant(range, Access::Write);
+                content.with_mut(|_| ());
+                bitmap.grant(granted, Access::Write);
                 looking.join().unwrap();
             });
         }
