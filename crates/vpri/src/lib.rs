@@ -21,6 +21,8 @@ pub mod source;
 pub mod space;
 mod sparse;
 mod sync;
+#[cfg(not(loom))]
+pub mod wire;
 
 pub use bitmap::{Attribute, PaBitmap};
 #[cfg(not(loom))]
