@@ -16,6 +16,7 @@
 
 use crate::{
     bitmap::Attribute,
+    delay::Delay,
     lease::{Lease, PageAttributes},
     space::{IoSpace, IoSpaces, LookError},
 };
@@ -95,6 +96,8 @@ pub enum LookUp {
     On,
     /// It does not; for measuring what the look-up costs.
     Off,
+    /// It does and takes some time more for each; for measuring what a slower look-up would cost.
+    Slowed(Delay),
 }
 
 /// Watches this process' mappings of files that belong to VMs, so that DMA into an absent page is
@@ -608,6 +611,10 @@ impl EnginePort {
         match self.look_up {
             LookUp::On => self.domain.attributes.lease(self.engine, range, access),
             LookUp::Off => Some(Lease::nothing()),
+            LookUp::Slowed(delay) => {
+                delay.pass();
+                self.domain.attributes.lease(self.engine, range, access)
+            }
         }
     }
 

@@ -7,6 +7,8 @@
 
 pub mod bitmap;
 #[cfg(not(loom))]
+pub mod delay;
+#[cfg(not(loom))]
 pub mod domain;
 pub mod lease;
 #[cfg(not(loom))]
@@ -26,8 +28,10 @@ pub mod wire;
 
 pub use bitmap::{Attribute, PaBitmap};
 #[cfg(not(loom))]
+pub use delay::Delay;
+#[cfg(not(loom))]
 pub use domain::{DmaDomain, DomainError, DomainTable, EnginePort, LookUp, MappingWatch};
-pub use lease::{Lease, PageAttributes};
+pub use lease::{Busy, Lease, PageAttributes, Restriction};
 #[cfg(not(loom))]
 pub use mmu::DmaMmu;
 #[cfg(not(loom))]
