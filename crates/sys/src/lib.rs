@@ -24,8 +24,10 @@
 //! | [`interrupt`] | a thread of ours taken out of a call that waits |
 //! | [`membarrier`] | a fence whose cost falls on one side |
 //! | [`cpu`] | where this thread runs |
+//! | [`event`] | an eventfd for the vhost crates |
 
 pub mod cpu;
+pub mod event;
 pub mod interrupt;
 pub mod lent;
 pub mod mapping;

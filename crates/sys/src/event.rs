@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+//! An eventfd as the vhost crates want it.
+//!
+//! Their `EventFd` can be made from a number only, which is unsafe because the
+//! number may be anybody's. An [`OwnedFd`] is nobody else's.
+#![expect(
+    unsafe_code,
+    reason = "vmm-sys-util takes an eventfd by its number only"
+)]
+
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+use vmm_sys_util::eventfd::EventFd;
+
+/// `event`, which should be an eventfd, for vhost's messages.
+#[must_use]
+pub fn for_vhost(event: OwnedFd) -> EventFd {
+    // SAFETY: the number comes from a descriptor that was owned here and is given up by it, so the
+    // new owner is the only one. That it is another kind of file would be a failed read, no more.
+    unsafe { EventFd::from_raw_fd(event.into_raw_fd()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{EventfdFlags, eventfd};
+
+    #[test]
+    fn count_written_to_one_is_read_from_the_other() {
+        let ours = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).unwrap();
+        let theirs = for_vhost(ours.try_clone().unwrap());
+        theirs.write(3).unwrap();
+        let mut count = [0; 8];
+        rustix::io::read(&ours, &mut count).unwrap();
+        assert_eq!(u64::from_ne_bytes(count), 3);
+    }
+}
