@@ -5,9 +5,9 @@
 //! [`control`] is the seam: everything a person or a program can ask for is a
 //! method of one trait, its answers are the report types there. On one side of
 //! it stand [`api`], [`metrics`] and the clients in [`command`]; on the other
-//! [`host`], which puts VMs, tiers and devices together.
+//! [`host`], which puts VMs and tiers together, and [`dpu`], which holds the devices.
 //!
-//! *Invariant:* nothing but `host`, `bench`, `estimate`, `sim` and `trace` knows
+//! *Invariant:* nothing but `host`, `dpu`, `bench`, `estimate`, `sim` and `trace` knows
 //! another crate of the workspace.
 
 pub mod api;
@@ -17,6 +17,7 @@ pub mod client;
 pub mod command;
 pub mod control;
 pub mod cpus;
+pub mod dpu;
 pub mod estimate;
 pub mod figure;
 pub mod host;

@@ -186,7 +186,28 @@ fn by_default<T: std::str::FromStr>(written: &str) -> T {
     value
 }
 
+/// The engines of a software DPU.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct EngineSettings {
+    /// Threads.
+    pub count: Count,
+    /// Where they run.
+    pub cpus: CpuList,
+    /// Microseconds an idle one polls before it sleeps.
+    pub poll_us: u32,
+}
+
 impl RunSettings {
+    /// The engines of the DPU in this process.
+    #[must_use]
+    pub fn engines(&self) -> EngineSettings {
+        EngineSettings {
+            count: self.engines,
+            cpus: self.engine_cpus.clone(),
+            poll_us: self.engine_poll_us,
+        }
+    }
+
     /// Path of the API socket.
     #[must_use]
     pub fn api_path(&self) -> PathBuf {

@@ -1,117 +1,66 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Devices`]: the software DPU within the daemon, and the list of devices that outlives it.
+//! [`Devices`]: where the devices of this host are, and the service that answers their page faults.
 //!
-//! What devices there are is written to `devices.json` in the state directory
-//! whenever it changes (a new file renamed over the old one), so that a
-//! successor listens on the same sockets with the same images. Front ends then
-//! connect again by themselves and bring their requests in flight with them.
+//! ```text
+//!   dpu = in-process     engines ──queues──► FaultService       devices of this daemon
+//!   dpu = SOCKET         dpu process ──VPRI──► Driver ──► FaultService
+//! ```
+//! The service knows sources of page requests, VMs know I/O address spaces; which
+//! of the two placements it is, only this module knows.
 
 use super::{core::lock, vm::failed};
 use crate::{
-    control::{BlkRequest, ControlError, DeviceReport, DeviceState},
+    control::{BlkRequest, ControlError, DeviceReport},
+    dpu::DeviceSet,
     figure::LatencyUs,
     settings::RunSettings,
 };
-use pagetide_addr::{DeviceId, FileKey};
-use pagetide_dpu::dpu::POLL_MAX;
-use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, Writes, wait_for_dead_engines};
-use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, FaultService, LookUp, ServiceThread};
-use serde::{Deserialize, Serialize};
+use pagetide_addr::FileKey;
+use pagetide_vpri::{DomainTable, FaultAssist, FaultService, IoSpaces, ServiceThread};
 use std::{
-    fs,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, Mutex},
-    time::Duration,
 };
 
-const LIST_FILE: &str = "devices.json";
-/// Serial number of a device that was given none.
-const DEFAULT_SERIAL: &str = "pagetide";
-
-/// The DPU, its fault service, and the list of devices.
+/// The devices of this host and the service of their page faults.
 pub(super) struct Devices {
-    dpu: Dpu,
+    place: Place,
     service: Arc<FaultService>,
     thread: Mutex<Option<ServiceThread>>,
-    list_path: PathBuf,
-    list: Mutex<Vec<BlkRequest>>,
 }
 
-/// The list as it is kept.
-#[derive(Default, Serialize, Deserialize)]
-struct DeviceList {
-    blk: Vec<BlkRequest>,
+enum Place {
+    /// In this process.
+    Here(DeviceSet),
 }
 
 impl Devices {
-    /// Starts engines and service. First waits until the rings of dead engines have drained: their
-    /// I/O may still be writing to guests and images.
-    pub(super) fn start(
-        settings: &RunSettings,
-        domains: &Arc<DomainTable>,
-    ) -> Result<Self, ControlError> {
-        wait_for_dead_engines(&settings.state_dir, |path| {
-            tracing::info!(lock = %path.display(), "waiting for I/O of a dead engine to finish");
-        })
-        .map_err(failed)?;
-        let poll_max = Duration::from_micros(u64::from(settings.engine_poll_us));
-        if poll_max > POLL_MAX {
-            return Err(ControlError::wrong_use(format!(
-                "engine-poll-us is {}; it must be at most {}",
-                settings.engine_poll_us,
-                POLL_MAX.as_micros()
-            )));
-        }
-        let config = DpuConfig {
-            engine_count: settings.engines.get(),
-            poll_max,
-            cpus: settings.engine_cpus.numbers().to_vec(),
-            ..DpuConfig::new(settings.state_dir.clone())
-        };
-        let bell = Arc::new(Doorbell::new().map_err(failed)?);
-        let (dpu, hosts) = Dpu::start(&config, Arc::clone(domains), &bell).map_err(failed)?;
-        let service = FaultService::new(hosts, bell);
+    /// Starts engines and service, or finds the DPU process.
+    pub(super) fn start(settings: &RunSettings) -> Result<(Self, Arc<dyn IoSpaces>), ControlError> {
+        let engines = settings.engines();
+        let domains = Arc::new(DomainTable::new(engines.count.get()));
+        let (set, hosts) = DeviceSet::start(&settings.state_dir, &engines, &domains)?;
+        let service = FaultService::new(hosts.ends, hosts.bell);
         let assist: Arc<dyn FaultAssist> = Arc::clone(&service) as _;
-        dpu.set_assist(&assist).map_err(failed)?;
-        let thread = service.start().map_err(failed)?;
-        Ok(Self {
-            dpu,
+        set.set_assist(&assist)?;
+        let devices = Self {
+            place: Place::Here(set),
+            thread: Mutex::new(Some(service.start().map_err(failed)?)),
             service,
-            thread: Mutex::new(Some(thread)),
-            list_path: settings.state_dir.join(LIST_FILE),
-            list: Mutex::default(),
-        })
+        };
+        Ok((devices, domains))
     }
 
     pub(super) fn service(&self) -> &Arc<FaultService> {
         &self.service
     }
 
-    /// Makes the devices of a predecessor again. One that cannot be made is said so and left out of
-    /// service, but stays on the list.
+    /// Makes the devices of a predecessor again, or tells the DPU process that all memory is known
+    /// of which content is elsewhere.
     pub(super) fn restore(&self) -> Result<(), ControlError> {
-        let bytes = match fs::read(&self.list_path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-            Err(error) => {
-                return Err(failed(format!(
-                    "cannot read {}: {error}",
-                    self.list_path.display()
-                )));
-            }
-        };
-        let known: DeviceList = serde_json::from_slice(&bytes)
-            .map_err(|error| failed(format!("{} is damaged: {error}", self.list_path.display())))?;
-        for request in &known.blk {
-            match self.dpu.add_blk(config_of(request)) {
-                Ok(_) => tracing::info!(socket = %request.socket.display(), "listening again"),
-                Err(error) => {
-                    tracing::error!(socket = %request.socket.display(), %error, "the device cannot be made again");
-                }
-            }
+        match &self.place {
+            Place::Here(set) => set.restore(),
         }
-        *lock(&self.list) = known.blk;
-        Ok(())
     }
 
     pub(super) fn add(
@@ -119,168 +68,40 @@ impl Devices {
         request: BlkRequest,
         vms: &[(FileKey, String)],
     ) -> Result<DeviceReport, ControlError> {
-        let mut list = lock(&self.list);
-        if list.iter().any(|known| known.socket == request.socket) {
-            return Err(ControlError::refused(format!(
-                "a device listens on {} already: give another --socket, or remove that one by `pagetide dpu remove`",
-                request.socket.display()
-            )));
-        }
-        let id = self
-            .dpu
-            .add_blk(config_of(&request))
-            .map_err(|error| wrong_or_failed(&error))?;
-        list.push(request);
-        if let Err(error) = self.save(&list) {
-            list.pop();
-            self.dpu.remove(id).map_err(failed)?;
-            return Err(error);
-        }
-        drop(list);
-        let made = self
-            .dpu
-            .devices()
-            .into_iter()
-            .find(|device| device.id == id);
-        made.map(|device| report_of(device, vms))
-            .ok_or_else(|| failed("the device was removed at once by another call"))
-    }
-
-    fn save(&self, list: &[BlkRequest]) -> Result<(), ControlError> {
-        let json = serde_json::to_vec_pretty(&DeviceList { blk: list.to_vec() }).map_err(failed)?;
-        let unfinished = self.list_path.with_extension("json.new");
-        let saved =
-            fs::write(&unfinished, json).and_then(|()| fs::rename(&unfinished, &self.list_path));
-        saved.map_err(|error| {
-            failed(format!(
-                "cannot write {}: {error}",
-                self.list_path.display()
-            ))
-        })
+        self.set()?.add(request, vms)
     }
 
     pub(super) fn reports(&self, vms: &[(FileKey, String)]) -> Vec<DeviceReport> {
-        let mut reports: Vec<_> = self
-            .dpu
-            .devices()
-            .into_iter()
-            .map(|device| report_of(device, vms))
-            .collect();
-        reports.sort_by(|one, other| one.socket.cmp(&other.socket));
-        reports
+        match &self.place {
+            Place::Here(set) => set.reports(vms),
+        }
     }
 
     pub(super) fn remove(&self, socket: &Path) -> Result<(), ControlError> {
-        let mut list = lock(&self.list);
-        let Some(position) = list.iter().position(|known| known.socket == socket) else {
-            return Err(ControlError::not_found(format!(
-                "no device listens on {}: see `pagetide dpu list`",
-                socket.display()
-            )));
-        };
-        if let Some(id) = self.id_of(socket) {
-            self.dpu.remove(id).map_err(failed)?;
-        }
-        list.remove(position);
-        self.save(&list)
+        self.set()?.remove(socket)
     }
 
-    fn id_of(&self, socket: &Path) -> Option<DeviceId> {
-        self.dpu
-            .devices()
-            .into_iter()
-            .find(|device| device.socket == socket)
-            .map(|device| device.id)
-    }
-
-    /// Time from parking a chain to its pages being there, over the engines that serve these files.
+    /// Time from parking a chain to its pages being there, for devices that serve these files.
     pub(super) fn iopf_us(&self, files: &[FileKey]) -> LatencyUs {
-        let serves = self
-            .dpu
-            .devices()
-            .iter()
-            .any(|device| device.files.iter().any(|key| files.contains(key)));
-        if serves {
-            LatencyUs::from_ns(&self.dpu.iopf_latency_ns())
-        } else {
-            LatencyUs::default()
+        match &self.place {
+            Place::Here(set) => set.iopf_us(files),
+        }
+    }
+
+    /// The devices, if they are in this process.
+    fn set(&self) -> Result<&DeviceSet, ControlError> {
+        match &self.place {
+            Place::Here(set) => Ok(set),
         }
     }
 
     /// Ends engines, then the service, in this order: every request gets its response.
     pub(super) fn shut_down(&self) {
-        self.dpu.shut_down();
+        match &self.place {
+            Place::Here(set) => set.shut_down(),
+        }
         if let Some(thread) = lock(&self.thread).take() {
             thread.stop();
         }
-    }
-}
-
-fn config_of(request: &BlkRequest) -> BlkConfig {
-    BlkConfig {
-        socket: request.socket.clone(),
-        image: request.image.clone(),
-        queue_count: request.queues,
-        writes: if request.read_only {
-            Writes::Refused
-        } else {
-            Writes::Taken
-        },
-        look_up: if request.lookup {
-            LookUp::On
-        } else {
-            LookUp::Off
-        },
-        serial: request
-            .serial
-            .clone()
-            .unwrap_or_else(|| DEFAULT_SERIAL.to_owned()),
-        direct_io: DirectIo::Auto,
-    }
-}
-
-fn wrong_or_failed(error: &DpuError) -> ControlError {
-    match error {
-        DpuError::Setting { .. } | DpuError::Serial(_) => {
-            ControlError::wrong_use(error.to_string())
-        }
-        DpuError::Image(_) | DpuError::Socket(_) | DpuError::TooManyDevices => {
-            ControlError::refused(error.to_string())
-        }
-        _ => failed(error),
-    }
-}
-
-fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> DeviceReport {
-    let vm = vms
-        .iter()
-        .find(|(key, _)| device.files.contains(key))
-        .map(|(_, name)| name.clone());
-    DeviceReport {
-        socket: device.socket.display().to_string(),
-        kind: "blk".to_owned(),
-        image: Some(device.image.display().to_string()),
-        state: match device.state {
-            pagetide_dpu::DeviceState::Listening => DeviceState::Listening,
-            pagetide_dpu::DeviceState::Connected => DeviceState::Connected,
-            pagetide_dpu::DeviceState::Stopped => DeviceState::Stopped,
-        },
-        error: device.stopped_because,
-        vm,
-        queues: device.queue_count,
-        read_only: device.writes == Writes::Refused,
-        lookup: device.look_up == LookUp::On,
-        serial: Some(device.serial),
-        capacity_bytes: device.capacity_bytes,
-        requests: device.requests,
-        read_bytes: device.read_bytes,
-        written_bytes: device.written_bytes,
-        inflight_requests: device.inflight_requests,
-        failed_requests: device.failed_requests,
-        iopfs: device.iopfs,
-        parked_chains: device.parked_chains,
-        wired_bytes: device.wired_bytes,
-        malformed_requests: device.malformed_requests,
-        outside_requests: device.outside_requests,
     }
 }

@@ -37,7 +37,6 @@ use crate::{
     settings::RunSettings,
 };
 use pagetide_addr::PAGE_BYTES;
-use pagetide_vpri::DomainTable;
 use std::{
     path::{Path, PathBuf},
     sync::{Arc, mpsc},
@@ -56,12 +55,11 @@ struct Host {
 pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, ControlError> {
     pagetide_sys::membarrier::register().map_err(failed)?;
     let state_dir = settings.state_dir.clone();
-    let domains = Arc::new(DomainTable::new(settings.engines.get()));
-    let devices = Devices::start(settings, &domains)?;
+    let (devices, spaces) = Devices::start(settings)?;
     let (events, heard) = mpsc::channel();
     let shared = Shared {
         service: Arc::clone(devices.service()),
-        spaces: domains,
+        spaces,
         events,
         reader_poll_us: u64::from(settings.reader_poll_us),
         neighbours_max: settings.neighbours,

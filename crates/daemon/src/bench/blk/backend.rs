@@ -4,7 +4,7 @@
 //! It takes lines on its input: `report` prints a [`BackendReport`] as one line;
 //! the end of input ends it.
 
-use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, Writes};
+use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, Writes};
 use pagetide_vpri::{DomainTable, Doorbell, LookUp};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -40,6 +40,8 @@ pub struct BackendOptions {
     pub state_dir: PathBuf,
     /// Longest time the engine polls before it sleeps.
     pub poll_max: Duration,
+    /// Whether the engine looks pages up, and how.
+    pub look_up: LookUp,
 }
 
 /// Why the back end ended.
@@ -72,9 +74,10 @@ pub fn serve(options: BackendOptions) -> Result<(), BackendError> {
         image: options.image,
         queue_count: 1,
         writes: Writes::Taken,
-        look_up: LookUp::On,
+        look_up: options.look_up,
         serial: "bench".into(),
         direct_io: DirectIo::On,
+        on_fault: OnFault::default(),
     })?;
     for line in std::io::stdin().lock().lines() {
         if line?.trim() == "report" {

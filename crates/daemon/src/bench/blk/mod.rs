@@ -19,7 +19,8 @@
 
 pub mod backend;
 pub mod frontend;
-mod process;
+pub mod process;
+mod side;
 mod stats;
 
 use super::{BenchError, BenchReport};
@@ -114,95 +115,9 @@ pub fn run() -> Result<BenchReport, BenchError> {
     Ok(report)
 }
 
-/// A back end with the front end that drives it.
-struct Side {
-    backend: Backend,
-    frontend: Frontend,
-}
-
-impl Side {
-    fn start_ours(dir: &Path, image: &Path, at: Placement) -> Result<Self, BenchError> {
-        let socket = dir.join("ours.sock");
-        let backend = Backend::ours(&socket, image, dir, at).map_err(failed)?;
-        let frontend = Frontend::start(&socket, at).map_err(failed)?;
-        Ok(Self { backend, frontend })
-    }
-
-    fn start_peer(dir: &Path, image: &Path, at: Placement) -> Result<Self, process::PartError> {
-        let socket = dir.join("qsd.sock");
-        let backend = Backend::qsd(&socket, image, at)?;
-        let frontend = Frontend::start(&socket, at)?;
-        Ok(Self { backend, frontend })
-    }
-
-    fn slice(&mut self, run: Run) -> Result<Slice, BenchError> {
-        let before = self.backend.cpu_ns().map_err(failed)?;
-        let result: RunResult = self.frontend.run(run).map_err(failed)?;
-        let after = self.backend.cpu_ns().map_err(failed)?;
-        if result.errors > 0 {
-            return Err(failed(format!("{} requests failed", result.errors)));
-        }
-        Ok(Slice {
-            ios: result.ios,
-            nanos: result.nanos,
-            cpu_ns: after - before,
-        })
-    }
-}
-
-/// What one side did in a slice, or in all slices of a pair.
-#[derive(Debug, Default, Clone, Copy)]
-struct Slice {
-    ios: u64,
-    nanos: u64,
-    cpu_ns: u64,
-}
-
-impl Slice {
-    fn add(&mut self, more: Self) {
-        self.ios += more.ios;
-        self.nanos += more.nanos;
-        self.cpu_ns += more.cpu_ns;
-    }
-
-    fn sample(self) -> Sample {
-        let ios = to_f64(self.ios.max(1));
-        Sample {
-            ios,
-            iops: ios / (to_f64(self.nanos.max(1)) / 1e9),
-            cpu_ns_per_io: to_f64(self.cpu_ns) / ios,
-        }
-    }
-}
-
 #[expect(clippy::cast_precision_loss, reason = "figures for ratios and people")]
 fn to_f64(number: u64) -> f64 {
     number as f64
-}
-
-fn make_image(dir: &Path) -> Result<PathBuf, BenchError> {
-    let path = dir.join("image");
-    let mut file = std::fs::File::create(&path).map_err(failed)?;
-    // Written, not only allocated: a first write to an unwritten extent costs more than a second.
-    let mut block = vec![0_u8; 1 << 20];
-    for (i, byte) in block.iter_mut().enumerate() {
-        *byte = u8::try_from(i * 31 % 251).unwrap_or(0);
-    }
-    for _ in 0..IMAGE_BYTES >> 20 {
-        file.write_all(&block).map_err(failed)?;
-    }
-    file.sync_all().map_err(failed)?;
-    let direct = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::DIRECT;
-    match rustix::fs::open(&path, direct, rustix::fs::Mode::empty()) {
-        Ok(_) => Ok(path),
-        Err(error) => Err(BenchError::Unable {
-            name: NAME,
-            reason: format!(
-                "{} has no direct I/O ({error}); set TMPDIR to a directory on a disk",
-                dir.display()
-            ),
-        }),
-    }
 }
 
 fn measure(

@@ -18,7 +18,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a part of the bench did not work.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum PartError {
+pub enum PartError {
     /// It could not be started.
     #[error("{program} cannot be started: {source}")]
     Start {
@@ -35,6 +35,9 @@ pub(super) enum PartError {
         /// The socket.
         socket: PathBuf,
     },
+    /// It serves, but not well.
+    #[error("{0} requests failed")]
+    Requests(u64),
     /// It does not answer.
     #[error("{program} does not answer: {reason}")]
     Silent {
@@ -47,8 +50,10 @@ pub(super) enum PartError {
 
 /// CPUs of the two sides.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Placement {
+pub struct Placement {
+    /// Of back ends.
     pub backend: usize,
+    /// Of front ends.
     pub frontend: usize,
 }
 
@@ -146,18 +151,22 @@ impl Drop for Part {
 }
 
 /// A back end.
-pub(super) struct Backend(Part);
+pub struct Backend(Part);
 
 impl Backend {
-    /// Ours.
+    /// Ours. `options` are further ones of its command line.
+    ///
+    /// # Errors
+    /// [`PartError`].
     pub fn ours(
         socket: &Path,
         image: &Path,
         state_dir: &Path,
+        options: &[&str],
         at: Placement,
     ) -> Result<Self, PartError> {
         let (socket_text, image, state_dir) = (text(socket), text(image), text(state_dir));
-        let arguments = [
+        let mut arguments = vec![
             "bench-part",
             "blk-backend",
             "--socket",
@@ -167,11 +176,15 @@ impl Backend {
             "--state-dir",
             &state_dir,
         ];
+        arguments.extend(options);
         let part = Part::ourselves(&arguments, at.backend)?;
         Self(part).listening(socket)
     }
 
     /// The peer: QEMU's storage daemon with the same kind of I/O and an iothread of its own.
+    ///
+    /// # Errors
+    /// [`PartError`].
     pub fn qsd(socket: &Path, image: &Path, at: Placement) -> Result<Self, PartError> {
         let blockdev = format!(
             "driver=file,node-name=f,filename={},aio=io_uring,cache.direct=on",
@@ -209,6 +222,9 @@ impl Backend {
     }
 
     /// CPU time of all its threads so far.
+    ///
+    /// # Errors
+    /// [`PartError`].
     pub fn cpu_ns(&self) -> Result<u64, PartError> {
         let tasks = format!("/proc/{}/task", self.0.child.id());
         let mut total = 0;
@@ -224,15 +240,22 @@ impl Backend {
     }
 
     /// What ours says of itself.
+    ///
+    /// # Errors
+    /// [`PartError`].
     pub fn report(&mut self) -> Result<BackendReport, PartError> {
         self.0.ask("report")
     }
 }
 
 /// A front end, connected.
-pub(super) struct Frontend(Part);
+pub struct Frontend(Part);
 
 impl Frontend {
+    /// Connects to the back end that listens on `socket`.
+    ///
+    /// # Errors
+    /// [`PartError`].
     pub fn start(socket: &Path, at: Placement) -> Result<Self, PartError> {
         let socket = text(socket);
         let arguments = ["bench-part", "blk-frontend", "--socket", &socket];
@@ -242,6 +265,9 @@ impl Frontend {
     }
 
     /// Does one run.
+    ///
+    /// # Errors
+    /// [`PartError`].
     pub fn run(&mut self, run: Run) -> Result<RunResult, PartError> {
         let line = serde_json::to_string(&run).map_err(|e| self.0.silent(e))?;
         self.0.ask(&line)

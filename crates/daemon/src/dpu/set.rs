@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`DeviceSet`]: the engines, their devices, and the list of devices that outlives them.
+//!
+//! What devices there are is written to `devices.json` in the state directory
+//! whenever it changes (a new file renamed over the old one), so that a
+//! successor listens on the same sockets with the same images. Front ends then
+//! connect again by themselves and bring their requests in flight with them.
+
+use crate::{
+    control::{BlkRequest, ControlError, DeviceReport, DeviceState},
+    figure::LatencyUs,
+    settings::EngineSettings,
+};
+use pagetide_addr::{DeviceId, FileKey};
+use pagetide_dpu::dpu::POLL_MAX;
+use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, Writes, wait_for_dead_engines};
+use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, HostEnd, LookUp};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+const LIST_FILE: &str = "devices.json";
+/// Serial number of a device that was given none.
+const DEFAULT_SERIAL: &str = "pagetide";
+
+/// The engines, their devices, and the list of these.
+pub(crate) struct DeviceSet {
+    dpu: Dpu,
+    list_path: PathBuf,
+    list: Mutex<Vec<BlkRequest>>,
+}
+
+/// The list as it is kept.
+#[derive(Default, Serialize, Deserialize)]
+struct DeviceList {
+    blk: Vec<BlkRequest>,
+}
+
+/// The engines of a set, as whoever answers their page requests sees them.
+pub(crate) struct Hosts {
+    /// The host's end of each queue of page requests.
+    pub(crate) ends: Vec<HostEnd>,
+    /// Rung when one of them has a request.
+    pub(crate) bell: Arc<Doorbell>,
+}
+
+impl DeviceSet {
+    /// Starts the engines. First waits until the rings of dead engines have drained: their I/O may
+    /// still be writing to guests and images.
+    pub(crate) fn start(
+        state_dir: &Path,
+        engines: &EngineSettings,
+        domains: &Arc<DomainTable>,
+    ) -> Result<(Self, Hosts), ControlError> {
+        wait_for_dead_engines(state_dir, |path| {
+            tracing::info!(lock = %path.display(), "waiting for I/O of a dead engine to finish");
+        })
+        .map_err(failed)?;
+        let poll_max = Duration::from_micros(u64::from(engines.poll_us));
+        if poll_max > POLL_MAX {
+            return Err(ControlError::wrong_use(format!(
+                "engine-poll-us is {}; it must be at most {}",
+                engines.poll_us,
+                POLL_MAX.as_micros()
+            )));
+        }
+        let config = DpuConfig {
+            engine_count: engines.count.get(),
+            poll_max,
+            cpus: engines.cpus.numbers().to_vec(),
+            ..DpuConfig::new(state_dir.to_owned())
+        };
+        let bell = Arc::new(Doorbell::new().map_err(failed)?);
+        let (dpu, ends) = Dpu::start(&config, Arc::clone(domains), &bell).map_err(failed)?;
+        let set = Self {
+            dpu,
+            list_path: state_dir.join(LIST_FILE),
+            list: Mutex::default(),
+        };
+        Ok((set, Hosts { ends, bell }))
+    }
+
+    /// Gives engines a way to serve, or to send, their own page requests.
+    pub(crate) fn set_assist(&self, assist: &Arc<dyn FaultAssist>) -> Result<(), ControlError> {
+        self.dpu.set_assist(assist).map_err(failed)
+    }
+
+    /// Makes the devices of a predecessor again. One that cannot be made is said so and left out of
+    /// service, but stays on the list.
+    pub(crate) fn restore(&self) -> Result<(), ControlError> {
+        let bytes = match fs::read(&self.list_path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => {
+                return Err(failed(format!(
+                    "cannot read {}: {error}",
+                    self.list_path.display()
+                )));
+            }
+        };
+        let known: DeviceList = serde_json::from_slice(&bytes)
+            .map_err(|error| failed(format!("{} is damaged: {error}", self.list_path.display())))?;
+        for request in &known.blk {
+            match self.dpu.add_blk(config_of(request)) {
+                Ok(_) => tracing::info!(socket = %request.socket.display(), "listening again"),
+                Err(error) => {
+                    tracing::error!(socket = %request.socket.display(), %error, "the device cannot be made again");
+                }
+            }
+        }
+        *lock(&self.list) = known.blk;
+        Ok(())
+    }
+
+    pub(crate) fn add(
+        &self,
+        request: BlkRequest,
+        vms: &[(FileKey, String)],
+    ) -> Result<DeviceReport, ControlError> {
+        let mut list = lock(&self.list);
+        if list.iter().any(|known| known.socket == request.socket) {
+            return Err(ControlError::refused(format!(
+                "a device listens on {} already: give another --socket, or remove that one by `pagetide dpu remove`",
+                request.socket.display()
+            )));
+        }
+        let id = self
+            .dpu
+            .add_blk(config_of(&request))
+            .map_err(|error| wrong_or_failed(&error))?;
+        list.push(request);
+        if let Err(error) = self.save(&list) {
+            list.pop();
+            self.dpu.remove(id).map_err(failed)?;
+            return Err(error);
+        }
+        drop(list);
+        let made = self
+            .dpu
+            .devices()
+            .into_iter()
+            .find(|device| device.id == id);
+        made.map(|device| report_of(device, vms))
+            .ok_or_else(|| failed("the device was removed at once by another call"))
+    }
+
+    fn save(&self, list: &[BlkRequest]) -> Result<(), ControlError> {
+        let json = serde_json::to_vec_pretty(&DeviceList { blk: list.to_vec() }).map_err(failed)?;
+        let unfinished = self.list_path.with_extension("json.new");
+        let saved =
+            fs::write(&unfinished, json).and_then(|()| fs::rename(&unfinished, &self.list_path));
+        saved.map_err(|error| {
+            failed(format!(
+                "cannot write {}: {error}",
+                self.list_path.display()
+            ))
+        })
+    }
+
+    pub(crate) fn reports(&self, vms: &[(FileKey, String)]) -> Vec<DeviceReport> {
+        let mut reports: Vec<_> = self
+            .dpu
+            .devices()
+            .into_iter()
+            .map(|device| report_of(device, vms))
+            .collect();
+        reports.sort_by(|one, other| one.socket.cmp(&other.socket));
+        reports
+    }
+
+    pub(crate) fn remove(&self, socket: &Path) -> Result<(), ControlError> {
+        let mut list = lock(&self.list);
+        let Some(position) = list.iter().position(|known| known.socket == socket) else {
+            return Err(ControlError::not_found(format!(
+                "no device listens on {}: see `pagetide dpu list`",
+                socket.display()
+            )));
+        };
+        if let Some(id) = self.id_of(socket) {
+            self.dpu.remove(id).map_err(failed)?;
+        }
+        list.remove(position);
+        self.save(&list)
+    }
+
+    fn id_of(&self, socket: &Path) -> Option<DeviceId> {
+        self.dpu
+            .devices()
+            .into_iter()
+            .find(|device| device.socket == socket)
+            .map(|device| device.id)
+    }
+
+    /// Time from parking a chain to its pages being there, over the engines that serve these files.
+    pub(crate) fn iopf_us(&self, files: &[FileKey]) -> LatencyUs {
+        let serves = self
+            .dpu
+            .devices()
+            .iter()
+            .any(|device| device.files.iter().any(|key| files.contains(key)));
+        if serves {
+            LatencyUs::from_ns(&self.dpu.iopf_latency_ns())
+        } else {
+            LatencyUs::default()
+        }
+    }
+
+    /// Ends the devices and the engines. Whoever answers page requests goes on until this is done.
+    pub(crate) fn shut_down(&self) {
+        self.dpu.shut_down();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn failed(error: impl std::fmt::Display) -> ControlError {
+    ControlError::failed(error.to_string())
+}
+
+fn config_of(request: &BlkRequest) -> BlkConfig {
+    BlkConfig {
+        socket: request.socket.clone(),
+        image: request.image.clone(),
+        queue_count: request.queues,
+        writes: if request.read_only {
+            Writes::Refused
+        } else {
+            Writes::Taken
+        },
+        look_up: if request.lookup {
+            LookUp::On
+        } else {
+            LookUp::Off
+        },
+        serial: request
+            .serial
+            .clone()
+            .unwrap_or_else(|| DEFAULT_SERIAL.to_owned()),
+        direct_io: DirectIo::Auto,
+    }
+}
+
+fn wrong_or_failed(error: &DpuError) -> ControlError {
+    match error {
+        DpuError::Setting { .. } | DpuError::Serial(_) => {
+            ControlError::wrong_use(error.to_string())
+        }
+        DpuError::Image(_) | DpuError::Socket(_) | DpuError::TooManyDevices => {
+            ControlError::refused(error.to_string())
+        }
+        _ => failed(error),
+    }
+}
+
+fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> DeviceReport {
+    let vm = vms
+        .iter()
+        .find(|(key, _)| device.files.contains(key))
+        .map(|(_, name)| name.clone());
+    DeviceReport {
+        socket: device.socket.display().to_string(),
+        kind: "blk".to_owned(),
+        image: Some(device.image.display().to_string()),
+        state: match device.state {
+            pagetide_dpu::DeviceState::Listening => DeviceState::Listening,
+            pagetide_dpu::DeviceState::Connected => DeviceState::Connected,
+            pagetide_dpu::DeviceState::Stopped => DeviceState::Stopped,
+        },
+        error: device.stopped_because,
+        vm,
+        queues: device.queue_count,
+        read_only: device.writes == Writes::Refused,
+        lookup: device.look_up == LookUp::On,
+        serial: Some(device.serial),
+        capacity_bytes: device.capacity_bytes,
+        requests: device.requests,
+        read_bytes: device.read_bytes,
+        written_bytes: device.written_bytes,
+        inflight_requests: device.inflight_requests,
+        failed_requests: device.failed_requests,
+        iopfs: device.iopfs,
+        parked_chains: device.parked_chains,
+        wired_bytes: device.wired_bytes,
+        malformed_requests: device.malformed_requests,
+        outside_requests: device.outside_requests,
+    }
+}
