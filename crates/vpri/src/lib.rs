@@ -10,6 +10,8 @@ pub mod bitmap;
 pub mod delay;
 #[cfg(not(loom))]
 pub mod domain;
+#[cfg(not(loom))]
+pub mod landing;
 pub mod lease;
 #[cfg(not(loom))]
 pub mod mmu;
@@ -31,6 +33,8 @@ pub use bitmap::{Attribute, PaBitmap};
 pub use delay::Delay;
 #[cfg(not(loom))]
 pub use domain::{DmaDomain, DomainError, DomainTable, EnginePort, LookUp, MappingWatch};
+#[cfg(not(loom))]
+pub use landing::{LandingArea, LandingError};
 pub use lease::{Busy, Lease, PageAttributes, Restriction};
 #[cfg(not(loom))]
 pub use mmu::DmaMmu;

@@ -18,7 +18,7 @@
 //! The producer pushes, then looks at the bell. Sequentially consistent fences
 //! on both sides keep the two looks from passing one another.
 
-use crate::source::FaultSource;
+use crate::{landing::LandingArea, source::FaultSource};
 use crossbeam_queue::ArrayQueue;
 use pagetide_addr::{PageRequest, PageResponse};
 use rustix::{
@@ -28,7 +28,7 @@ use rustix::{
 use std::{
     io,
     sync::{
-        Arc,
+        Arc, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicUsize, Ordering, fence},
     },
 };
@@ -105,6 +105,7 @@ struct Channel {
     requests: ArrayQueue<PageRequest>,
     responses: ArrayQueue<PageResponse>,
     outstanding: AtomicUsize,
+    landing: RwLock<Option<Arc<LandingArea>>>,
     host_bell: Arc<Doorbell>,
     engine_bell: Arc<Doorbell>,
 }
@@ -129,6 +130,7 @@ pub fn fault_queue(
         requests: ArrayQueue::new(capacity),
         responses: ArrayQueue::new(capacity),
         outstanding: AtomicUsize::new(0),
+        landing: RwLock::default(),
         host_bell,
         engine_bell,
     });
@@ -182,9 +184,31 @@ impl DeviceEnd {
     pub fn outstanding(&self) -> usize {
         self.0.outstanding.load(Ordering::Acquire)
     }
+
+    /// Where the engine may let transfers land whose pages are absent; `None` as long as its host takes
+    /// no overwrites.
+    #[must_use]
+    pub fn landing(&self) -> Option<Arc<LandingArea>> {
+        self.0.landing()
+    }
+}
+
+impl Channel {
+    fn landing(&self) -> Option<Arc<LandingArea>> {
+        let landing = self.landing.read();
+        landing.unwrap_or_else(PoisonError::into_inner).clone()
+    }
 }
 
 impl HostEnd {
+    /// Gives the engine slots to let transfers land in, in place of those it may have had, or none any
+    /// more. Overwrites that name a slot of an earlier area may come as long as those are outstanding
+    /// that were begun with it.
+    pub fn set_landing(&self, area: Option<Arc<LandingArea>>) {
+        let mut landing = (self.0.landing.write()).unwrap_or_else(PoisonError::into_inner);
+        *landing = area;
+    }
+
     /// The next request, if one is there.
     #[must_use]
     pub fn next(&self) -> Option<PageRequest> {
@@ -228,6 +252,11 @@ impl FaultSource for HostEnd {
 
     fn respond(&self, response: PageResponse) {
         HostEnd::respond(self, response);
+    }
+
+    fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
+        let area = self.0.landing();
+        area.is_some_and(|area| area.read(slot, count, into))
     }
 }
 

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`LandingArea`]: where transfers land whose pages are absent, and which may make them void.
+//!
+//! A device that reads into an absent page need not have its old content brought
+//! back if it writes the page whole. It lets the transfer land in slots of this
+//! area, one page each, and tells the host by
+//! [`Overwrite`](pagetide_addr::RequestKind::Overwrite) which slot holds which page's new content.
+//!
+//! ```text
+//!   disk ── transfer ──► slot 17, 18, 19 ── overwrite 17, pages 5..8 ──► host reads the slots
+//!                                                                        and installs the pages
+//! ```
+//! The device writes a slot and the host reads it, never both: a slot belongs to
+//! the device, but from the request until its response to the host. So the area
+//! may be memory of one process or be shared by two, and neither believes the
+//! other: what the host reads becomes the content of pages that this very device
+//! might have written anyway.
+//!
+//! *Invariant:* a slot's number means one area. A device that is given another
+//! area (its host is another process now) gets numbers that were never used, so
+//! an overwrite that is left of the old one names no slot of the new.
+
+use pagetide_addr::PAGE_BYTES;
+use pagetide_sys::{
+    mapping::{MappingError, SharedMapping},
+    memory_file::{FileError, GuestFile},
+};
+use std::{ops::Range, os::fd::AsFd, sync::Arc};
+use vm_memory::VolatileSlice;
+
+/// Most slots of an area: 4 GiB.
+pub const LANDING_SLOTS_MAX: u32 = 1 << 20;
+
+/// Why there is no landing area.
+#[derive(Debug, thiserror::Error)]
+pub enum LandingError {
+    /// Slots that the numbers do not reach, or none.
+    #[error(
+        "a landing area of {count} slots from number {first} on: it must have from 1 to {LANDING_SLOTS_MAX}, with numbers below 2^32"
+    )]
+    Count {
+        /// Number of the first.
+        first: u32,
+        /// How many.
+        count: u32,
+    },
+    /// Not a page's border, or not all within the memory given.
+    #[error(
+        "a landing area of {count} slots at byte {offset_bytes} is not made of whole pages of a mapping of {mapped_bytes} bytes"
+    )]
+    Misplaced {
+        /// Where it was to begin.
+        offset_bytes: u64,
+        /// How many slots.
+        count: u32,
+        /// Length of the mapping.
+        mapped_bytes: u64,
+    },
+    /// No memory for it.
+    #[error("memory for landing slots cannot be had: {0}")]
+    File(#[from] FileError),
+    /// It cannot be mapped.
+    #[error("memory for landing slots cannot be mapped: {0}")]
+    Mapping(#[from] MappingError),
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct LandingArea {
+    mapping: Arc<SharedMapping>,
+    offset_bytes: u64,
+    slots: Range<u32>,
+}
+
+impl LandingArea {
+    /// `count` slots in memory of this process, numbered from 0. They take up memory when they are
+    /// first used.
+    ///
+    /// # Errors
+    /// [`LandingError`].
+    pub fn new(count: u32) -> Result<Self, LandingError> {
+        numbers(0, count)?;
+        let bytes = u64::from(count) * PAGE_BYTES;
+        let file = GuestFile::new_memfd("pagetide-landing", bytes)?;
+        let mapping = Arc::new(SharedMapping::new(file.as_fd(), bytes)?);
+        Self::over(mapping, 0, (0, count))
+    }
+
+    /// Slots in `mapping`, from byte `offset_bytes` on, which may be shared with another process: the
+    /// number of the first of them, and how many.
+    ///
+    /// # Errors
+    /// [`LandingError::Count`], [`LandingError::Misplaced`].
+    pub fn over(
+        mapping: Arc<SharedMapping>,
+        offset_bytes: u64,
+        (first, count): (u32, u32),
+    ) -> Result<Self, LandingError> {
+        let slots = numbers(first, count)?;
+        let end = offset_bytes.checked_add(u64::from(count) * PAGE_BYTES);
+        let fits = end.is_some_and(|end| end <= mapping.len_bytes());
+        if !fits || !offset_bytes.is_multiple_of(PAGE_BYTES) {
+            return Err(LandingError::Misplaced {
+                offset_bytes,
+                count,
+                mapped_bytes: mapping.len_bytes(),
+            });
+        }
+        Ok(Self {
+            mapping,
+            offset_bytes,
+            slots,
+        })
+    }
+
+    /// Numbers of its slots.
+    #[must_use]
+    pub fn slots(&self) -> Range<u32> {
+        self.slots.clone()
+    }
+
+    /// The bytes of `count` slots from `slot` on, or `None` if not all of them are of this area. They
+    /// begin at a page's border.
+    #[must_use]
+    pub fn bytes(&self, slot: u32, count: u64) -> Option<VolatileSlice<'_>> {
+        let nth = u64::from(slot.checked_sub(self.slots.start)?);
+        let end = nth.checked_add(count)?;
+        if end > u64::from(self.slots.end - self.slots.start) {
+            return None;
+        }
+        let at = self.offset_bytes + nth * PAGE_BYTES;
+        self.mapping.volatile(at, count * PAGE_BYTES)
+    }
+
+    /// Appends what is in `count` slots from `slot` on to `into`; false, and nothing, if not all of
+    /// them are of this area.
+    pub fn read(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
+        let Some(bytes) = self.bytes(slot, count) else {
+            return false;
+        };
+        let before = into.len();
+        into.resize(before + bytes.len(), 0);
+        bytes.copy_to(&mut into[before..]);
+        true
+    }
+}
+
+fn numbers(first: u32, count: u32) -> Result<Range<u32>, LandingError> {
+    match first.checked_add(count) {
+        Some(end) if (1..=LANDING_SLOTS_MAX).contains(&count) => Ok(first..end),
+        _ => Err(LandingError::Count { first, count }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_read_as_they_were_written_and_those_of_another_area_not_at_all() {
+        let file = GuestFile::new_memfd("landing", 8 * PAGE_BYTES).unwrap();
+        let mapping = Arc::new(SharedMapping::new(file.as_fd(), 8 * PAGE_BYTES).unwrap());
+        let area = LandingArea::over(mapping, 2 * PAGE_BYTES, (100, 4)).unwrap();
+        assert_eq!(area.slots(), 100..104);
+        file.write_at(4 * PAGE_BYTES, &[7; 4096]).unwrap();
+        let mut content = vec![1];
+        assert!(area.read(101, 2, &mut content));
+        assert_eq!(content.len(), 1 + 8192);
+        assert_eq!((content[0], content[1], content[4097]), (1, 0, 7));
+        for (slot, count) in [(99, 1), (104, 1), (103, 2), (u32::MAX, 1), (100, u64::MAX)] {
+            assert!(!area.read(slot, count, &mut content), "{slot} {count}");
+            assert_eq!(content.len(), 1 + 8192);
+        }
+    }
+
+    #[test]
+    fn area_that_does_not_lie_in_its_mapping_is_refused() {
+        let file = GuestFile::new_memfd("landing", 4 * PAGE_BYTES).unwrap();
+        let mapping = Arc::new(SharedMapping::new(file.as_fd(), 4 * PAGE_BYTES).unwrap());
+        let over = |offset, slots| LandingArea::over(mapping.clone(), offset, slots);
+        assert!(over(0, (0, 4)).is_ok());
+        assert!(over(0, (u32::MAX - 4, 4)).is_ok());
+        for (offset, count) in [(0, 5), (1, 1), (PAGE_BYTES, 4), (u64::MAX - 4095, 1)] {
+            let refused = over(offset, (0, count));
+            assert!(matches!(refused, Err(LandingError::Misplaced { .. })));
+        }
+        for slots in [(0, 0), (u32::MAX, 4), (0, LANDING_SLOTS_MAX + 1)] {
+            let refused = over(0, slots);
+            assert!(matches!(refused, Err(LandingError::Count { .. })));
+        }
+        assert!(LandingArea::new(3).unwrap().bytes(0, 3).is_some());
+    }
+}
