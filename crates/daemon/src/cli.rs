@@ -273,6 +273,12 @@ pub enum BenchPart {
         /// Longest time the engine polls before it sleeps, in microseconds
         #[arg(long, default_value_t = 60)]
         poll_us: u64,
+        /// Whether the engine looks pages up before each DMA
+        #[arg(long, value_enum, default_value_t = crate::bench::blk::backend::LookUpMode::On)]
+        look_up: crate::bench::blk::backend::LookUpMode,
+        /// Time each look-up takes more, in nanoseconds
+        #[arg(long, default_value_t = 0)]
+        look_up_extra_ns: u64,
     },
     /// The guest of `bench fault`
     FaultGuest {

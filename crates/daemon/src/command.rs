@@ -197,12 +197,15 @@ fn bench_part(part: BenchPart) -> Result<(), CommandError> {
             image,
             state_dir,
             poll_us,
+            look_up,
+            look_up_extra_ns,
         } => {
             let options = bench::blk::backend::BackendOptions {
                 socket,
                 image,
                 state_dir,
                 poll_max: std::time::Duration::from_micros(poll_us),
+                look_up: look_up.with_extra(std::time::Duration::from_nanos(look_up_extra_ns)),
             };
             bench::blk::backend::serve(options).map_err(CommandError::failed)
         }

@@ -5,7 +5,7 @@
 //! the end of input ends it.
 
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, Writes};
-use pagetide_vpri::{DomainTable, Doorbell, LookUp};
+use pagetide_vpri::{Delay, DomainTable, Doorbell, LookUp};
 use serde::{Deserialize, Serialize};
 use std::{
     io::{BufRead as _, Write as _},
@@ -42,6 +42,27 @@ pub struct BackendOptions {
     pub poll_max: Duration,
     /// Whether the engine looks pages up, and how.
     pub look_up: LookUp,
+}
+
+/// Whether the engine looks pages up before each DMA, as the command line says it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum LookUpMode {
+    /// It does.
+    On,
+    /// It does not.
+    Off,
+}
+
+impl LookUpMode {
+    /// With look-ups that each take `extra` more.
+    #[must_use]
+    pub fn with_extra(self, extra: Duration) -> LookUp {
+        match self {
+            Self::Off => LookUp::Off,
+            Self::On if extra.is_zero() => LookUp::On,
+            Self::On => LookUp::Slowed(Delay::calibrated(extra)),
+        }
+    }
 }
 
 /// Why the back end ended.

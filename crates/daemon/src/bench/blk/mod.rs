@@ -20,23 +20,18 @@
 pub mod backend;
 pub mod frontend;
 pub mod process;
-mod side;
-mod stats;
+pub mod side;
+pub mod stats;
 
 use super::{BenchError, BenchReport};
-use frontend::{Direction, Run, RunResult};
-use process::{Backend, Frontend, Placement};
+use frontend::{Direction, Run};
+use process::Placement;
 use serde_json::{Value, json};
+use side::{ImageError, Sample, Side, Slice, make_image};
 use stats::{PairedRatios, mean};
-use std::{
-    io::Write as _,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::time::Duration;
 
 const NAME: &str = "blk";
-/// Bytes of the image: far beyond any cache of the device, quickly written.
-const IMAGE_BYTES: u64 = 512 << 20;
 /// Pairs of runs in each cell.
 const PAIRS: usize = 21;
 /// Slices of each side in a pair; even, so that each side is first as often as the other.
@@ -58,12 +53,14 @@ fn failed(reason: impl std::fmt::Display) -> BenchError {
     }
 }
 
-/// One side of a pair.
-#[derive(Debug, Clone, Copy)]
-struct Sample {
-    ios: f64,
-    iops: f64,
-    cpu_ns_per_io: f64,
+fn no_image(error: ImageError) -> BenchError {
+    match error {
+        ImageError::Write { .. } => failed(error),
+        ImageError::Direct { .. } => BenchError::Unable {
+            name: NAME,
+            reason: error.to_string(),
+        },
+    }
 }
 
 /// All pairs of a cell.
@@ -90,14 +87,14 @@ pub fn run() -> Result<BenchReport, BenchError> {
         .prefix("pagetide-bench-blk-")
         .tempdir()
         .map_err(failed)?;
-    let image = make_image(dir.path())?;
+    let image = make_image(dir.path()).map_err(no_image)?;
     let placement = Placement::choose();
     eprintln!(
         "bench blk: back ends on CPU {}, front end on CPU {}",
         placement.backend, placement.frontend
     );
     let mut report = BenchReport::new(NAME);
-    let mut ours = Side::start_ours(dir.path(), &image, placement)?;
+    let mut ours = Side::start_ours(dir.path(), &image, &[], placement).map_err(failed)?;
     let theirs = Side::start_peer(dir.path(), &image, placement);
     let mut theirs = match theirs {
         Ok(side) => Some(side),
@@ -145,13 +142,13 @@ fn measure(
             };
             let ours_first = slice % 2 == 0;
             if ours_first {
-                our_slices.add(ours.slice(run)?);
+                our_slices.add(ours.slice(run).map_err(failed)?);
             }
             if let Some(theirs) = theirs.as_deref_mut() {
-                their_slices.add(theirs.slice(run)?);
+                their_slices.add(theirs.slice(run).map_err(failed)?);
             }
             if !ours_first {
-                our_slices.add(ours.slice(run)?);
+                our_slices.add(ours.slice(run).map_err(failed)?);
             }
         }
         cell.ours.push(our_slices.sample());
