@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The course of one chain through the DPU: when it was popped, what held it, when it was done.
+//!
+//! ```text
+//!   popped ── parked ─────────────────────────────┐── submitted ── transferred ── done
+//!             │ waiting for the host │ handling │ resume │     disk          landing
+//!             └──────── told by the response ───┘
+//! ```
+//! A chain may be parked more than once; the stages of all its parkings add up. Of several page
+//! requests out at a time the slowest counts, for that is the one it waited for.
+//!
+//! Times are nanoseconds of the monotonic clock, taken once for all that an engine does in one go:
+//! chains popped together were all waiting at that moment, so it is the right one for each.
+
+use pagetide_addr::{PageResponse, Tier};
+use rustix::time::{ClockId, clock_gettime};
+
+/// Nanoseconds of the monotonic clock, which all processes of a host share.
+pub(crate) fn now_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    // Neither is ever negative.
+    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
+    let nanos = u64::try_from(now.tv_nsec).unwrap_or(0);
+    seconds * 1_000_000_000 + nanos
+}
+
+/// Whether a chain's fault was made on purpose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Injected {
+    /// Its pages were absent, or it did not fault.
+    #[default]
+    No,
+    /// By fault injection.
+    Yes,
+}
+
+/// What the host said of a page request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Answered {
+    waited_ns: u64,
+    handling_ns: u64,
+    tier: Tier,
+}
+
+/// See the module. A zero time means: not yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Course {
+    pub popped_ns: u64,
+    parked_at_ns: u64,
+    /// Of the parking that goes on, the slowest response.
+    slowest: Answered,
+    /// Of all that are over.
+    parked_ns: u64,
+    waited_ns: u64,
+    handling_ns: u64,
+    tier: Tier,
+    submitted_ns: u64,
+    transferred_ns: u64,
+    pub injected: Injected,
+}
+
+/// How long a chain was held by each stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Stages {
+    pub engine_ns: u64,
+    pub waiting_ns: u64,
+    pub handling_ns: u64,
+    pub tier: Tier,
+    pub resume_ns: u64,
+    pub disk_ns: u64,
+    pub landing_ns: u64,
+}
+
+impl Course {
+    /// Of a chain that was taken from its ring.
+    pub fn popped(now_ns: u64) -> Self {
+        Self {
+            popped_ns: now_ns,
+            ..Self::default()
+        }
+    }
+
+    /// It waits for pages from now on.
+    pub fn park(&mut self, now_ns: u64) {
+        self.parked_at_ns = now_ns;
+        self.slowest = Answered::default();
+    }
+
+    /// One of its page requests was answered.
+    pub fn answered(&mut self, response: &PageResponse) {
+        let told = Answered {
+            waited_ns: response.waited_ns,
+            handling_ns: response.handling_ns,
+            tier: response.tier,
+        };
+        let all = |a: &Answered| a.waited_ns.saturating_add(a.handling_ns);
+        if all(&told) >= all(&self.slowest) {
+            self.slowest = told;
+        }
+    }
+
+    /// All its page requests are answered, and it is tried again; how long it was parked this time.
+    pub fn resume(&mut self, now_ns: u64) -> u64 {
+        let parked_ns = now_ns.saturating_sub(self.parked_at_ns);
+        let waited_ns = self.slowest.waited_ns.min(parked_ns);
+        let handling_ns = self.slowest.handling_ns.min(parked_ns - waited_ns);
+        self.parked_ns += parked_ns;
+        self.waited_ns += waited_ns;
+        self.handling_ns += handling_ns;
+        self.tier = self.tier.max(self.slowest.tier);
+        parked_ns
+    }
+
+    /// Its I/O is given to the kernel.
+    pub fn submit(&mut self, now_ns: u64) {
+        self.submitted_ns = now_ns;
+    }
+
+    /// Its I/O is done; what it has read into landing buffers is still to be put in place.
+    #[expect(dead_code, reason = "called once reads land beside absent pages")]
+    pub fn transferred(&mut self, now_ns: u64) {
+        self.transferred_ns = now_ns;
+    }
+
+    /// From being popped until `done_ns`.
+    pub fn latency_ns(&self, done_ns: u64) -> u64 {
+        done_ns.saturating_sub(self.popped_ns)
+    }
+
+    /// What held it until `done_ns`.
+    pub fn stages(&self, done_ns: u64) -> Stages {
+        let total_ns = self.latency_ns(done_ns);
+        let transferred_ns = match self.transferred_ns {
+            0 => done_ns,
+            at => at,
+        };
+        let disk_ns = match self.submitted_ns {
+            0 => 0,
+            at => transferred_ns.saturating_sub(at),
+        };
+        let landing_ns = done_ns.saturating_sub(transferred_ns);
+        let elsewhere_ns = self.parked_ns + disk_ns + landing_ns;
+        Stages {
+            engine_ns: total_ns.saturating_sub(elsewhere_ns),
+            waiting_ns: self.waited_ns,
+            handling_ns: self.handling_ns,
+            tier: self.tier,
+            resume_ns: self.parked_ns - self.waited_ns - self.handling_ns,
+            disk_ns,
+            landing_ns,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_addr::{QueueId, RequestId, ResponseCode};
+
+    fn response(waited_ns: u64, handling_ns: u64, tier: Tier) -> PageResponse {
+        PageResponse {
+            id: RequestId(1),
+            queue: QueueId(0),
+            code: ResponseCode::Success,
+            tier,
+            installed: 0,
+            waited_ns,
+            handling_ns,
+        }
+    }
+
+    #[test]
+    fn stages_of_a_chain_that_was_parked_twice_add_up_to_its_latency() {
+        let mut course = Course::popped(1_000);
+        course.park(1_100);
+        course.answered(&response(10, 20, Tier::Zero));
+        course.answered(&response(100, 400, Tier::Compressed));
+        course.answered(&response(50, 60, Tier::Verbatim));
+        assert_eq!(course.resume(1_700), 600);
+        course.park(1_710);
+        course.answered(&response(5, 5, Tier::Zero));
+        assert_eq!(course.resume(1_730), 20);
+        course.submit(1_740);
+        let stages = course.stages(2_740);
+        let expected = Stages {
+            engine_ns: 120,
+            waiting_ns: 105,
+            handling_ns: 405,
+            tier: Tier::Compressed,
+            resume_ns: 110,
+            disk_ns: 1_000,
+            landing_ns: 0,
+        };
+        assert_eq!(stages, expected);
+        assert_eq!(course.latency_ns(2_740), 1_740);
+    }
+
+    #[test]
+    fn host_that_tells_impossible_times_cannot_make_stages_longer_than_the_parking() {
+        let mut course = Course::popped(0);
+        course.park(10);
+        course.answered(&response(u64::MAX, u64::MAX, Tier::Unknown));
+        course.resume(30);
+        let stages = course.stages(30);
+        assert_eq!((stages.waiting_ns, stages.handling_ns), (20, 0));
+        assert_eq!(stages.resume_ns, 0);
+    }
+
+    #[test]
+    fn chain_answered_without_io_was_with_the_engine_all_the_time() {
+        let stages = Course::popped(100).stages(150);
+        assert_eq!((stages.engine_ns, stages.disk_ns), (50, 0));
+    }
+}
