@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::control::DEFAULT_BLK_QUEUES;
+use crate::control::{DEFAULT_BLK_QUEUES, OnFault};
 use crate::settings::GivenSettings;
 use crate::sim::args::SimCommand;
 use crate::size::ByteSize;
@@ -212,6 +212,9 @@ pub struct BlkArgs {
     /// Serial number shown to the guest, at most 20 bytes
     #[arg(long)]
     pub serial: Option<String>,
+    /// What a queue does while one of its requests waits for pages: begin no later one, or go on
+    #[arg(long, value_enum, value_name = "HOW", default_value_t)]
+    pub on_fault: OnFault,
     /// Of every client.
     #[command(flatten)]
     pub client: ClientArgs,

@@ -170,6 +170,7 @@ fn add_blk(args: BlkArgs) -> Result<(), CommandError> {
         read_only: args.read_only,
         lookup: !args.no_lookup,
         serial: args.serial,
+        on_fault: args.on_fault,
     };
     let call = Call {
         client: &args.client,

@@ -15,6 +15,7 @@
 
 use std::path::{Path, PathBuf};
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -139,6 +140,22 @@ pub struct BlkRequest {
     /// Serial number shown to the guest, at most 20 bytes.
     #[serde(default)]
     pub serial: Option<String>,
+    /// What a queue does while one of its requests waits for pages.
+    #[serde(default)]
+    pub on_fault: OnFault,
+}
+
+/// What a queue does while one of its requests waits for pages.
+#[derive(
+    Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Serialize, Deserialize, ToSchema,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnFault {
+    /// It begins no later request until that one has its pages.
+    Pause,
+    /// It goes on with later requests.
+    #[default]
+    OutOfOrder,
 }
 
 /// Queues a block device offers unless told otherwise: QEMU asks for one a vCPU
@@ -298,6 +315,8 @@ report! {
         read_only: bool => skip,
         /// Pages are looked up before DMA.
         lookup: bool => skip,
+        /// What a queue does while one of its requests waits for pages.
+        on_fault: OnFault => skip,
         /// Serial number shown to the guest.
         serial: Option<String> => skip,
         /// Size of the image.
@@ -314,6 +333,10 @@ report! {
         failed_requests: u64 => counter,
         /// I/O page faults: page requests sent to the host.
         iopfs: u64 => counter,
+        /// Page requests sent ahead of need, for requests that stood behind one that waited.
+        prefaults: u64 => counter,
+        /// Requests failed because their pages did not come in time (`iopf-timeout-ms`).
+        timed_out_requests: u64 => counter,
         /// Descriptor chains parked now, until their pages are there.
         parked_chains: u64 => gauge,
         /// Guest RAM under standing leases of this device's rings.

@@ -115,6 +115,8 @@ settings! {
     engine_cpus: CpuList = "any",
     /// Microseconds an idle engine polls its queues before it sleeps
     engine_poll_us: u32 = "50",
+    /// Milliseconds a device's request waits for its pages before it fails with an I/O error; 0 waits for ever
+    iopf_timeout_ms: u32 = "30000",
     /// Microseconds a VM's fault reader polls before it sleeps, on a CPU of its own; 0 sleeps at once, on the CPU of the vCPU that faults
     reader_poll_us: u32 = "0",
     /// Most pages that a vCPU's fault brings along when it reads in sequence, at most 16; 0 for none
@@ -195,6 +197,8 @@ pub struct EngineSettings {
     pub cpus: CpuList,
     /// Microseconds an idle one polls before it sleeps.
     pub poll_us: u32,
+    /// Milliseconds a request waits for its pages; 0 for ever.
+    pub iopf_timeout_ms: u32,
 }
 
 impl RunSettings {
@@ -205,6 +209,7 @@ impl RunSettings {
             count: self.engines,
             cpus: self.engine_cpus.clone(),
             poll_us: self.engine_poll_us,
+            iopf_timeout_ms: self.iopf_timeout_ms,
         }
     }
 

@@ -3,7 +3,7 @@
 //!
 //! `serve_blk SOCKET IMAGE STATE_DIR [POLL_US]`; ends with its input.
 
-use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, Writes};
+use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, OnFault, Writes};
 use pagetide_vpri::{DomainTable, Doorbell, LookUp};
 use std::{error::Error, io::Read as _, sync::Arc, time::Duration};
 
@@ -26,6 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         look_up: LookUp::On,
         serial: "example".into(),
         direct_io: DirectIo::Auto,
+        on_fault: OnFault::default(),
     })?;
     std::io::stdin().read_to_end(&mut Vec::new())?;
     for device in dpu.devices() {

@@ -9,7 +9,7 @@ use crate::{
         request::SERIAL_BYTES,
     },
     device::{Control, DeviceState, Endpoint, EngineGone, Parts, SocketError},
-    engine::{Engine, EngineShared, Seed, command::Command},
+    engine::{Engine, EngineShared, Seed, command::Command, queue::OnFault},
     lock::{self, LockError},
     ring::DEVICES_MAX,
     shared::DeviceShared,
@@ -33,6 +33,9 @@ use std::{
 pub const POLL_MAX: Duration = Duration::from_millis(1);
 /// Most engines: one a CPU is all that makes sense, and few machines have more.
 pub const ENGINES_MAX: usize = 256;
+/// Usual [`DpuConfig::iopf_timeout`]: as long as a Linux guest waits for a disk of its own (SCSI's
+/// `timeout`) before it gives a command up.
+pub const IOPF_TIMEOUT: Duration = Duration::from_secs(30);
 /// Bounds of [`DpuConfig::ring_entries`].
 pub const RING_ENTRIES: std::ops::RangeInclusive<u32> = 16..=4096;
 
@@ -100,6 +103,9 @@ pub struct DpuConfig {
     pub state_dir: PathBuf,
     /// CPUs of the engines, taken in turn; empty: wherever the kernel likes.
     pub cpus: Vec<usize>,
+    /// How long a request waits for its pages before it fails with an I/O error; for ever without
+    /// one. It stands still while no host is there ([`HostPresence`](pagetide_vpri::queue::HostPresence)).
+    pub iopf_timeout: Option<Duration>,
 }
 
 impl DpuConfig {
@@ -113,6 +119,7 @@ impl DpuConfig {
             fault_queue_entries: 1024,
             state_dir,
             cpus: Vec::new(),
+            iopf_timeout: Some(IOPF_TIMEOUT),
         }
     }
 
@@ -161,6 +168,8 @@ pub struct BlkConfig {
     pub serial: String,
     /// Whether I/O goes past the page cache.
     pub direct_io: DirectIo,
+    /// What a queue does while one of its requests waits for pages.
+    pub on_fault: OnFault,
 }
 
 /// A device and its figures.
@@ -186,6 +195,8 @@ pub struct DeviceReport {
     pub writes: Writes,
     /// Whether pages are looked up before DMA.
     pub look_up: LookUp,
+    /// What a queue does while one of its requests waits for pages.
+    pub on_fault: OnFault,
     /// Size of the image.
     pub capacity_bytes: u64,
     /// Requests completed.
@@ -204,8 +215,12 @@ pub struct DeviceReport {
     pub inflight_requests: u64,
     /// Chains parked now.
     pub parked_chains: u64,
-    /// Page requests sent.
+    /// Page requests that a request waited for.
     pub iopfs: u64,
+    /// Page requests made ahead, for requests that had not begun.
+    pub prefaults: u64,
+    /// Requests failed because the host did not answer in time.
+    pub timed_out_requests: u64,
     /// Guest RAM under standing leases of its rings.
     pub wired_bytes: u64,
     /// Time that looking up took in the requests that were sampled (one in 61).
@@ -305,6 +320,7 @@ impl Dpu {
             index: engine,
             ring_entries: config.ring_entries,
             poll: config.poll_max,
+            iopf_timeout: config.iopf_timeout,
             lock,
             shared: shared.clone(),
             device_end,
@@ -367,7 +383,13 @@ impl Dpu {
         };
         devices.next_id += 1;
         let id = DeviceId(devices.next_id);
-        let shared = Arc::new(DeviceShared::new(id, image, serial, self.engines.len()));
+        let shared = Arc::new(DeviceShared::new(
+            id,
+            image,
+            serial,
+            config.on_fault,
+            self.engines.len(),
+        ));
         let control = Arc::new(Control::new(Parts {
             slot,
             shared,
@@ -504,6 +526,7 @@ impl BlkDevice {
             queue_count: self.config.queue_count,
             writes: self.config.writes,
             look_up: self.config.look_up,
+            on_fault: self.config.on_fault,
             capacity_bytes: shared.image.sectors * 512,
             requests: shared.total(|c| &c.requests),
             read_bytes: shared.total(|c| &c.read_bytes),
@@ -514,6 +537,8 @@ impl BlkDevice {
             inflight_requests: shared.total(|c| &c.in_flight),
             parked_chains: shared.total(|c| &c.parked),
             iopfs: shared.total(|c| &c.iopfs),
+            prefaults: shared.total(|c| &c.prefaults),
+            timed_out_requests: shared.total(|c| &c.timed_out),
             wired_bytes: shared.total(|c| &c.wired_bytes),
             lookup_sampled_ns: shared.total(|c| &c.lookup_ns),
             lookup_samples: shared.total(|c| &c.lookup_samples),

@@ -48,6 +48,7 @@ pub use blk::image::{DirectIo, ImageError, Writes};
 pub use chain::ChainError;
 pub use device::{DeviceState, EngineGone, SocketError};
 pub use dpu::{BlkConfig, DeviceReport, Dpu, DpuConfig, DpuError};
+pub use engine::queue::OnFault;
 pub use lock::{LockError, wait_for_dead_engines};
 pub use memory::{MemoryError, OutsideMemory};
 pub use shared::StopReason;

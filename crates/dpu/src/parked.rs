@@ -2,16 +2,15 @@
 //! Chains that wait for pages (VPRI 5.2): parked here, resumed by page responses.
 //!
 //! # Idea
-//! VPRI pauses a whole queue on a fault, because a NIC's receive ring must be
-//! filled in order. Block requests have no order among one another (virtio 1.2,
-//! 5.2.6: a driver that wants one waits for the first), so only the faulting
-//! *chain* waits, and later chains of its queue go on.
+//! Only the faulting *chain* waits here. Whether later chains of its queue go on
+//! meanwhile is its queue's affair ([`crate::OnFault`]).
 //!
 //! ```text
 //!   park ──► unsent ──send──► waiting for n responses ──answer──► Resumed
-//!              ▲  │                                                  │
-//!              └──┘ queue full: stay, and pop no more chains         └► leases again;
-//!                                                                       absent again: park
+//!              ▲  │                   │                            │
+//!              └──┘ queue full:       └─ waited too long:          └► leases again;
+//!                   stay, and pop        given up, Resumed            absent again: park
+//!                   no more chains       as TimedOut
 //! ```
 //! A response says that the pages *were* brought; an eviction may have come
 //! between, so the resumed chain takes its leases again, and may park again.
@@ -19,28 +18,53 @@
 //!
 //! The rings of a queue that is starting wait in the same way ([`Waiter::Rings`]).
 //!
+//! # Requests without a waiter
+//! *Prefaults* ask for pages of chains that have not begun. They go after all
+//! that somebody waits for, take at most [`PREFAULTS_PER_DEVICE_MAX`] of a device's share, are
+//! dropped rather than kept if they do not fit, and their answers are forgotten.
+//!
+//! # Patience
+//! A chain that has waited for its DMA longer than the time-out fails: by then
+//! its driver, or who waits for it, is better served by an error than by
+//! silence. Time is told from outside ([`ParkedChains::tick`]) and stands still while there is
+//! no host, and while this engine itself did not run. A chain that only waits to
+//! *say* that it failed, and rings, have all the time there is: there is nothing
+//! better to be done with them.
+//!
 //! # Duties
 //! Every request that was sent is answered exactly once, even if its chain is
-//! gone by then ([`ParkedChains::abandon`]): the answer to a chain that is gone
-//! is dropped here.
+//! gone by then ([`ParkedChains::abandon`], time-out): the answer to a chain that
+//! is gone is dropped here. Until it comes the request counts against the share of its
+//! device: what a host does not answer must not be asked for without end.
 
 use pagetide_addr::{
     Access, DeviceId, DomainId, PageRange, PageRequest, PageResponse, QueueId, RequestId,
-    ResponseCode,
+    RequestKind, ResponseCode,
 };
-use pagetide_vpri::QueueFull;
+use pagetide_vpri::{QueueFull, queue::HostPresence};
+use rustix::time::{ClockId, clock_gettime};
 use std::{
-    collections::{HashMap, VecDeque},
-    time::Instant,
+    collections::{BTreeMap, HashMap, VecDeque},
+    time::{Duration, Instant},
 };
 
-/// Most page requests one chain has outstanding. A chain with more absent runs asks for the rest
-/// when these are there; they stay there because they were just used.
-pub const REQUESTS_PER_CHAIN_MAX: usize = 64;
+/// Most page requests one chain has outstanding: one for each of the 126 data buffers of a request
+/// by Linux, and two for header and status, so that all are asked for at once. A chain with more absent
+/// runs asks for the rest when these are there; they stay there because they were just used.
+pub const REQUESTS_PER_CHAIN_MAX: usize = 128;
 
 /// Most page requests one device has outstanding on an engine: a guest whose faults are slow, because
 /// it is at its limit, must not fill the queue that others need.
 pub const REQUESTS_PER_DEVICE_MAX: usize = 128;
+
+/// A prefault is sent only while its device has fewer requests outstanding: the rest of its share is
+/// for what somebody waits for.
+pub const PREFAULTS_PER_DEVICE_MAX: usize = 64;
+
+/// Most of the time between two looks that counts. An engine looks this often while anything waits;
+/// if it looks later, it was itself kept from running (a stopped process, a starved machine), and so
+/// may the host have been.
+pub const TICK_MAX: Duration = Duration::from_secs(1);
 
 /// A queue of a device, as its engine knows it. The epoch tells a queue from its predecessor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -76,12 +100,20 @@ pub(crate) struct Wanted {
     pub access: Access,
 }
 
+/// On whose behalf pages are asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Asker {
+    pub queue: QueueKey,
+    pub device: DeviceId,
+    /// Interrupt by which the driver hears of the queue, if it wants to.
+    pub vector: Option<u16>,
+}
+
 /// A descriptor chain (or a ring) that waits for pages.
 #[must_use = "a parked chain must be put among the parked, or its guest waits for ever"]
 #[derive(Debug)]
 pub(crate) struct ParkedChain {
-    pub queue: QueueKey,
-    pub device: DeviceId,
+    pub asker: Asker,
     pub waiter: Waiter,
     pub wanted: Vec<Wanted>,
     pub purpose: Purpose,
@@ -89,7 +121,18 @@ pub(crate) struct ParkedChain {
     pub since: Instant,
 }
 
-/// A chain whose page requests have all been answered.
+/// How waiting ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// The pages were brought.
+    Present,
+    /// A request was answered by other than success.
+    Lost,
+    /// The host did not answer in time.
+    TimedOut,
+}
+
+/// A chain that waits no more.
 #[must_use = "a resumed chain must be tried again, or its guest waits for ever"]
 #[derive(Debug)]
 pub(crate) struct Resumed {
@@ -97,8 +140,7 @@ pub(crate) struct Resumed {
     pub waiter: Waiter,
     pub purpose: Purpose,
     pub since: Instant,
-    /// A request was answered by other than success: the DMA fails.
-    pub failed: bool,
+    pub ended: Ended,
 }
 
 #[derive(Debug)]
@@ -106,33 +148,52 @@ struct Slot {
     chain: ParkedChain,
     outstanding: usize,
     failed: bool,
+    deadline: Option<Deadline>,
 }
+
+/// When a chain is given up, by the clock of [`ParkedChains::tick`]; the number tells equal times apart.
+type Deadline = (Duration, u64);
 
 /// All that waits on one engine.
 #[derive(Debug)]
 pub(crate) struct ParkedChains {
     slots: Vec<Option<Slot>>,
     free: Vec<usize>,
-    /// Whose request it is and which slot waits for it; `None` if that is gone.
+    /// Whose request it is and which slot waits for it; `None` if that is gone or never was.
     waiting: HashMap<RequestId, (DeviceId, Option<usize>)>,
     by_device: HashMap<DeviceId, usize>,
     unsent: VecDeque<usize>,
+    /// Prefaults to be sent, or dropped, at the next [`Self::send`].
+    ahead: Vec<(Asker, Wanted)>,
     /// The queue took no more when it was last tried.
     full: bool,
     next_id: u64,
+    timeout: Option<Duration>,
+    deadlines: BTreeMap<Deadline, usize>,
+    next_deadline: u64,
+    /// Time that chains have waited for a host that was there.
+    waited: Duration,
+    looked: Option<Instant>,
 }
 
 impl ParkedChains {
-    /// None yet, for engine number `engine` (so that ids of two engines never meet).
-    pub fn new(engine: usize) -> Self {
+    /// None yet, for engine number `engine` (so that ids of two engines never meet). A chain is given
+    /// up after `timeout`; never without one.
+    pub fn new(engine: usize, timeout: Option<Duration>) -> Self {
         Self {
             slots: Vec::new(),
             free: Vec::new(),
             waiting: HashMap::new(),
             by_device: HashMap::new(),
             unsent: VecDeque::new(),
+            ahead: Vec::new(),
             full: false,
             next_id: (engine as u64) << 48,
+            timeout,
+            deadlines: BTreeMap::new(),
+            next_deadline: 0,
+            waited: Duration::ZERO,
+            looked: None,
         }
     }
 
@@ -143,11 +204,6 @@ impl ParkedChains {
         chain.wanted.truncate(REQUESTS_PER_CHAIN_MAX);
         debug_assert!(!chain.wanted.is_empty(), "parked for nothing");
         let requests = chain.wanted.len();
-        let slot = Slot {
-            chain,
-            outstanding: 0,
-            failed: false,
-        };
         let index = match self.free.pop() {
             Some(index) => index,
             None => {
@@ -155,9 +211,49 @@ impl ParkedChains {
                 self.slots.len() - 1
             }
         };
-        self.slots[index] = Some(slot);
+        let deadline = self.deadline_of(&chain);
+        if let Some(deadline) = deadline {
+            if self.deadlines.is_empty() {
+                // Nobody has looked while nothing waited.
+                self.looked = None;
+            }
+            self.deadlines.insert(deadline, index);
+        }
+        self.slots[index] = Some(Slot {
+            chain,
+            outstanding: 0,
+            failed: false,
+            deadline,
+        });
         self.unsent.push_back(index);
         requests
+    }
+
+    fn deadline_of(&mut self, chain: &ParkedChain) -> Option<Deadline> {
+        let timeout = self.timeout?;
+        if chain.purpose != Purpose::Dma || chain.waiter == Waiter::Rings {
+            return None;
+        }
+        self.next_deadline += 1;
+        Some((self.waited + timeout, self.next_deadline))
+    }
+
+    /// Asks for pages that nobody waits for yet, but for those that a chain of that queue is about to
+    /// ask for itself.
+    pub fn ask_ahead(&mut self, asker: Asker, mut wanted: Vec<Wanted>) {
+        merge(&mut wanted);
+        let (slots, unsent) = (&self.slots, &self.unsent);
+        let asked = |next: &Wanted| {
+            let chains = unsent.iter().filter_map(|index| slots[*index].as_ref());
+            chains
+                .filter(|slot| slot.chain.asker.queue == asker.queue)
+                .flat_map(|slot| &slot.chain.wanted)
+                .any(|other| covers(other, next))
+        };
+        let news = wanted.iter().filter(|next| !asked(next));
+        let room = PREFAULTS_PER_DEVICE_MAX;
+        self.ahead
+            .extend(news.take(room).map(|wanted| (asker, *wanted)));
     }
 
     /// Sends what has not been sent, as far as the queue takes it and no device has more than its
@@ -165,11 +261,12 @@ impl ParkedChains {
     pub fn send(&mut self, mut submit: impl FnMut(PageRequest) -> Result<(), QueueFull>) -> usize {
         let mut sent = 0;
         self.full = false;
+        let now_ns = monotonic_ns();
         for _ in 0..self.unsent.len() {
             let Some(index) = self.unsent.pop_front() else {
                 break;
             };
-            sent += self.send_of(index, &mut submit);
+            sent += self.send_of(index, now_ns, &mut submit);
             let left = self.slots[index]
                 .as_ref()
                 .is_some_and(|slot| !slot.chain.wanted.is_empty());
@@ -181,34 +278,28 @@ impl ParkedChains {
                 self.unsent.push_back(index);
             }
         }
-        sent
+        sent + self.send_ahead(now_ns, &mut submit)
     }
 
     /// Sends requests of one chain until the queue is full, or its device has its share.
     fn send_of(
         &mut self,
         index: usize,
+        now_ns: u64,
         submit: &mut impl FnMut(PageRequest) -> Result<(), QueueFull>,
     ) -> usize {
         let Some(slot) = self.slots[index].as_mut() else {
             return 0;
         };
-        let device = slot.chain.device;
-        let outstanding = self.by_device.entry(device).or_insert(0);
+        let asker = slot.chain.asker;
+        let outstanding = self.by_device.entry(asker.device).or_insert(0);
         let mut sent = 0;
         while let Some(wanted) = slot.chain.wanted.last() {
             if *outstanding >= REQUESTS_PER_DEVICE_MAX {
                 break;
             }
             let id = RequestId(self.next_id);
-            let queue = QueueId(slot.chain.queue.queue);
-            let request = PageRequest::demand(
-                id,
-                (device, queue),
-                wanted.domain,
-                wanted.pages,
-                wanted.access,
-            );
+            let request = request(id, asker, wanted, now_ns);
             if submit(request).is_err() {
                 self.full = true;
                 break;
@@ -216,7 +307,37 @@ impl ParkedChains {
             slot.chain.wanted.pop();
             slot.outstanding += 1;
             *outstanding += 1;
-            self.waiting.insert(id, (device, Some(index)));
+            self.waiting.insert(id, (asker.device, Some(index)));
+            self.next_id += 1;
+            sent += 1;
+        }
+        sent
+    }
+
+    /// Sends what prefaults fit, and drops the others: what is not asked for now is asked for by
+    /// its chain.
+    fn send_ahead(
+        &mut self,
+        now_ns: u64,
+        submit: &mut impl FnMut(PageRequest) -> Result<(), QueueFull>,
+    ) -> usize {
+        let mut sent = 0;
+        for (asker, wanted) in self.ahead.drain(..) {
+            let outstanding = self.by_device.entry(asker.device).or_insert(0);
+            if self.full || *outstanding >= PREFAULTS_PER_DEVICE_MAX {
+                continue;
+            }
+            let id = RequestId(self.next_id);
+            let request = PageRequest {
+                kind: RequestKind::Prefault,
+                ..request(id, asker, &wanted, now_ns)
+            };
+            // A queue without room for a guess is not yet full for those who wait.
+            if submit(request).is_err() {
+                continue;
+            }
+            *outstanding += 1;
+            self.waiting.insert(id, (asker.device, None));
             self.next_id += 1;
             sent += 1;
         }
@@ -225,7 +346,7 @@ impl ParkedChains {
 
     /// True if there is something to send.
     pub fn has_unsent(&self) -> bool {
-        !self.unsent.is_empty()
+        !self.unsent.is_empty() || !self.ahead.is_empty()
     }
 
     /// True if the queue took no more: no more chains may be popped, of whatever device.
@@ -253,13 +374,64 @@ impl ParkedChains {
         }
         let slot = self.slots[index].take()?;
         self.free.push(index);
-        Some(Resumed {
-            queue: slot.chain.queue,
-            waiter: slot.chain.waiter,
-            purpose: slot.chain.purpose,
-            since: slot.chain.since,
-            failed: slot.failed,
-        })
+        if let Some(deadline) = slot.deadline {
+            self.deadlines.remove(&deadline);
+        }
+        let ended = if slot.failed {
+            Ended::Lost
+        } else {
+            Ended::Present
+        };
+        Some(slot.resumed(ended))
+    }
+
+    /// True if a chain is to be given up at some time.
+    pub fn has_deadline(&self) -> bool {
+        !self.deadlines.is_empty()
+    }
+
+    /// Lets the time since the last look pass for those who wait, if there is a host.
+    pub fn tick(&mut self, now: Instant, host: HostPresence) {
+        let last = self.looked.replace(now).unwrap_or(now);
+        if host == HostPresence::Here {
+            self.waited += now.saturating_duration_since(last).min(TICK_MAX);
+        }
+    }
+
+    /// How long the engine may sleep and not look.
+    pub fn next_look(&self) -> Option<Duration> {
+        let ((deadline, _), _) = self.deadlines.first_key_value()?;
+        Some(deadline.saturating_sub(self.waited).min(TICK_MAX))
+    }
+
+    /// A chain that has waited too long. Its requests stay outstanding until they are answered.
+    pub fn give_up(&mut self) -> Option<Resumed> {
+        let ((deadline, _), index) = self.deadlines.first_key_value()?;
+        if *deadline > self.waited {
+            return None;
+        }
+        let slot = self.forget(*index)?;
+        Some(slot.resumed(Ended::TimedOut))
+    }
+
+    /// Takes a slot out; the responses to its requests will be dropped.
+    fn forget(&mut self, index: usize) -> Option<Slot> {
+        let slot = self.slots.get_mut(index)?.take()?;
+        if let Some(deadline) = slot.deadline {
+            self.deadlines.remove(&deadline);
+        }
+        self.unsent.retain(|unsent| *unsent != index);
+        if self.unsent.is_empty() {
+            // Nobody is kept waiting for room any more.
+            self.full = false;
+        }
+        self.free.push(index);
+        for (_, waiter) in self.waiting.values_mut() {
+            if *waiter == Some(index) {
+                *waiter = None;
+            }
+        }
+        Some(slot)
     }
 
     /// Forgets what waits for `queue`; how many chains that were. They stay in the in-flight
@@ -267,21 +439,14 @@ impl ParkedChains {
     pub fn abandon(&mut self, queue: QueueKey) -> usize {
         let mut gone = 0;
         for index in 0..self.slots.len() {
-            let slot = &mut self.slots[index];
-            if slot.as_ref().is_some_and(|s| s.chain.queue == queue) {
-                gone += usize::from(
-                    slot.take()
-                        .is_some_and(|s| matches!(s.chain.waiter, Waiter::Chain(_))),
-                );
-                self.unsent.retain(|unsent| *unsent != index);
-                self.free.push(index);
-                for (_, waiter) in self.waiting.values_mut() {
-                    if *waiter == Some(index) {
-                        *waiter = None;
-                    }
-                }
+            let slot = &self.slots[index];
+            if slot.as_ref().is_some_and(|s| s.chain.asker.queue == queue)
+                && let Some(slot) = self.forget(index)
+            {
+                gone += usize::from(matches!(slot.chain.waiter, Waiter::Chain(_)));
             }
         }
+        self.ahead.retain(|(asker, _)| asker.queue != queue);
         gone
     }
 
@@ -290,6 +455,44 @@ impl ParkedChains {
     pub fn outstanding(&self) -> usize {
         self.waiting.len()
     }
+}
+
+impl Slot {
+    fn resumed(self, ended: Ended) -> Resumed {
+        Resumed {
+            queue: self.chain.asker.queue,
+            waiter: self.chain.waiter,
+            purpose: self.chain.purpose,
+            since: self.chain.since,
+            ended,
+        }
+    }
+}
+
+fn request(id: RequestId, asker: Asker, wanted: &Wanted, now_ns: u64) -> PageRequest {
+    let from = (asker.device, QueueId(asker.queue.queue));
+    PageRequest {
+        vector: asker.vector,
+        sent_ns: now_ns,
+        ..PageRequest::demand(id, from, wanted.domain, wanted.pages, wanted.access)
+    }
+}
+
+/// The host's monotonic clock, which both sides of the page fault queue read.
+fn monotonic_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    let part = |number: i64| u64::try_from(number).unwrap_or(0);
+    part(now.tv_sec)
+        .saturating_mul(1_000_000_000)
+        .saturating_add(part(now.tv_nsec))
+}
+
+/// True if who has `all` has `part`.
+fn covers(all: &Wanted, part: &Wanted) -> bool {
+    all.domain == part.domain
+        && all.pages.start <= part.pages.start
+        && part.pages.end <= all.pages.end
+        && (all.access == Access::Write || part.access == Access::Read)
 }
 
 /// Joins runs of one domain that touch or overlap; the stronger access wins.
@@ -328,10 +531,17 @@ mod tests {
         }
     }
 
-    fn chain(queue: u16, head: u16, wanted: Vec<Wanted>) -> ParkedChain {
-        ParkedChain {
+    fn asker(queue: u16) -> Asker {
+        Asker {
             queue: key(queue),
             device: DeviceId(1),
+            vector: None,
+        }
+    }
+
+    fn chain(queue: u16, head: u16, wanted: Vec<Wanted>) -> ParkedChain {
+        ParkedChain {
+            asker: asker(queue),
             waiter: Waiter::Chain(head),
             wanted,
             purpose: Purpose::Dma,
@@ -354,7 +564,7 @@ mod tests {
 
     #[test]
     fn neighbouring_pages_are_asked_for_at_once_with_the_stronger_access() {
-        let mut parked = ParkedChains::new(0);
+        let mut parked = ParkedChains::new(0, None);
         parked.park(chain(
             0,
             5,
@@ -376,7 +586,7 @@ mod tests {
 
     #[test]
     fn chain_resumes_at_its_last_response_and_remembers_a_failure() {
-        let mut parked = ParkedChains::new(3);
+        let mut parked = ParkedChains::new(3, None);
         parked.park(chain(
             0,
             5,
@@ -392,7 +602,7 @@ mod tests {
         let resumed = parked
             .answer(response(&sent[1], ResponseCode::Success))
             .unwrap();
-        assert!(resumed.failed);
+        assert_eq!(resumed.ended, Ended::Lost);
         assert_eq!(resumed.waiter, Waiter::Chain(5));
         assert!(
             parked
@@ -404,7 +614,7 @@ mod tests {
 
     #[test]
     fn full_queue_leaves_requests_unsent_until_there_is_room() {
-        let mut parked = ParkedChains::new(0);
+        let mut parked = ParkedChains::new(0, None);
         parked.park(chain(
             0,
             1,
@@ -439,7 +649,7 @@ mod tests {
 
     #[test]
     fn device_at_its_share_leaves_the_queue_to_others() {
-        let mut parked = ParkedChains::new(0);
+        let mut parked = ParkedChains::new(0, None);
         let runs =
             |from: u64| (0..64).map(move |i| wanted(from + 3 * i, from + 3 * i + 1, Access::Read));
         for head in 0..4 {
@@ -448,10 +658,8 @@ mod tests {
         let greedy = send_all(&mut parked);
         assert_eq!(greedy.len(), REQUESTS_PER_DEVICE_MAX);
         assert!(parked.has_unsent() && !parked.is_queue_full());
-        let other = ParkedChain {
-            device: DeviceId(2),
-            ..chain(1, 9, vec![wanted(7, 8, Access::Read)])
-        };
+        let mut other = chain(1, 9, vec![wanted(7, 8, Access::Read)]);
+        other.asker.device = DeviceId(2);
         parked.park(other);
         assert_eq!(send_all(&mut parked).len(), 1);
         assert!(
@@ -468,7 +676,7 @@ mod tests {
 
     #[test]
     fn responses_to_abandoned_chains_are_dropped_and_others_unhurt() {
-        let mut parked = ParkedChains::new(0);
+        let mut parked = ParkedChains::new(0, None);
         parked.park(chain(0, 1, vec![wanted(1, 2, Access::Read)]));
         parked.park(chain(1, 2, vec![wanted(1, 2, Access::Read)]));
         let sent = send_all(&mut parked);
@@ -487,9 +695,177 @@ mod tests {
 
     #[test]
     fn chain_with_very_many_runs_asks_for_no_more_than_the_limit() {
-        let mut parked = ParkedChains::new(0);
+        let mut parked = ParkedChains::new(0, None);
         let runs = (0..500).map(|i| wanted(3 * i, 3 * i + 1, Access::Read));
         parked.park(chain(0, 1, runs.collect()));
         assert_eq!(send_all(&mut parked).len(), REQUESTS_PER_CHAIN_MAX);
+    }
+
+    const LIMIT: Duration = Duration::from_millis(2500);
+
+    fn patient() -> (ParkedChains, Instant) {
+        let parked = ParkedChains::new(0, Some(LIMIT));
+        (parked, Instant::now())
+    }
+
+    /// Ticks `steps` times, a second apart.
+    fn pass(parked: &mut ParkedChains, now: &mut Instant, steps: u32, host: HostPresence) {
+        for _ in 0..steps {
+            *now += Duration::from_secs(1);
+            parked.tick(*now, host);
+        }
+    }
+
+    #[test]
+    fn chain_unanswered_for_the_limit_is_given_up_and_its_late_response_dropped() {
+        let (mut parked, mut now) = patient();
+        parked.park(chain(0, 4, vec![wanted(1, 2, Access::Read)]));
+        parked.tick(now, HostPresence::Here);
+        let sent = send_all(&mut parked);
+        pass(&mut parked, &mut now, 2, HostPresence::Here);
+        assert!(parked.give_up().is_none(), "too early");
+        assert_eq!(parked.next_look(), Some(Duration::from_millis(500)));
+        pass(&mut parked, &mut now, 1, HostPresence::Here);
+        let given_up = parked.give_up().unwrap();
+        assert_eq!(given_up.ended, Ended::TimedOut);
+        assert_eq!(given_up.waiter, Waiter::Chain(4));
+        assert!(parked.give_up().is_none() && !parked.has_deadline());
+        assert_eq!(parked.outstanding(), 1, "it may still be answered");
+        // Its slot is used again; the late answer must not reach the new chain.
+        parked.park(chain(0, 5, vec![wanted(7, 8, Access::Read)]));
+        let next = send_all(&mut parked);
+        assert!(
+            parked
+                .answer(response(&sent[0], ResponseCode::Success))
+                .is_none()
+        );
+        let answered = parked.answer(response(&next[0], ResponseCode::Success));
+        assert_eq!(answered.unwrap().waiter, Waiter::Chain(5));
+        assert_eq!(parked.outstanding(), 0);
+        assert!(!parked.has_deadline());
+    }
+
+    #[test]
+    fn patience_stands_still_without_a_host_and_while_nobody_looked() {
+        let (mut parked, mut now) = patient();
+        parked.park(chain(0, 4, vec![wanted(1, 2, Access::Read)]));
+        parked.tick(now, HostPresence::Here);
+        pass(&mut parked, &mut now, 100, HostPresence::Away);
+        assert!(parked.give_up().is_none());
+        now += Duration::from_secs(3600);
+        parked.tick(now, HostPresence::Here);
+        assert!(parked.give_up().is_none(), "the engine itself did not run");
+        pass(&mut parked, &mut now, 2, HostPresence::Here);
+        assert!(parked.give_up().is_some());
+    }
+
+    #[test]
+    fn chain_that_waits_to_report_its_failure_and_rings_are_never_given_up() {
+        let (mut parked, mut now) = patient();
+        let mut failed = chain(0, 4, vec![wanted(1, 2, Access::Write)]);
+        failed.purpose = Purpose::BadStatus;
+        parked.park(failed);
+        let mut rings = chain(1, 0, vec![wanted(3, 4, Access::Write)]);
+        rings.waiter = Waiter::Rings;
+        parked.park(rings);
+        pass(&mut parked, &mut now, 10, HostPresence::Here);
+        assert!(parked.give_up().is_none());
+        assert_eq!(parked.next_look(), None, "nothing to wake up for");
+    }
+
+    #[test]
+    fn chain_that_could_not_even_ask_is_given_up_and_holds_nobody_back() {
+        let (mut parked, mut now) = patient();
+        parked.park(chain(0, 4, vec![wanted(1, 2, Access::Read)]));
+        parked.tick(now, HostPresence::Here);
+        parked.send(|_| Err(QueueFull(1)));
+        assert!(parked.is_queue_full());
+        pass(&mut parked, &mut now, 3, HostPresence::Here);
+        assert!(parked.give_up().is_some());
+        assert!(!parked.is_queue_full() && !parked.has_unsent());
+        assert_eq!(parked.outstanding(), 0);
+    }
+
+    #[test]
+    fn requests_given_up_count_against_their_share_until_they_are_answered() {
+        let (mut parked, mut now) = patient();
+        let runs =
+            (0..REQUESTS_PER_DEVICE_MAX as u64).map(|i| wanted(3 * i, 3 * i + 1, Access::Read));
+        parked.park(chain(0, 1, runs.collect()));
+        parked.tick(now, HostPresence::Here);
+        let sent = send_all(&mut parked);
+        assert_eq!(sent.len(), REQUESTS_PER_DEVICE_MAX);
+        pass(&mut parked, &mut now, 3, HostPresence::Here);
+        assert!(parked.give_up().is_some());
+        parked.park(chain(0, 2, vec![wanted(9000, 9001, Access::Read)]));
+        assert_eq!(send_all(&mut parked).len(), 0);
+        assert!(
+            parked
+                .answer(response(&sent[0], ResponseCode::Success))
+                .is_none()
+        );
+        assert_eq!(send_all(&mut parked).len(), 1);
+    }
+
+    #[test]
+    fn prefaults_go_after_those_who_wait_and_are_forgotten_when_answered() {
+        let mut parked = ParkedChains::new(0, None);
+        parked.park(chain(0, 1, vec![wanted(1, 3, Access::Write)]));
+        let ahead = vec![
+            wanted(2, 3, Access::Read),
+            wanted(5, 6, Access::Read),
+            wanted(6, 7, Access::Read),
+        ];
+        parked.ask_ahead(asker(0), ahead);
+        let sent = send_all(&mut parked);
+        let shape: Vec<_> = sent
+            .iter()
+            .map(|r| (r.kind, r.pages.start.0, r.pages.end.0))
+            .collect();
+        let (demand, prefault) = (RequestKind::Demand, RequestKind::Prefault);
+        assert_eq!(shape, [(demand, 1, 3), (prefault, 5, 7)]);
+        for code in [ResponseCode::Success, ResponseCode::ResponseFailure] {
+            assert!(parked.answer(response(&sent[1], code)).is_none());
+        }
+        assert!(
+            parked
+                .answer(response(&sent[0], ResponseCode::Success))
+                .is_some()
+        );
+        assert_eq!(parked.outstanding(), 0);
+    }
+
+    #[test]
+    fn prefaults_leave_half_of_the_share_and_a_full_queue_to_those_who_wait() {
+        let mut parked = ParkedChains::new(0, None);
+        let runs = |from: u64| {
+            let run = move |i| wanted(from + 3 * i, from + 3 * i + 1, Access::Read);
+            (0..200).map(run).collect::<Vec<_>>()
+        };
+        parked.ask_ahead(asker(0), runs(0));
+        assert_eq!(send_all(&mut parked).len(), PREFAULTS_PER_DEVICE_MAX);
+        parked.ask_ahead(asker(0), runs(1000));
+        assert_eq!(send_all(&mut parked).len(), 0);
+        assert!(!parked.has_unsent(), "dropped, not kept");
+        parked.park(chain(0, 1, runs(2000)));
+        let rest = REQUESTS_PER_DEVICE_MAX - PREFAULTS_PER_DEVICE_MAX;
+        assert_eq!(send_all(&mut parked).len(), rest);
+        let mut other = asker(1);
+        other.device = DeviceId(2);
+        parked.ask_ahead(other, runs(3000));
+        parked.send(|_| Err(QueueFull(1)));
+        assert!(parked.ahead.is_empty());
+    }
+
+    #[test]
+    fn request_says_when_it_was_sent_and_which_interrupt_its_queue_has() {
+        let mut parked = ParkedChains::new(0, None);
+        let mut with = chain(7, 1, vec![wanted(1, 2, Access::Read)]);
+        with.asker.vector = Some(7);
+        let before = monotonic_ns();
+        parked.park(with);
+        let sent = send_all(&mut parked);
+        assert_eq!(sent[0].vector, Some(7));
+        assert!((before..=monotonic_ns()).contains(&sent[0].sent_ns));
     }
 }

@@ -33,6 +33,7 @@ use std::{
     io,
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},
     rc::Rc,
+    time::Duration,
 };
 
 /// Files the table can hold: the lock and two for each device.
@@ -280,6 +281,17 @@ impl<R> IoRing<R> {
     /// As [`Self::submit`], then sleeps until there is an event.
     pub fn submit_and_sleep(&mut self) -> io::Result<()> {
         retry(|| self.ring.submit_and_wait(1))
+    }
+
+    /// As [`Self::submit_and_sleep`], but no longer than `limit`.
+    pub fn submit_and_doze(&mut self, limit: Duration) -> io::Result<()> {
+        let limit = types::Timespec::from(limit);
+        let arguments = types::SubmitArgs::new().timespec(&limit);
+        let slept = retry(|| self.ring.submitter().submit_with_args(1, &arguments));
+        match slept {
+            Err(error) if error.raw_os_error() == Some(libc::ETIME) => Ok(()),
+            slept => slept,
+        }
     }
 
     /// The next event, if one is there.

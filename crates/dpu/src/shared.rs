@@ -10,6 +10,7 @@ use crate::{
         request::{Limits, RequestError, SERIAL_BYTES},
     },
     chain::ChainError,
+    engine::queue::OnFault,
 };
 use pagetide_addr::DeviceId;
 use std::sync::{
@@ -71,6 +72,8 @@ pub(crate) struct Counters {
     pub malformed: AtomicU64,
     pub outside: AtomicU64,
     pub iopfs: AtomicU64,
+    pub prefaults: AtomicU64,
+    pub timed_out: AtomicU64,
     pub parked: AtomicU64,
     pub in_flight: AtomicU64,
     pub wired_bytes: AtomicU64,
@@ -97,6 +100,7 @@ pub(crate) struct DeviceShared {
     pub id: DeviceId,
     pub image: Image,
     pub serial: [u8; SERIAL_BYTES],
+    pub on_fault: OnFault,
     pub counters: Box<[Counters]>,
     stopped: AtomicBool,
     reason: Mutex<Option<StopReason>>,
@@ -107,12 +111,14 @@ impl DeviceShared {
         id: DeviceId,
         image: Image,
         serial: [u8; SERIAL_BYTES],
+        on_fault: OnFault,
         engine_count: usize,
     ) -> Self {
         Self {
             id,
             image,
             serial,
+            on_fault,
             counters: (0..engine_count).map(|_| Counters::default()).collect(),
             stopped: AtomicBool::new(false),
             reason: Mutex::new(None),

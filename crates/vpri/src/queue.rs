@@ -11,7 +11,12 @@
 //! virtual functions of a DPU. Exactly one response answers a request. The
 //! response queue is as long as the request queue and an engine never has more
 //! requests outstanding than that, so a response always finds room; at the
-//! limit the engine stops popping chains and nothing grows.
+//! limit the engine stops popping chains and nothing grows. A request that the
+//! engine has given up (it waited too long) counts until it is answered all the
+//! same, so that its late response finds room, too.
+//!
+//! A host that sits in another process may be gone for a while. [`HostEnd::set_host`]
+//! says so; the engine's patience with its page requests stands still meanwhile.
 //!
 //! A doorbell is an eventfd that is rung only if the other side said that it is
 //! about to sleep: it arms the bell, looks at the queue once more, and sleeps.
@@ -100,12 +105,22 @@ impl AsFd for Doorbell {
     }
 }
 
+/// Whether there is anybody who could answer page requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HostPresence {
+    /// Somebody takes requests.
+    Here,
+    /// Nobody does: requests wait in the queue until somebody is there again.
+    Away,
+}
+
 #[derive(Debug)]
 struct Channel {
     requests: ArrayQueue<PageRequest>,
     responses: ArrayQueue<PageResponse>,
     outstanding: AtomicUsize,
     landing: RwLock<Option<Arc<LandingArea>>>,
+    host_away: AtomicBool,
     host_bell: Arc<Doorbell>,
     engine_bell: Arc<Doorbell>,
 }
@@ -131,6 +146,7 @@ pub fn fault_queue(
         responses: ArrayQueue::new(capacity),
         outstanding: AtomicUsize::new(0),
         landing: RwLock::default(),
+        host_away: AtomicBool::new(false),
         host_bell,
         engine_bell,
     });
@@ -191,6 +207,16 @@ impl DeviceEnd {
     pub fn landing(&self) -> Option<Arc<LandingArea>> {
         self.0.landing()
     }
+
+    /// Whether there is anybody who could answer.
+    #[must_use]
+    pub fn host(&self) -> HostPresence {
+        if self.0.host_away.load(Ordering::Relaxed) {
+            HostPresence::Away
+        } else {
+            HostPresence::Here
+        }
+    }
 }
 
 impl Channel {
@@ -236,6 +262,14 @@ impl HostEnd {
             self.0.responses.push(response).is_ok(),
             "more page responses than requests"
         );
+        self.0.engine_bell.ring();
+    }
+
+    /// Says whether there is anybody who could answer; there is, unless told otherwise.
+    pub fn set_host(&self, presence: HostPresence) {
+        let away = presence == HostPresence::Away;
+        self.0.host_away.store(away, Ordering::Relaxed);
+        // An engine asleep reckons anew how long it may sleep.
         self.0.engine_bell.ring();
     }
 }
@@ -304,6 +338,16 @@ mod tests {
         assert_eq!(device.next().unwrap().id, RequestId(1));
         device.submit(request(3)).unwrap();
         assert_eq!(device.outstanding(), 2);
+    }
+
+    #[test]
+    fn engine_learns_that_its_host_has_gone_and_come_back() {
+        let (device, host) = pair(2);
+        assert_eq!(device.host(), HostPresence::Here);
+        host.set_host(HostPresence::Away);
+        assert_eq!(device.host(), HostPresence::Away);
+        host.set_host(HostPresence::Here);
+        assert_eq!(device.host(), HostPresence::Here);
     }
 
     #[test]

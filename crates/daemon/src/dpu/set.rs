@@ -7,7 +7,7 @@
 //! connect again by themselves and bring their requests in flight with them.
 
 use crate::{
-    control::{BlkRequest, ControlError, DeviceReport, DeviceState},
+    control::{BlkRequest, ControlError, DeviceReport, DeviceState, OnFault},
     figure::LatencyUs,
     settings::EngineSettings,
 };
@@ -71,6 +71,7 @@ impl DeviceSet {
         let config = DpuConfig {
             engine_count: engines.count.get(),
             poll_max,
+            iopf_timeout: iopf_timeout(engines.iopf_timeout_ms),
             cpus: engines.cpus.numbers().to_vec(),
             ..DpuConfig::new(state_dir.to_owned())
         };
@@ -223,6 +224,11 @@ fn failed(error: impl std::fmt::Display) -> ControlError {
     ControlError::failed(error.to_string())
 }
 
+/// The time-out as it is set; 0 is none.
+fn iopf_timeout(millis: u32) -> Option<Duration> {
+    (millis > 0).then(|| Duration::from_millis(u64::from(millis)))
+}
+
 fn config_of(request: &BlkRequest) -> BlkConfig {
     BlkConfig {
         socket: request.socket.clone(),
@@ -243,6 +249,10 @@ fn config_of(request: &BlkRequest) -> BlkConfig {
             .clone()
             .unwrap_or_else(|| DEFAULT_SERIAL.to_owned()),
         direct_io: DirectIo::Auto,
+        on_fault: match request.on_fault {
+            OnFault::Pause => pagetide_dpu::OnFault::Pause,
+            OnFault::OutOfOrder => pagetide_dpu::OnFault::OutOfOrder,
+        },
     }
 }
 
@@ -277,6 +287,10 @@ fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> D
         queues: device.queue_count,
         read_only: device.writes == Writes::Refused,
         lookup: device.look_up == LookUp::On,
+        on_fault: match device.on_fault {
+            pagetide_dpu::OnFault::Pause => OnFault::Pause,
+            pagetide_dpu::OnFault::OutOfOrder => OnFault::OutOfOrder,
+        },
         serial: Some(device.serial),
         capacity_bytes: device.capacity_bytes,
         requests: device.requests,
@@ -285,6 +299,8 @@ fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> D
         inflight_requests: device.inflight_requests,
         failed_requests: device.failed_requests,
         iopfs: device.iopfs,
+        prefaults: device.prefaults,
+        timed_out_requests: device.timed_out_requests,
         parked_chains: device.parked_chains,
         wired_bytes: device.wired_bytes,
         malformed_requests: device.malformed_requests,

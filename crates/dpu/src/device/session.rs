@@ -184,6 +184,7 @@ impl Session {
             call: copy(&vring.call)?,
             error: copy(&vring.error)?,
             inflight,
+            on_fault: self.control.shared.on_fault,
         }))
     }
 

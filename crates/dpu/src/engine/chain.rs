@@ -13,14 +13,14 @@
 use super::{
     Device, Io,
     finish::Answer,
-    pages::{Located, absent_of, all_of, lease_all, locate, wanted},
+    pages::{Located, absent_of, all_of, lease_all, locate, wanted_of},
     queue::EngineQueue,
 };
 use crate::{
     blk::request::{EmptyHow, Frame, Status},
     chain::Buffers,
     memory::{DeviceMemory, LeaseSet, Span},
-    parked::{ParkedChain, Purpose, QueueKey, Waiter, Wanted},
+    parked::{Ended, ParkedChain, Purpose, QueueKey, Waiter, Wanted},
     ring::{Job, Step},
     shared::{StopReason, add},
 };
@@ -29,7 +29,7 @@ use std::{io, rc::Rc, time::Instant};
 use virtio_queue::QueueOwnedT;
 
 /// Chains taken from one queue in a turn, so that others have theirs.
-const POP_BATCH: usize = 64;
+pub(super) const POP_BATCH: usize = 64;
 /// Every so many requests the time of the look-up is taken; a prime, for requests come in batches of
 /// powers of two and a batch's first finds cold caches.
 const SAMPLE_EVERY: u32 = 61;
@@ -90,7 +90,7 @@ pub(crate) enum Origin {
     Resumed {
         purpose: Purpose,
         since: Instant,
-        failed: bool,
+        ended: Ended,
     },
 }
 
@@ -174,18 +174,39 @@ impl Io {
             popped += 1;
             self.serve(device, queue, head, Origin::Fresh)?;
         }
+        while popped < POP_BATCH {
+            let batch = self.pop_batch(device, queue, &memory)?;
+            popped += batch;
+            if batch == 0 || batch < queue.batch() || device.shared.is_stopped() {
+                break;
+            }
+        }
+        if queue.is_paused() {
+            self.look_ahead(device, queue, &memory);
+        }
+        Ok(popped)
+    }
+
+    /// Takes and serves as many chains as may be taken at a time; how many.
+    fn pop_batch(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+        memory: &Rc<DeviceMemory>,
+    ) -> io::Result<usize> {
         let mut heads = std::mem::take(&mut self.scratch.heads);
         heads.clear();
-        if let Err(reason) = self.pop_heads(queue, &memory, &mut heads) {
+        if let Err(reason) = self.pop_heads(queue, memory, &mut heads) {
             device.shared.stop(reason);
         }
-        popped += heads.len();
+        queue.looked_ahead = queue.looked_ahead.saturating_sub(heads.len());
         for head in &heads {
             if let Some(inflight) = &mut queue.inflight {
                 inflight.fetched(*head);
             }
             self.serve(device, queue, *head, Origin::Fresh)?;
         }
+        let popped = heads.len();
         self.scratch.heads = heads;
         Ok(popped)
     }
@@ -195,11 +216,14 @@ impl Io {
     }
 
     fn resubmit_next(&self, queue: &mut EngineQueue) -> Option<u16> {
-        if self.has_room() && queue.parked < super::queue::PARKED_PER_QUEUE_MAX {
-            queue.resubmit.pop_front()
-        } else {
-            None
+        let may = self.has_room()
+            && !queue.is_paused()
+            && queue.parked < super::queue::PARKED_PER_QUEUE_MAX;
+        if !may {
+            return None;
         }
+        queue.looked_ahead = queue.looked_ahead.saturating_sub(1);
+        queue.resubmit.pop_front()
     }
 
     fn pop_heads(
@@ -212,7 +236,8 @@ impl Io {
             return Ok(());
         }
         // Each chain may be parked, or go to the ring: there must be room for either.
-        let room = POP_BATCH
+        let room = queue
+            .batch()
             .min(self.in_flight_max - self.ring.in_flight())
             .min(super::queue::PARKED_PER_QUEUE_MAX - queue.parked)
             .min(usize::from(queue.table.size) - queue.in_flight - queue.parked);
@@ -239,12 +264,15 @@ impl Io {
         let served = match origin {
             Origin::Resumed {
                 purpose: Purpose::BadStatus,
-                failed: true,
+                ended: Ended::Lost,
                 ..
             } => Err(StopReason::ContentLost {
                 queue: queue.key.queue,
             }),
-            Origin::Resumed { failed: true, .. }
+            Origin::Resumed {
+                ended: Ended::Lost | Ended::TimedOut,
+                ..
+            }
             | Origin::Resumed {
                 purpose: Purpose::BadStatus,
                 ..
@@ -287,7 +315,13 @@ impl Io {
                 Ok(Outcome::Ready(ready))
             }
             Prepared::Absent(wanted) => {
-                self.park(device, queue, head, wanted, (Purpose::Dma, origin));
+                self.park(
+                    device,
+                    queue,
+                    (memory, head),
+                    wanted,
+                    (Purpose::Dma, origin),
+                );
                 Ok(Outcome::Parked)
             }
             Prepared::Outside => Ok(Outcome::Outside),
@@ -305,7 +339,7 @@ impl Io {
         let frame = match locate(queue, memory, head, buffers)? {
             Located::Frame(frame) => frame,
             Located::TableAbsent(spans) => {
-                return Ok(Prepared::Absent(wanted(memory, &spans, Access::Read)));
+                return Ok(Prepared::Absent(wanted_of(memory, &spans, Access::Read)));
             }
             Located::Outside { .. } => return Ok(Prepared::Outside),
         };
@@ -358,7 +392,7 @@ impl Io {
         &mut self,
         device: &Device,
         queue: &mut EngineQueue,
-        head: u16,
+        (memory, head): (&DeviceMemory, u16),
         wanted: Vec<Wanted>,
         (purpose, origin): (Purpose, Origin),
     ) {
@@ -367,14 +401,13 @@ impl Io {
             Origin::Resumed { since, .. } => since,
         };
         let requests = self.parked.park(ParkedChain {
-            queue: queue.key,
-            device: device.shared.id,
+            asker: queue.asker(&device.shared, memory),
             waiter: Waiter::Chain(head),
             wanted,
             purpose,
             since,
         });
-        queue.parked += 1;
+        queue.count_parked(purpose);
         let counters = &device.shared.counters[self.index];
         add(&counters.iopfs, requests as u64);
         add(&counters.parked, 1);
@@ -393,10 +426,17 @@ impl Io {
         let status = match locate(queue, memory, head, &mut buffers)? {
             Located::Frame(frame) => frame.status,
             Located::Outside { status } => status,
-            Located::TableAbsent(_) => {
-                return Err(StopReason::ContentLost {
-                    queue: queue.key.queue,
-                });
+            Located::TableAbsent(spans) => {
+                // Where the status goes stands in there.
+                let wanted = wanted_of(memory, &spans, Access::Read);
+                self.park(
+                    device,
+                    queue,
+                    (memory, head),
+                    wanted,
+                    (Purpose::BadStatus, origin),
+                );
+                return Ok(());
             }
         };
         let mut leases = self.scratch.leases();
@@ -409,8 +449,14 @@ impl Io {
             };
             return self.complete(device, queue, memory, answer, leases);
         }
-        let wanted = wanted(memory, &[status], Access::Write);
-        self.park(device, queue, head, wanted, (Purpose::BadStatus, origin));
+        let wanted = wanted_of(memory, &[status], Access::Write);
+        self.park(
+            device,
+            queue,
+            (memory, head),
+            wanted,
+            (Purpose::BadStatus, origin),
+        );
         Ok(())
     }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What control threads ask of an engine.
 
+use super::queue::OnFault;
 use crate::{chain::Indirect, inflight::InflightQueue, memory::DeviceMemory, shared::DeviceShared};
 use pagetide_vpri::FaultAssist;
 use std::{
@@ -74,4 +75,5 @@ pub(crate) struct QueueSetup {
     pub call: Option<OwnedFd>,
     pub error: Option<OwnedFd>,
     pub inflight: Option<InflightQueue>,
+    pub on_fault: OnFault,
 }

@@ -23,13 +23,14 @@
 //! kick, command or response after the look finds the bell or the event index
 //! set and wakes us.
 //!
-//! # Page requests
-//! They go to the host's service; but an engine that has no I/O under way
-//! serves them itself ([`FaultAssist`]), which spares two wake-ups.
+//! While a chain waits for pages the engine sleeps no longer than until it is to
+//! be given up.
 
+mod ahead;
 mod begin;
 pub(crate) mod chain;
 pub(crate) mod command;
+mod faults;
 mod finish;
 mod pages;
 mod patience;
@@ -37,11 +38,11 @@ pub(crate) mod queue;
 
 use crate::{
     mailbox::Mailbox,
-    parked::{ParkedChains, QueueKey, Waiter},
+    parked::{ParkedChains, QueueKey},
     ring::{Event, FileSlot, IoRing},
-    shared::{DeviceShared, StopReason, sub},
+    shared::{DeviceShared, StopReason},
 };
-use chain::{Origin, Request, Scratch};
+use chain::{Request, Scratch};
 use command::{AddDevice, Command};
 use hdrhistogram::Histogram;
 use pagetide_vpri::{DeviceEnd, Doorbell, FaultAssist};
@@ -88,6 +89,8 @@ pub(crate) struct Seed {
     pub index: usize,
     pub ring_entries: u32,
     pub poll: Duration,
+    /// How long a chain waits for its pages before it fails; for ever without one.
+    pub iopf_timeout: Option<Duration>,
     pub lock: OwnedFd,
     pub shared: Arc<EngineShared>,
     pub device_end: DeviceEnd,
@@ -144,7 +147,7 @@ impl Engine {
             io: Io {
                 index: seed.index,
                 ring,
-                parked: ParkedChains::new(seed.index),
+                parked: ParkedChains::new(seed.index, seed.iopf_timeout),
                 scratch: Scratch::new(),
                 in_flight_max: seed.ring_entries as usize,
                 shared: seed.shared,
@@ -207,6 +210,7 @@ impl Engine {
         }
         self.take_completions(&mut progress)?;
         self.take_responses(&mut progress)?;
+        self.give_up(&mut progress)?;
         // What is done is told before more is begun: somebody waits for it.
         self.call();
         self.pop_chains(&mut progress)?;
@@ -257,37 +261,6 @@ impl Engine {
         Ok(())
     }
 
-    fn take_responses(&mut self, progress: &mut Progress) -> io::Result<()> {
-        while let Some(response) = self.device_end.next() {
-            progress.anything = true;
-            let Some(resumed) = self.io.parked.answer(response) else {
-                continue;
-            };
-            let key = resumed.queue;
-            let Some(device) = self.devices.get_mut(key.device).and_then(Option::as_mut) else {
-                continue;
-            };
-            match resumed.waiter {
-                Waiter::Rings => self.io.rings_answered(device, &resumed)?,
-                Waiter::Chain(head) => {
-                    let Some(mut queue) = take_queue(device, key) else {
-                        continue;
-                    };
-                    queue.parked -= 1;
-                    sub(&device.shared.counters[self.io.index].parked, 1);
-                    let origin = Origin::Resumed {
-                        purpose: resumed.purpose,
-                        since: resumed.since,
-                        failed: resumed.failed,
-                    };
-                    self.io.serve(device, &mut queue, head, origin)?;
-                    device.queues[usize::from(key.queue)] = Some(queue);
-                }
-            }
-        }
-        Ok(())
-    }
-
     fn pop_chains(&mut self, progress: &mut Progress) -> io::Result<()> {
         for at in 0..self.active.len() {
             let (device, number) = self.active[at];
@@ -308,29 +281,6 @@ impl Engine {
             }
         }
         Ok(())
-    }
-
-    /// Sends page requests, and sees to it that somebody serves them.
-    fn ask_for_pages(&mut self, progress: &mut Progress) {
-        if !self.io.parked.has_unsent() {
-            return;
-        }
-        let end = &self.device_end;
-        let sent = self.io.parked.send(|request| end.submit(request));
-        if sent == 0 {
-            return;
-        }
-        progress.asked = true;
-        progress.anything = true;
-        // What this turn finished is told already; only what is under way would have to wait.
-        let alone = self.io.ring.in_flight() == 0;
-        let served = match &self.assist {
-            Some(assist) if alone => assist.assist(self.io.index),
-            _ => false,
-        };
-        if !served {
-            self.device_end.kick();
-        }
     }
 
     /// Tells front ends of what was completed.
@@ -361,7 +311,10 @@ impl Engine {
             return self.bell.disarm();
         }
         self.io.shared.sleeps.fetch_add(1, Ordering::Relaxed);
-        self.io.ring.submit_and_sleep()?;
+        match self.next_look() {
+            Some(limit) => self.io.ring.submit_and_doze(limit)?,
+            None => self.io.ring.submit_and_sleep()?,
+        }
         self.disarm_queues();
         self.bell.disarm()
     }

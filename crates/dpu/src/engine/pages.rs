@@ -11,6 +11,9 @@ use crate::{
 };
 use pagetide_addr::{Access, PageNo, PageRange};
 
+/// Present pages of a transfer that are asked for along with absent ones on both sides of them.
+const GAP_PAGES_MAX: u64 = 16;
+
 /// A chain taken apart.
 pub(super) enum Located {
     Frame(Frame),
@@ -107,7 +110,7 @@ pub(super) fn all_of(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) ->
 }
 
 /// The absent pages of `spans`; all of them if none is absent any more.
-pub(super) fn wanted(memory: &DeviceMemory, spans: &[Span], access: Access) -> Vec<Wanted> {
+pub(super) fn wanted_of(memory: &DeviceMemory, spans: &[Span], access: Access) -> Vec<Wanted> {
     let absent: Vec<Wanted> = spans
         .iter()
         .flat_map(|span| absent_runs(memory, *span, access))
@@ -128,7 +131,8 @@ pub(crate) fn whole(memory: &DeviceMemory, span: Span, access: Access) -> Option
     })
 }
 
-/// The runs of pages of `span` that do not allow `access` now.
+/// The runs of pages of `span` that do not allow `access` now. Runs with a few present pages between
+/// them are one: each run is a request of its own, and to find a page present costs less.
 pub(crate) fn absent_runs(memory: &DeviceMemory, span: Span, access: Access) -> Vec<Wanted> {
     let domain = memory.port(span).domain();
     let bitmap = domain.attributes().bitmap();
@@ -138,7 +142,9 @@ pub(crate) fn absent_runs(memory: &DeviceMemory, span: Span, access: Access) -> 
             continue;
         }
         match runs.last_mut() {
-            Some(run) if run.pages.end == page => run.pages.end = PageNo(page.0 + 1),
+            Some(run) if page.0 - run.pages.end.0 <= GAP_PAGES_MAX => {
+                run.pages.end = PageNo(page.0 + 1);
+            }
             _ => runs.push(Wanted {
                 domain: domain.id(),
                 pages: PageRange::new(page, PageNo(page.0 + 1)),

@@ -12,6 +12,30 @@
 //! and the guest writes them whenever it likes, so they must not come and go.
 //! Wiring needs the pages present, so a queue starts with page requests for
 //! those that are not.
+//!
+//! # On a fault
+//! A chain whose pages are absent is parked. What its queue does meanwhile is
+//! the device's setting:
+//!
+//! | | [`OnFault::Pause`] (VPRI 5.2) | [`OnFault::OutOfOrder`] (VPRI's future work) |
+//! |---|---|---|
+//! | later chains of the queue | are not begun, nor even taken from the ring, until the parked one has its pages or has failed | go on |
+//! | chains begun before | complete | complete |
+//! | other queues, other devices | go on | go on |
+//! | order in which chains of a queue *begin* | the ring's | the ring's, but for those that fault |
+//! | order in the used ring | as the disk completes them | as the disk completes them |
+//!
+//! Neither orders *completions*: two requests that are both under way are done
+//! by the disk in any order, as virtio-blk allows (virtio 1.2, 5.2.6.2: a driver
+//! that needs one done before the next waits for it). So two writes to one
+//! sector that are outstanding together may land in either order in both modes,
+//! and a flush makes durable what was *completed* before it was made available. With
+//! pause a flush never begins before a write that stands before it in the ring
+//! has begun; out of order it may complete while that write is parked, and says
+//! nothing of it, which is what it must: the write has not been completed.
+//!
+//! A chain that has failed and only waits for the page of its status byte
+//! pauses nothing: its DMA will not be done.
 
 use super::{
     Device, Io,
@@ -21,7 +45,7 @@ use crate::{
     chain::Table,
     inflight::InflightQueue,
     memory::{DeviceMemory, Span},
-    parked::{ParkedChain, Purpose, QueueKey, Resumed, Waiter},
+    parked::{Asker, Ended, ParkedChain, Purpose, QueueKey, Resumed, Waiter},
     shared::{Counters, DeviceShared, StopReason, add, sub},
 };
 use pagetide_addr::{Access, Gpa, PageRange};
@@ -42,6 +66,17 @@ use vm_memory::{Bytes, GuestAddress};
 pub(crate) const PARKED_PER_QUEUE_MAX: usize = 64;
 /// `VIRTQ_AVAIL_F_NO_INTERRUPT`
 const AVAIL_NO_INTERRUPT: u16 = 1;
+
+/// What a queue does while one of its chains waits for pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnFault {
+    /// It begins no later chain (VPRI 5.2): chains begin in the order of the ring. What a NIC's
+    /// receive ring needs, and drivers that count on their disk taking requests in order.
+    Pause,
+    /// It goes on with later chains, so that only the chain that faults is late.
+    #[default]
+    OutOfOrder,
+}
 
 /// Where a queue is in its life.
 #[derive(Debug)]
@@ -70,6 +105,11 @@ pub(crate) struct EngineQueue {
     wired: Vec<(Arc<DmaDomain>, PageRange)>,
     pub in_flight: usize,
     pub parked: usize,
+    /// Of them, those whose DMA is still to be done.
+    faulting: usize,
+    on_fault: OnFault,
+    /// Chains next to be begun whose pages were asked for already.
+    pub looked_ahead: usize,
     pub needs_call: bool,
     base: u16,
     error_told: bool,
@@ -101,6 +141,9 @@ impl EngineQueue {
             wired: Vec::new(),
             in_flight: 0,
             parked: 0,
+            faulting: 0,
+            on_fault: setup.on_fault,
+            looked_ahead: 0,
             needs_call: false,
             base: setup.next_avail,
             error_told: false,
@@ -111,8 +154,78 @@ impl EngineQueue {
     pub fn may_pop(&self) -> bool {
         matches!(self.state, QueueState::Running)
             && self.resubmit.is_empty()
+            && !self.is_paused()
             && self.parked < PARKED_PER_QUEUE_MAX
             && self.in_flight + self.parked < usize::from(self.table.size)
+    }
+
+    /// True if no chain may be begun until one that is parked is answered.
+    pub fn is_paused(&self) -> bool {
+        self.on_fault == OnFault::Pause && self.faulting > 0
+    }
+
+    /// Most chains that may be taken from the ring before the first of them is begun: with pause,
+    /// those behind one that faults must stay in the ring.
+    pub fn batch(&self) -> usize {
+        match self.on_fault {
+            OnFault::Pause => 1,
+            OnFault::OutOfOrder => super::chain::POP_BATCH,
+        }
+    }
+
+    /// A chain of it was parked.
+    pub fn count_parked(&mut self, purpose: Purpose) {
+        self.parked += 1;
+        self.faulting += usize::from(purpose == Purpose::Dma);
+    }
+
+    /// A chain of it waits no more.
+    pub fn count_resumed(&mut self, purpose: Purpose) {
+        self.parked -= 1;
+        self.faulting -= usize::from(purpose == Purpose::Dma);
+    }
+
+    /// On whose behalf its chains ask for pages.
+    pub fn asker(&self, device: &DeviceShared, memory: &DeviceMemory) -> Asker {
+        Asker {
+            queue: self.key,
+            device: device.id,
+            vector: self.vector(memory),
+        }
+    }
+
+    /// The interrupt that the driver is to hear of this queue by, if it wants any now. A hint: the
+    /// rings may change under our eyes, and one that cannot be read is told where it matters.
+    fn vector(&self, memory: &DeviceMemory) -> Option<u16> {
+        self.call.as_ref()?;
+        let wanted = if !matches!(self.state, QueueState::Running) {
+            true
+        } else if self.queue.event_idx_enabled() {
+            // It wants to hear of one of the next completions, not of one long past.
+            let at = self.queue.avail_ring() + 4 + 2 * u64::from(self.table.size);
+            let used_event = load_u16(memory, at)?;
+            used_event.wrapping_sub(self.queue.next_used()) < self.table.size
+        } else {
+            load_u16(memory, self.queue.avail_ring())? & AVAIL_NO_INTERRUPT == 0
+        };
+        wanted.then_some(self.key.queue)
+    }
+
+    /// The head of the chain that will be begun after `ahead` others, if it is known yet.
+    pub fn upcoming(&self, memory: &DeviceMemory, ahead: usize) -> Option<u16> {
+        if let Some(head) = self.resubmit.get(ahead) {
+            return Some(*head);
+        }
+        let ahead = u16::try_from(ahead - self.resubmit.len()).unwrap_or(u16::MAX);
+        let end = load_u16(memory, self.queue.avail_ring() + 2)?;
+        let next = self.queue.next_avail();
+        // More than the ring holds: the driver lies, which is told when the chain is taken.
+        let waiting = Some(end.wrapping_sub(next)).filter(|n| *n <= self.table.size)?;
+        if ahead >= waiting {
+            return None;
+        }
+        let slot = next.wrapping_add(ahead) % self.table.size.max(1);
+        load_u16(memory, self.queue.avail_ring() + 4 + 2 * u64::from(slot))
     }
 
     /// True once [`Io::begin_stop`] was called.
@@ -331,8 +444,7 @@ impl Io {
             wanted.extend(absent.iter().filter_map(whole));
         }
         let parked = ParkedChain {
-            queue: queue.key,
-            device: device.id,
+            asker: queue.asker(device, memory),
             waiter: Waiter::Rings,
             wanted,
             purpose: Purpose::Dma,
@@ -353,7 +465,7 @@ impl Io {
         if queue.key != key || !matches!(queue.state, QueueState::Starting) {
             return Ok(());
         }
-        if resumed.failed {
+        if resumed.ended != Ended::Present {
             device
                 .shared
                 .stop(StopReason::ContentLost { queue: key.queue });
@@ -387,8 +499,21 @@ impl Io {
     pub fn abandon_parked(&mut self, device: &DeviceShared, queue: &mut EngineQueue) {
         let gone = self.parked.abandon(queue.key);
         queue.parked -= gone;
+        queue.faulting = 0;
         queue.resubmit.clear();
         sub(&device.counters[self.index].parked, gone as u64);
+    }
+}
+
+/// A word of a ring; Acquire, so that what the driver wrote before it is seen.
+fn load_u16(memory: &DeviceMemory, at: u64) -> Option<u16> {
+    let loaded: Result<u16, _> = memory.load(GuestAddress(at), Ordering::Acquire);
+    match loaded {
+        Ok(word) => Some(u16::from_le(word)),
+        Err(error) => {
+            tracing::debug!(%error, "a ring that is wired cannot be read");
+            None
+        }
     }
 }
 

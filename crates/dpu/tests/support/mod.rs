@@ -4,7 +4,7 @@
 #![expect(dead_code, reason = "each test file uses a part of it")]
 
 use pagetide_addr::{Access, PAGE_BYTES, PageNo, PageRequest, PageResponse, PageSet, ResponseCode};
-use pagetide_dpu::{BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, Writes};
+use pagetide_dpu::{BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, OnFault, Writes};
 use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
 use pagetide_vpri::{DmaDomain, DomainTable, Doorbell, HostEnd, LookUp};
 use std::{
@@ -111,6 +111,7 @@ impl Rig {
                 look_up: LookUp::On,
                 serial: "tide-1".into(),
                 direct_io: DirectIo::Auto,
+                on_fault: OnFault::default(),
             })
             .unwrap();
         socket

@@ -8,7 +8,7 @@ use super::guest::{Answer, Order};
 use crate::{
     api::{AttachBody, ReclaimBody},
     client::{Client, device_path, vm_path},
-    control::{BlkRequest, DetachReport, DeviceReport, ReclaimReport, VmReport},
+    control::{BlkRequest, DetachReport, DeviceReport, OnFault, ReclaimReport, VmReport},
 };
 use hyper::Method;
 use pagetide_addr::Hva;
@@ -257,6 +257,7 @@ impl Daemon {
             read_only: false,
             lookup: true,
             serial: None,
+            on_fault: OnFault::OutOfOrder,
         };
         self.send::<_, DeviceReport>("/v1/devices", &body)
             .map(|_| ())

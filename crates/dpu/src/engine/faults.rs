@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Page requests out, page responses in, and patience with a host that is silent.
+//!
+//! Requests go to the host's service; but an engine that has no I/O under way
+//! serves them itself ([`FaultAssist`](pagetide_vpri::FaultAssist)), which spares two wake-ups.
+//!
+//! A chain that is given up is answered with an I/O error, if the place of its
+//! status byte is there; if not, it waits for that page alone, which pauses no
+//! queue. Nothing of it was done: its DMA had not begun.
+
+use super::{Engine, Progress, chain::Origin, take_queue};
+use crate::{
+    parked::{Resumed, Waiter},
+    shared::{add, sub},
+};
+use pagetide_addr::{DeviceId, RequestKind};
+use pagetide_vpri::queue::HostPresence;
+use std::{
+    io,
+    time::{Duration, Instant},
+};
+
+impl Engine {
+    /// Takes page responses and goes on with chains that have got their last.
+    pub(super) fn take_responses(&mut self, progress: &mut Progress) -> io::Result<()> {
+        while let Some(response) = self.device_end.next() {
+            progress.anything = true;
+            if let Some(resumed) = self.io.parked.answer(response) {
+                self.resume(&resumed)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fails chains whose page requests the host has left unanswered for too long.
+    pub(super) fn give_up(&mut self, progress: &mut Progress) -> io::Result<()> {
+        if !self.io.parked.has_deadline() {
+            return Ok(());
+        }
+        let host = self.device_end.host();
+        self.io.parked.tick(Instant::now(), host);
+        while let Some(resumed) = self.io.parked.give_up() {
+            progress.anything = true;
+            let device = self.devices.get(resumed.queue.device);
+            if let Some(device) = device.and_then(Option::as_ref) {
+                tracing::warn!(
+                    device = device.shared.id.0,
+                    queue = resumed.queue.queue,
+                    "a page request was not answered in time: its request fails"
+                );
+                add(&device.shared.counters[self.io.index].timed_out, 1);
+            }
+            self.resume(&resumed)?;
+        }
+        Ok(())
+    }
+
+    /// How long the engine may sleep on account of those who wait.
+    pub(super) fn next_look(&self) -> Option<Duration> {
+        match self.device_end.host() {
+            HostPresence::Here => self.io.parked.next_look(),
+            HostPresence::Away => None,
+        }
+    }
+
+    fn resume(&mut self, resumed: &Resumed) -> io::Result<()> {
+        let key = resumed.queue;
+        let Some(device) = self.devices.get_mut(key.device).and_then(Option::as_mut) else {
+            return Ok(());
+        };
+        match resumed.waiter {
+            Waiter::Rings => self.io.rings_answered(device, resumed),
+            Waiter::Chain(head) => {
+                let Some(mut queue) = take_queue(device, key) else {
+                    return Ok(());
+                };
+                queue.count_resumed(resumed.purpose);
+                sub(&device.shared.counters[self.io.index].parked, 1);
+                let origin = Origin::Resumed {
+                    purpose: resumed.purpose,
+                    since: resumed.since,
+                    ended: resumed.ended,
+                };
+                self.io.serve(device, &mut queue, head, origin)?;
+                device.queues[usize::from(key.queue)] = Some(queue);
+                Ok(())
+            }
+        }
+    }
+
+    /// Sends page requests, and sees to it that somebody serves them.
+    pub(super) fn ask_for_pages(&mut self, progress: &mut Progress) {
+        if !self.io.parked.has_unsent() {
+            return;
+        }
+        let (end, devices, index) = (&self.device_end, &self.devices, self.io.index);
+        let count_prefault = |id: DeviceId| {
+            let mut devices = devices.iter().flatten();
+            if let Some(device) = devices.find(|device| device.shared.id == id) {
+                add(&device.shared.counters[index].prefaults, 1);
+            }
+        };
+        let sent = self.io.parked.send(|request| {
+            end.submit(request)?;
+            if request.kind == RequestKind::Prefault {
+                count_prefault(request.device);
+            }
+            Ok(())
+        });
+        if sent == 0 {
+            return;
+        }
+        progress.asked = true;
+        progress.anything = true;
+        // What this turn finished is told already; only what is under way would have to wait.
+        let alone = self.io.ring.in_flight() == 0;
+        let served = match &self.assist {
+            Some(assist) if alone => assist.assist(self.io.index),
+            _ => false,
+        };
+        if !served {
+            self.device_end.kick();
+        }
+    }
+}
