@@ -2,9 +2,9 @@
 //! The course of one chain through the DPU: when it was popped, what held it, when it was done.
 //!
 //! ```text
-//!   popped ── parked ─────────────────────────────┐── submitted ── transferred ── done
-//!             │ waiting for the host │ handling │ resume │     disk          landing
-//!             └──────── told by the response ───┘
+//!   (behind) popped ── parked ─────────────────────────────┐── submitted ── transferred ── done
+//!                      │ waiting for the host │ handling │ resume │     disk          landing
+//!                      └──────── told by the response ───┘
 //! ```
 //! A chain may be parked more than once; the stages of all its parkings add up. Of several page
 //! requests out at a time the slowest counts, for that is the one it waited for.
@@ -42,10 +42,12 @@ struct Answered {
     tier: Tier,
 }
 
-/// See the module. A zero time means: not yet.
+/// See the module. A zero time means: not, or not yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Course {
-    pub popped_ns: u64,
+    popped_ns: u64,
+    /// In its ring, while its queue was paused.
+    behind_ns: u64,
     parked_at_ns: u64,
     /// Of the parking that goes on, the slowest response.
     slowest: Answered,
@@ -63,6 +65,7 @@ pub(crate) struct Course {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Stages {
     pub engine_ns: u64,
+    pub behind_ns: u64,
     pub waiting_ns: u64,
     pub handling_ns: u64,
     pub tier: Tier,
@@ -78,6 +81,20 @@ impl Course {
             popped_ns: now_ns,
             ..Self::default()
         }
+    }
+
+    /// Of a chain that was taken from its ring now, and stood there behind a faulting one since
+    /// `since_ns`.
+    pub fn popped_late(since_ns: u64, now_ns: u64) -> Self {
+        Self {
+            behind_ns: now_ns.saturating_sub(since_ns),
+            ..Self::popped(since_ns.min(now_ns))
+        }
+    }
+
+    /// True until it has been resumed.
+    pub fn is_first_parking(&self) -> bool {
+        self.parked_ns == 0
     }
 
     /// It waits for pages from now on.
@@ -117,7 +134,6 @@ impl Course {
     }
 
     /// Its I/O is done; what it has read into landing buffers is still to be put in place.
-    #[expect(dead_code, reason = "called once reads land beside absent pages")]
     pub fn transferred(&mut self, now_ns: u64) {
         self.transferred_ns = now_ns;
     }
@@ -139,9 +155,10 @@ impl Course {
             at => transferred_ns.saturating_sub(at),
         };
         let landing_ns = done_ns.saturating_sub(transferred_ns);
-        let elsewhere_ns = self.parked_ns + disk_ns + landing_ns;
+        let elsewhere_ns = self.behind_ns + self.parked_ns + disk_ns + landing_ns;
         Stages {
             engine_ns: total_ns.saturating_sub(elsewhere_ns),
+            behind_ns: self.behind_ns,
             waiting_ns: self.waited_ns,
             handling_ns: self.handling_ns,
             tier: self.tier,
@@ -184,6 +201,7 @@ mod tests {
         let stages = course.stages(2_740);
         let expected = Stages {
             engine_ns: 120,
+            behind_ns: 0,
             waiting_ns: 105,
             handling_ns: 405,
             tier: Tier::Compressed,
@@ -204,6 +222,15 @@ mod tests {
         let stages = course.stages(30);
         assert_eq!((stages.waiting_ns, stages.handling_ns), (20, 0));
         assert_eq!(stages.resume_ns, 0);
+    }
+
+    #[test]
+    fn chain_that_stood_behind_a_faulting_one_counts_from_then() {
+        let mut course = Course::popped_late(1_000, 6_000);
+        course.submit(6_000);
+        let stages = course.stages(6_100);
+        assert_eq!((stages.behind_ns, stages.disk_ns), (5_000, 100));
+        assert_eq!((stages.engine_ns, course.latency_ns(6_100)), (0, 5_100));
     }
 
     #[test]

@@ -15,7 +15,7 @@ pub(crate) mod account;
 mod bins;
 mod bursts;
 pub(crate) mod course;
-mod histogram;
+pub(crate) mod histogram;
 pub(crate) mod recorder;
 pub(crate) mod report;
 pub(crate) mod slow;

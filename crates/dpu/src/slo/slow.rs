@@ -10,6 +10,8 @@ use std::time::Duration;
 pub enum SlowCause {
     /// The engine itself, which had other things to do.
     Engine,
+    /// Its queue was paused, for a request before it waited for pages.
+    Behind,
     /// Parked, until the host began to handle its fault.
     WaitingForHost,
     /// Parked, while the host brought its pages from that tier.
@@ -23,12 +25,13 @@ pub enum SlowCause {
 }
 
 /// Causes there are.
-pub(crate) const CAUSES: usize = 10;
+pub(crate) const CAUSES: usize = 11;
 
 impl SlowCause {
     /// All of them.
     pub const ALL: [Self; CAUSES] = [
         Self::Engine,
+        Self::Behind,
         Self::WaitingForHost,
         Self::Handling(Tier::Present),
         Self::Handling(Tier::Zero),
@@ -43,6 +46,7 @@ impl SlowCause {
     fn of(stages: &Stages) -> Self {
         let held = [
             (stages.engine_ns, Self::Engine),
+            (stages.behind_ns, Self::Behind),
             (stages.waiting_ns, Self::WaitingForHost),
             (stages.handling_ns, Self::Handling(stages.tier)),
             (stages.resume_ns, Self::Resume),
@@ -63,6 +67,7 @@ impl std::fmt::Display for SlowCause {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Engine => f.write_str("engine"),
+            Self::Behind => f.write_str("behind a parked request"),
             Self::WaitingForHost => f.write_str("parked: waiting for the host"),
             Self::Handling(tier) => write!(f, "handling, {tier}"),
             Self::Resume => f.write_str("response to resume"),
@@ -116,6 +121,7 @@ impl Done {
         let cause = SlowCause::of(&stages);
         let held_ns = match cause {
             SlowCause::Engine => stages.engine_ns,
+            SlowCause::Behind => stages.behind_ns,
             SlowCause::WaitingForHost => stages.waiting_ns,
             SlowCause::Handling(_) => stages.handling_ns,
             SlowCause::Resume => stages.resume_ns,

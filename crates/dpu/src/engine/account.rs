@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What an engine tells the accounts of its devices, and when; what it costs is in
+//! [`crate::slo::recorder`].
+
+use super::{Device, Engine, Io, finish::Answer, queue::EngineQueue};
+use crate::slo::{
+    course::{Course, Injected, now_ns},
+    recorder::{Load, Urgency},
+};
+use std::sync::atomic::Ordering;
+
+impl Io {
+    /// Takes the time, for all that is taken together now.
+    pub fn look_at_clock(&mut self) {
+        self.now_ns = now_ns();
+    }
+
+    /// There is something to be told of the device in that slot.
+    pub fn has_news(&mut self, device: &mut Device, slot: usize) {
+        if !std::mem::replace(&mut device.has_news, true) {
+            self.news.push(slot);
+        }
+    }
+
+    /// A chain has its place in the used ring.
+    pub fn tell_done(&mut self, device: &mut Device, queue: &EngineQueue, answer: &Answer) {
+        let number = queue.key.queue;
+        device
+            .recorder
+            .done(self.now_ns, number, answer.moved, &answer.course);
+        self.has_news(device, queue.key.device);
+    }
+
+    /// A chain was parked with that many page requests.
+    pub fn tell_faults(
+        &mut self,
+        device: &mut Device,
+        queue: &EngineQueue,
+        requests: usize,
+        course: &Course,
+    ) {
+        let count = u32::try_from(requests).unwrap_or(u32::MAX);
+        // A chain that parks again is not injected again.
+        let injected = match course.is_first_parking() {
+            true => course.injected,
+            false => Injected::No,
+        };
+        device.recorder.faults(self.now_ns, count, injected);
+        self.has_news(device, queue.key.device);
+    }
+}
+
+impl Engine {
+    /// Tells the accounts what is due, of the devices of which there is something to tell.
+    pub(super) fn tell_accounts(&mut self, urgency: Urgency) {
+        let mut news = std::mem::take(&mut self.io.news);
+        news.retain(|slot| {
+            let device = self.devices.get_mut(*slot).and_then(Option::as_mut);
+            device.is_some_and(|device| {
+                device.tell_account(self.io.index, self.io.now_ns, urgency);
+                device.has_news
+            })
+        });
+        self.io.news = news;
+    }
+}
+
+impl Device {
+    fn tell_account(&mut self, engine: usize, now_ns: u64, urgency: Urgency) {
+        let counters = &self.shared.counters[engine];
+        let in_flight = counters.in_flight.load(Ordering::Relaxed);
+        let load = match in_flight + counters.parked.load(Ordering::Relaxed) {
+            0 => Load::Idle,
+            _ => Load::Busy,
+        };
+        self.recorder.load(now_ns, load);
+        self.has_news = !self.recorder.tell(&self.shared.account, now_ns, urgency);
+    }
+
+    /// A queue has ended, and its chains with it.
+    pub(super) fn close_account(&mut self, engine: usize) {
+        self.tell_account(engine, now_ns(), Urgency::Now);
+    }
+}

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The place where an injected fault enters a chain's way; when one is due is in [`crate::inject`].
+
+use super::{Device, Io, chain::Origin};
+use crate::{
+    chain::Buffers,
+    memory::{DeviceMemory, Span},
+    parked::Wanted,
+    shared::add,
+    slo::course::Injected,
+};
+use pagetide_addr::{Access, PageNo, PageRange};
+
+impl Io {
+    /// The first data page of a chain, if it is to be taken for absent. Only a chain that was just
+    /// popped is asked about: one that resumes has had its fault.
+    #[inline]
+    pub fn injected(
+        &self,
+        device: &Device,
+        memory: &DeviceMemory,
+        buffers: &Buffers,
+        origin: &Origin,
+    ) -> Option<Wanted> {
+        let is_due = device.shared.injector.may_be_due(self.now_ns);
+        if !is_due || !matches!(origin, Origin::Fresh(_)) {
+            return None;
+        }
+        self.inject(device, memory, buffers)
+    }
+
+    #[cold]
+    fn inject(&self, device: &Device, memory: &DeviceMemory, buffers: &Buffers) -> Option<Wanted> {
+        let first = |spans: &[Span], access| spans.first().map(|span| (*span, access));
+        let (span, access) = first(&buffers.writable, Access::Write)
+            .or_else(|| first(&buffers.readable, Access::Read))?;
+        let page = span.pages().start;
+        let hold = device.shared.injector.claim(self.now_ns)?;
+        add(&device.shared.counters[self.index].injected_iopfs, 1);
+        Some(Wanted {
+            domain: memory.port(span).domain().id(),
+            pages: PageRange::new(page, PageNo(page.0 + 1)),
+            access,
+            hold_us: hold.hold_us,
+        })
+    }
+}
+
+impl Origin {
+    /// The chain is parked by an injected fault.
+    pub fn mark_injected(&mut self) {
+        if let Self::Fresh(course) = self {
+            course.injected = Injected::Yes;
+        }
+    }
+}

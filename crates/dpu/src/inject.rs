@@ -1,0 +1,405 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Fault injection on a live device (VPRI 3.3): requests are treated as if their first data page
+//! were absent, so often and for so long as was asked for.
+//!
+//! ```text
+//!   due ──► next request with data ──► parked, page request (hold) ──► host waits, answers ──► resumed
+//!    ▲          `burst` of them                    the way of any other fault
+//!    └── 1 / rate later
+//! ```
+//! Arrivals are *regular*: the n-th is due n / rate after the beginning, so that a run can be
+//! repeated. With a burst of N each arrival takes the next N requests, not only one: N faults back to
+//! back. An arrival that has met no request by the time of the next is skipped, and counted as
+//! that: faults are not saved up for a device that was idle.
+//!
+//! The page is there all the time. What is injected is the whole way of a fault, through the page
+//! fault queue, the function of a DPU in another process, the host's service, and back, with a host
+//! that takes `latency` to handle it.
+//!
+//! An injection ends by itself, and is replaced by the next one. On a request's way there is one
+//! load: the time at which an injection is due.
+
+use crate::slo::histogram::LatencyCounts;
+use std::{
+    ops::RangeInclusive,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+/// Most arrivals a second: beyond it a device does little but fault.
+pub const RATE_MAX: f64 = 10_000.0;
+/// Fewest arrivals a second: one an hour, as long as the longest injection.
+pub const RATE_MIN: f64 = 1.0 / 3600.0;
+/// Longest time that the host is to hold an injected fault: well below the time-out of page requests.
+pub const LATENCY_MAX: Duration = Duration::from_secs(10);
+/// Faults back to back: as many as a device may have outstanding.
+pub const BURST: RangeInclusive<u32> = 1..=128;
+/// How long an injection lasts.
+pub const SECONDS: RangeInclusive<u64> = 1..=3600;
+const NEVER_NS: u64 = u64::MAX;
+
+/// Why an injection is refused.
+#[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
+pub enum InjectionError {
+    /// The rate.
+    #[error(
+        "the rate of faults is {0} a second; it must be above 0 (one an hour at least) and at most {RATE_MAX}"
+    )]
+    Rate(f64),
+    /// The latency.
+    #[error("the latency of an injected fault is {0:?}; it must be at most {LATENCY_MAX:?}")]
+    Latency(Duration),
+    /// The burst.
+    #[error("the burst is {0} faults; it must be from {min} to {max}", min = BURST.start(), max = BURST.end())]
+    Burst(u32),
+    /// The duration.
+    #[error("the injection is to last {0} s; it must be from {min} to {max} s", min = SECONDS.start(), max = SECONDS.end())]
+    Seconds(u64),
+}
+
+/// What is to be injected.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Injection {
+    /// Arrivals a second, evenly spaced; each injects [`Self::burst`] faults.
+    pub rate: f64,
+    /// How long the host holds each fault.
+    pub latency: Duration,
+    /// Faults back to back at each arrival.
+    pub burst: u32,
+    /// How long it lasts, in seconds.
+    pub seconds: u64,
+}
+
+impl Injection {
+    /// # Errors
+    /// [`InjectionError`], where a number is out of its bounds.
+    pub fn check(&self) -> Result<(), InjectionError> {
+        if !(RATE_MIN..=RATE_MAX).contains(&self.rate) {
+            return Err(InjectionError::Rate(self.rate));
+        }
+        if self.latency > LATENCY_MAX {
+            return Err(InjectionError::Latency(self.latency));
+        }
+        if !BURST.contains(&self.burst) {
+            return Err(InjectionError::Burst(self.burst));
+        }
+        if !SECONDS.contains(&self.seconds) {
+            return Err(InjectionError::Seconds(self.seconds));
+        }
+        Ok(())
+    }
+}
+
+/// How far an injection is.
+#[derive(Debug, Clone, PartialEq)]
+pub struct InjectionReport {
+    /// What was asked for.
+    pub injection: Injection,
+    /// Time left; zero when it is over.
+    pub left: Duration,
+    /// Requests that were made to fault.
+    pub injected: u64,
+    /// Of them, those that have gone on.
+    pub resumed: u64,
+    /// Arrivals that met no request before the next.
+    pub skipped: u64,
+    /// Half of those resumed were parked no longer than this.
+    pub parked_p50: Duration,
+    /// All but one in a hundred.
+    pub parked_p99: Duration,
+    /// The longest, exactly.
+    pub parked_max: Duration,
+}
+
+#[derive(Debug)]
+struct Plan {
+    injection: Injection,
+    interval_ns: u64,
+    hold_us: u32,
+    due_ns: u64,
+    until_ns: u64,
+    /// Faults that are still to be injected of the arrival that has come.
+    left_of_burst: u32,
+    injected: u64,
+    skipped: u64,
+    parked: LatencyCounts,
+    parked_max_ns: u64,
+}
+
+/// The injection into one device, which all its engines look at.
+#[derive(Debug)]
+pub(crate) struct Injector {
+    /// When the next fault is due; [`NEVER_NS`] without an injection.
+    due_ns: AtomicU64,
+    plan: Mutex<Option<Plan>>,
+}
+
+impl Default for Injector {
+    fn default() -> Self {
+        Self {
+            due_ns: AtomicU64::new(NEVER_NS),
+            plan: Mutex::default(),
+        }
+    }
+}
+
+/// A fault to be injected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Hold {
+    /// The host is to answer no sooner, in microseconds.
+    pub hold_us: u32,
+}
+
+impl Injector {
+    /// Begins an injection; one that goes on is replaced.
+    pub fn begin(&self, injection: Injection, now_ns: u64) -> Result<(), InjectionError> {
+        injection.check()?;
+        let interval_ns = interval_ns(injection.rate);
+        // Checked to be seconds at most.
+        let hold_us = u32::try_from(injection.latency.as_micros()).unwrap_or(u32::MAX);
+        let plan = Plan {
+            injection,
+            interval_ns,
+            hold_us,
+            due_ns: now_ns.saturating_add(interval_ns),
+            until_ns: now_ns + injection.seconds * 1_000_000_000,
+            left_of_burst: 0,
+            injected: 0,
+            skipped: 0,
+            parked: LatencyCounts::default(),
+            parked_max_ns: 0,
+        };
+        let mut slot = self.lock();
+        self.publish(&plan);
+        *slot = Some(plan);
+        Ok(())
+    }
+
+    /// Ends the injection; what it has done can still be asked for.
+    pub fn stop(&self, now_ns: u64) {
+        if let Some(plan) = self.lock().as_mut() {
+            plan.until_ns = plan.until_ns.min(now_ns);
+            self.publish(plan);
+        }
+    }
+
+    /// A hint to engines: relaxed, for a turn sooner or later matters to nobody.
+    fn publish(&self, plan: &Plan) {
+        let due_ns = match plan.left_of_burst {
+            0 if plan.due_ns > plan.until_ns => NEVER_NS,
+            0 => plan.due_ns,
+            _ => 0,
+        };
+        self.due_ns.store(due_ns, Ordering::Relaxed);
+    }
+
+    /// True if a request of now might have to fault.
+    #[inline]
+    pub fn may_be_due(&self, now_ns: u64) -> bool {
+        self.due_ns.load(Ordering::Relaxed) <= now_ns
+    }
+
+    /// Asks whether a request with data, which is about to begin, is to fault.
+    pub fn claim(&self, now_ns: u64) -> Option<Hold> {
+        let mut slot = self.lock();
+        let plan = slot.as_mut()?;
+        let hold = plan.claim(now_ns);
+        self.publish(plan);
+        hold
+    }
+
+    /// A request that was made to fault goes on after `parked_ns`.
+    pub fn resumed(&self, parked_ns: u64) {
+        if let Some(plan) = self.lock().as_mut() {
+            plan.parked.record(parked_ns);
+            plan.parked_max_ns = plan.parked_max_ns.max(parked_ns);
+        }
+    }
+
+    /// The last injection, if there ever was one.
+    pub fn report(&self, now_ns: u64) -> Option<InjectionReport> {
+        let slot = self.lock();
+        let plan = slot.as_ref()?;
+        let at = |numerator, denominator| {
+            let ns = plan.parked.quantile_ns(numerator, denominator);
+            Duration::from_nanos(ns.unwrap_or(0).min(plan.parked_max_ns))
+        };
+        Some(InjectionReport {
+            injection: plan.injection,
+            left: Duration::from_nanos(plan.until_ns.saturating_sub(now_ns)),
+            injected: plan.injected,
+            resumed: plan.parked.total(),
+            skipped: plan.skipped + plan.overdue(now_ns),
+            parked_p50: at(1, 2),
+            parked_p99: at(99, 100),
+            parked_max: Duration::from_nanos(plan.parked_max_ns),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Plan>> {
+        self.plan.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Plan {
+    fn claim(&mut self, now_ns: u64) -> Option<Hold> {
+        if now_ns > self.until_ns {
+            // What came too late for its request comes no more.
+            self.skipped += self.overdue(now_ns);
+            self.due_ns = NEVER_NS;
+            self.left_of_burst = 0;
+            return None;
+        }
+        if self.left_of_burst == 0 && self.due_ns <= now_ns {
+            let behind = (now_ns - self.due_ns) / self.interval_ns;
+            self.skipped += behind;
+            self.due_ns += (behind + 1) * self.interval_ns;
+            self.left_of_burst = self.injection.burst;
+        }
+        self.left_of_burst = self.left_of_burst.checked_sub(1)?;
+        self.injected += 1;
+        Some(Hold {
+            hold_us: self.hold_us,
+        })
+    }
+
+    /// Arrivals that have met no request so far; the last of them still may, unless all is over.
+    fn overdue(&self, now_ns: u64) -> u64 {
+        let last_ns = now_ns.min(self.until_ns);
+        if self.due_ns > last_ns {
+            return 0;
+        }
+        let behind = (last_ns - self.due_ns) / self.interval_ns;
+        behind + u64::from(now_ns > self.until_ns)
+    }
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a rate within its bounds gives from 100 us to an hour"
+)]
+fn interval_ns(rate: f64) -> u64 {
+    (1e9 / rate) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+    const S: u64 = 1_000 * MS;
+    const BEGAN: u64 = 77 * S;
+
+    fn injection(rate: f64, burst: u32) -> Injection {
+        Injection {
+            rate,
+            latency: Duration::from_millis(5),
+            burst,
+            seconds: 10,
+        }
+    }
+
+    /// Injected faults, by the millisecond of the request, with requests each so many milliseconds.
+    fn injected(injector: &Injector, every_ms: u64, until_ms: u64) -> Vec<u64> {
+        let times = (0..=until_ms).step_by(usize::try_from(every_ms).unwrap());
+        times
+            .filter(|ms| {
+                let now_ns = BEGAN + ms * MS;
+                injector.may_be_due(now_ns) && injector.claim(now_ns).is_some()
+            })
+            .collect()
+    }
+
+    fn begun(injection: Injection) -> Injector {
+        let injector = Injector::default();
+        injector.begin(injection, BEGAN).unwrap();
+        injector
+    }
+
+    #[test]
+    fn arrivals_are_evenly_spaced_and_end_by_themselves() {
+        let injector = begun(injection(2.0, 1));
+        let at = injected(&injector, 1, 60_000);
+        assert_eq!(at, (1..=20).map(|n| 500 * n).collect::<Vec<_>>());
+        assert!(!injector.may_be_due(u64::MAX - 1));
+        let report = injector.report(BEGAN + 60 * S).unwrap();
+        assert_eq!((report.injected, report.skipped), (20, 0));
+        assert_eq!(report.left, Duration::ZERO);
+    }
+
+    #[test]
+    fn burst_takes_the_next_requests_back_to_back() {
+        let injector = begun(injection(1.0, 3));
+        let at = injected(&injector, 10, 2_500);
+        assert_eq!(at, [1_000, 1_010, 1_020, 2_000, 2_010, 2_020]);
+        let hold = Hold { hold_us: 5_000 };
+        assert_eq!(injector.claim(BEGAN + 3 * S), Some(hold));
+    }
+
+    #[test]
+    fn faults_are_not_saved_up_for_a_device_that_was_idle() {
+        let injector = begun(injection(10.0, 1));
+        assert_eq!(injector.report(BEGAN + 5 * S + MS).unwrap().skipped, 49);
+        let at = injected(&injector, 5_050, 5_050);
+        assert_eq!(at, [5_050]);
+        assert_eq!(injected(&injector, 1, 5_099), [0; 0]);
+        let report = injector.report(BEGAN + 20 * S).unwrap();
+        assert_eq!((report.injected, report.skipped), (1, 99));
+        assert_eq!(injector.claim(BEGAN + 20 * S), None);
+        assert_eq!(injector.report(BEGAN + 20 * S).unwrap().skipped, 99);
+    }
+
+    #[test]
+    fn stop_ends_it_at_once_and_a_new_one_begins_afresh() {
+        let injector = begun(injection(10.0, 5));
+        assert_eq!(injected(&injector, 100, 100), [100]);
+        injector.stop(BEGAN + 150 * MS);
+        assert_eq!(injected(&injector, 100, 20_000), [0; 0]);
+        assert_eq!(injector.report(BEGAN + S).unwrap().injected, 1);
+        injector.begin(injection(1.0, 1), BEGAN).unwrap();
+        assert_eq!(injector.report(BEGAN).unwrap().injected, 0);
+        assert_eq!(injected(&injector, 100, 1_000), [1_000]);
+    }
+
+    #[test]
+    fn latencies_of_what_was_injected_are_told() {
+        let injector = Injector::default();
+        assert_eq!(injector.report(BEGAN), None);
+        injector.resumed(5);
+        injector.begin(injection(1.0, 1), BEGAN).unwrap();
+        for ms in [5, 6, 9] {
+            injector.resumed(ms * MS);
+        }
+        let report = injector.report(BEGAN).unwrap();
+        assert_eq!(report.resumed, 3);
+        assert_eq!(report.parked_max, Duration::from_millis(9));
+        assert!(report.parked_p50 >= Duration::from_millis(6));
+        assert!(report.parked_p50 < Duration::from_micros(6_200));
+    }
+
+    #[test]
+    fn numbers_out_of_bounds_are_refused_with_a_sentence() {
+        let good = injection(1.0, 1);
+        assert_eq!(good.check(), Ok(()));
+        for rate in [0.0, -1.0, 10_001.0, f64::NAN, f64::INFINITY, 1e-9] {
+            let error = Injection { rate, ..good }.check().unwrap_err();
+            assert!(error.to_string().contains("rate"), "{error}");
+        }
+        let latency = Duration::from_millis(10_001);
+        let error = Injection { latency, ..good }.check().unwrap_err();
+        assert!(error.to_string().contains("at most 10s"), "{error}");
+        for burst in [0, 129] {
+            assert!(Injection { burst, ..good }.check().is_err());
+        }
+        for seconds in [0, 3601] {
+            assert!(Injection { seconds, ..good }.check().is_err());
+        }
+        let injector = Injector::default();
+        assert!(injector.begin(injection(0.0, 1), BEGAN).is_err());
+        assert_eq!(injector.report(BEGAN), None, "nothing was begun");
+    }
+}
