@@ -839,7 +839,7 @@ mod tests {
     fn prefaults_leave_half_of_the_share_and_a_full_queue_to_those_who_wait() {
         let mut parked = ParkedChains::new(0, None);
         let runs = |from: u64| {
-            let run = move |i| wanted(from + 3 * i, from + 3 * i + 1, Access::Read);
+            let run = move |i: u64| wanted(from + 3 * i, from + 3 * i + 1, Access::Read);
             (0..200).map(run).collect::<Vec<_>>()
         };
         parked.ask_ahead(asker(0), runs(0));

@@ -9,7 +9,10 @@ use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
 use pagetide_vpri::{DmaDomain, DomainTable, Doorbell, HostEnd, LookUp};
 use std::{
     io::Write,
-    os::fd::{AsFd, AsRawFd},
+    os::{
+        fd::{AsFd, AsRawFd},
+        unix::fs::FileExt,
+    },
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex,
@@ -60,6 +63,8 @@ pub struct Host {
     /// While set, requests are only collected.
     pub held: Arc<AtomicBool>,
     pub seen: Arc<AtomicU64>,
+    /// The ends it answers at.
+    pub ends: Vec<HostEnd>,
     verdict: Sender<(ResponseCode, usize)>,
     requests: Receiver<PageRequest>,
     stop: Arc<AtomicBool>,
@@ -69,11 +74,17 @@ pub struct Host {
 
 impl Rig {
     pub fn new(engines: usize) -> Self {
+        Self::with_timeout(engines, Some(Duration::from_secs(3600)))
+    }
+
+    /// A rig whose requests wait so long for their pages.
+    pub fn with_timeout(engines: usize, iopf_timeout: Option<Duration>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let domains = Arc::new(DomainTable::new(engines));
         let bell = Arc::new(Doorbell::new().unwrap());
         let mut config = DpuConfig::new(dir.path().to_owned());
         config.engine_count = engines;
+        config.iopf_timeout = iopf_timeout;
         let (dpu, ends) = Dpu::start(&config, domains.clone(), &bell).unwrap();
         let known = Known::default();
         let host = Host::new(ends, known.clone(), bell);
@@ -100,6 +111,10 @@ impl Rig {
     }
 
     pub fn add(&self, name: &str, queues: u16, writes: Writes) -> PathBuf {
+        self.add_with(name, queues, writes, OnFault::OutOfOrder)
+    }
+
+    pub fn add_with(&self, name: &str, queues: u16, writes: Writes, on_fault: OnFault) -> PathBuf {
         let socket = self.dir.path().join(format!("{name}.sock"));
         let image = self.image(name, 4 << 20);
         self.dpu
@@ -111,7 +126,7 @@ impl Rig {
                 look_up: LookUp::On,
                 serial: "tide-1".into(),
                 direct_io: DirectIo::Auto,
-                on_fault: OnFault::default(),
+                on_fault,
             })
             .unwrap();
         socket
@@ -139,6 +154,7 @@ impl Host {
         let (verdict, verdicts) = channel::<(ResponseCode, usize)>();
         let (tell, requests) = channel();
         let (h, s, st) = (held.clone(), seen.clone(), stop.clone());
+        let kept = ends.clone();
         let thread = std::thread::spawn(move || {
             let mut waiting: Vec<(usize, PageRequest)> = Vec::new();
             while !st.load(Ordering::SeqCst) {
@@ -166,6 +182,7 @@ impl Host {
         Self {
             held,
             seen,
+            ends: kept,
             verdict,
             requests,
             stop,
@@ -177,6 +194,11 @@ impl Host {
     /// Answers the next `count` held requests with `code`.
     pub fn answer(&self, code: ResponseCode, count: usize) {
         self.verdict.send((code, count)).unwrap();
+    }
+
+    /// A request that has come already.
+    pub fn request_at_hand(&self) -> Option<PageRequest> {
+        self.requests.try_recv().ok()
     }
 
     pub fn next_request(&self) -> PageRequest {
@@ -518,6 +540,19 @@ impl Connection {
             .get_config(0, 60, VhostUserConfigFlags::empty(), &[0; 60])
             .unwrap();
         bytes
+    }
+
+    /// Heads of queue `index` that the in-flight region says were taken and not completed.
+    pub fn taken(&self, index: u64) -> Vec<u16> {
+        let (_, region) = self.inflight.as_ref().unwrap();
+        let area = (16 + 16 * u64::from(QUEUE_SIZE)).next_multiple_of(64);
+        let taken = |head: &u16| {
+            let mut flag = [0];
+            let at = index * area + 16 + 16 * u64::from(*head);
+            region.read_exact_at(&mut flag, at).unwrap();
+            flag[0] == 1
+        };
+        (0..QUEUE_SIZE).filter(taken).collect()
     }
 
     /// Hangs up; rings and in-flight region stay with the guest.
