@@ -353,6 +353,11 @@ impl DomainTable {
         self.lock().barred.insert(key);
     }
 
+    /// Takes [`Self::bar`] back: the file belongs to nobody, or to a VM that was taken up after all.
+    pub fn lift_bar(&self, key: FileKey) {
+        self.lock().barred.remove(&key);
+    }
+
     /// Ends `domain`, whose RAM is unplugged: nobody finds it any more, and all its bits are
     /// cleared for good. It stays its VM's as far as look-up is concerned. Whoever has a lease
     /// still may use it to its end; the memory goes when the last device lets go of the domain.

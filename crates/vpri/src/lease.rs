@@ -165,7 +165,7 @@ impl PageAttributes {
     }
 
     /// The sections of `ranges` on which any engine holds a lease, ascending, each once.
-    fn leased_in(&self, ranges: &[PageRange]) -> Vec<SectionNo> {
+    pub(crate) fn leased_in(&self, ranges: &[PageRange]) -> Vec<SectionNo> {
         let mut leased = Vec::new();
         for (gib, part) in ranges.iter().flat_map(|range| by_gib(*range)) {
             for counters in self.leases.iter().filter_map(|row| row.get(gib)) {

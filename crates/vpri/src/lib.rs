@@ -11,6 +11,8 @@ pub mod delay;
 #[cfg(not(loom))]
 pub mod domain;
 #[cfg(not(loom))]
+pub mod function;
+#[cfg(not(loom))]
 pub mod landing;
 pub mod lease;
 #[cfg(not(loom))]

@@ -1,0 +1,656 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`FunctionCore`]: what the device knows, and what each message does to it.
+//!
+//! It has no queue, no thread and no clock but for one bounded wait. The PA-bitmaps
+//! are those of the [`DomainTable`], which the engines look up while this changes them.
+//!
+//! # Sessions
+//! ```text
+//!            BEGIN              READY
+//!   Nobody ─────────► Begun ─────────► Ready
+//!     ▲  hang-up        │ ▲   BEGIN     │
+//!     └─────────────────┴─┴─────────────┘
+//! ```
+//! Between BEGIN and READY a driver says which memory has pages elsewhere: it creates
+//! a space for it, or bars it. All memory that is new to the device is unmapped until
+//! READY; then what has got neither is read-write. A space of an earlier session stays
+//! as it was meanwhile: what is mapped is present, since nobody is there to evict it.
+//!
+//! # Rules (VPRI 5.1)
+//! - *R1* A space is created with every page unmapped, in the same step. It ends in one
+//!   step, too: all of it read-write, or all of it unmapped for good.
+//! - *R2* A page that is unmapped or protected allows no further DMA from the moment the
+//!   bit changes; the message is answered `OK` only when none goes on that began before.
+//! - *R3* Engines look up under a lease (see [`crate::lease`]), so there is no moment
+//!   between look-up and DMA in which a page can go.
+//!
+//! Page requests are sent while a driver is ready, and only for pages of its spaces.
+//! Requests for other memory are answered here: it is read-write, so whoever asks may
+//! try again. Those for barred memory are not answered at all.
+
+use super::requests::{Duplicate, Requests, SourceNo};
+use crate::{
+    bitmap::Attribute,
+    domain::{DOMAIN_BYTES_MAX, DmaDomain, DomainError, DomainTable},
+    lease::Busy,
+    wire::{
+        Answer, Code, Config, Event, Farewell, HEADER_BYTES, Opcode, RANGE_BYTES, Reply, Status,
+    },
+};
+use pagetide_addr::{
+    Access, DomainId, FileKey, Marks, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse,
+    PageSet, RequestKind, ResponseCode, SectionNo,
+};
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Offset of an event's count, in bytes.
+const COUNT_AT: u32 = 8;
+/// Offset of the length of CREATE's range.
+const LENGTH_AT: u32 = 40;
+
+/// What the core's decisions come to, outside.
+pub trait DeviceSide {
+    /// Gives `response` to the engine whose request came from `source`.
+    fn respond(&mut self, source: SourceNo, response: PageResponse);
+
+    /// From now on transfers may land in `slots` pages at `address` of the function's memory, or
+    /// nowhere.
+    ///
+    /// # Errors
+    /// The code by which the driver's message is refused.
+    fn land(&mut self, area: Option<(u64, u64)>) -> Result<(), Code>;
+
+    /// True if the landing area that the driver has given last holds `count` slots from `slot` on.
+    fn is_landing(&self, slot: u32, count: u64) -> bool;
+}
+
+/// How far the driver is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Phase {
+    /// There is none.
+    #[default]
+    Nobody,
+    /// It says which memory has pages elsewhere.
+    Begun,
+    /// It answers page requests.
+    Ready,
+}
+
+/// What has happened since the start.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct FunctionFigures {
+    /// Messages from a driver.
+    pub events: u64,
+    /// Those that were malformed, or said what could not be.
+    pub invalid_events: u64,
+    /// Answers to requests that the driver did not have, among them second answers.
+    pub unknown_answers: u64,
+    /// Page requests given to a driver.
+    pub requests_sent: u64,
+    /// Those of them that an earlier driver had, too.
+    pub requests_sent_again: u64,
+    /// Page requests answered by the device itself.
+    pub requests_answered_here: u64,
+}
+
+#[derive(Debug)]
+struct Space {
+    domain: Arc<DmaDomain>,
+    /// The session that has created it.
+    session: u64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct FunctionCore {
+    domains: Arc<DomainTable>,
+    limits: Config,
+    phase: Phase,
+    /// Counts drivers.
+    session: u64,
+    spaces: HashMap<DomainId, Space>,
+    /// Memory that no device may touch, with the session that said so.
+    barred: HashMap<FileKey, u64>,
+    requests: Requests,
+    figures: FunctionFigures,
+}
+
+impl FunctionCore {
+    /// The device before its first driver: memory that comes is unmapped.
+    #[must_use]
+    pub fn new(domains: Arc<DomainTable>, limits: Config) -> Self {
+        domains.set_initial(Attribute::Unmapped);
+        Self {
+            domains,
+            limits,
+            phase: Phase::Nobody,
+            session: 0,
+            spaces: HashMap::new(),
+            barred: HashMap::new(),
+            requests: Requests::default(),
+            figures: FunctionFigures::default(),
+        }
+    }
+
+    /// The limits that the configuration space tells.
+    #[must_use]
+    pub fn limits(&self) -> &Config {
+        &self.limits
+    }
+
+    /// How far the driver is.
+    #[must_use]
+    pub fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// What has happened since the start.
+    #[must_use]
+    pub fn figures(&self) -> FunctionFigures {
+        self.figures
+    }
+
+    /// Number of page requests without an answer.
+    #[must_use]
+    pub fn outstanding(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// True while a further page request may be taken.
+    #[must_use]
+    pub fn has_room(&self) -> bool {
+        self.requests.len() < self.limits.requests_max as usize
+    }
+
+    /// Handles a message that could not be decoded, of which `status` says why.
+    pub fn refuse(&mut self, status: Status) -> Reply {
+        self.figures.events += 1;
+        self.figures.invalid_events += 1;
+        status.into()
+    }
+
+    /// Handles one message. To be called in the order of the event queue.
+    pub fn event(&mut self, event: &Event<'_>, device: &mut dyn DeviceSide) -> Reply {
+        self.figures.events += 1;
+        let reply = self.decide(event, device).unwrap_or_else(Reply::from);
+        if reply.status.code == Code::Invalid {
+            self.figures.invalid_events += 1;
+        }
+        reply
+    }
+
+    fn decide(&mut self, event: &Event<'_>, device: &mut dyn DeviceSide) -> Result<Reply, Status> {
+        let limit = self.limits.ranges_max as usize;
+        if event.count() > limit {
+            return Err(invalid(COUNT_AT));
+        }
+        if self.phase == Phase::Nobody && event.opcode() != Opcode::Begin {
+            return Err(invalid(0));
+        }
+        let status = match event {
+            Event::Create { name, page_count } => self.create(*name, *page_count)?,
+            Event::Destroy { space, farewell } => self.destroy(*space, *farewell)?,
+            Event::Map {
+                space,
+                access,
+                ranges,
+            } => self.map(*space, *access, ranges)?,
+            Event::Unmap { space, ranges } => self.unmap(*space, ranges)?,
+            Event::Protect { space, ranges } => self.protect(*space, ranges)?,
+            Event::Invalidate { space, ranges } => self.invalidate(*space, ranges)?,
+            Event::UnmapAll { space } => {
+                self.domain(*space)?.attributes().unmap_all();
+                Status::OK
+            }
+            Event::Standing { space, pages } => return self.standing(*space, *pages),
+            Event::Touched {
+                space,
+                pages,
+                marks,
+            } => return self.touched(*space, *pages, *marks),
+            Event::Respond { answers } => self.respond(answers, device)?,
+            Event::Begin => {
+                self.begin(device);
+                Status::OK
+            }
+            Event::Ready => self.ready(device)?,
+            Event::Bar { name } => self.bar(*name)?,
+            Event::Landing { address, slots } => {
+                device.land(Some((*address, *slots))).map_err(Status::of)?;
+                Status::OK
+            }
+        };
+        Ok(status.into())
+    }
+
+    /// The driver has gone. What it was asked, its successor will be.
+    pub fn hang_up(&mut self, device: &mut dyn DeviceSide) {
+        self.phase = Phase::Nobody;
+        self.requests.forget_driver();
+        land_nowhere(device);
+    }
+
+    /// Takes a page request from an engine. `Some` is to be given to the driver now; else it is
+    /// answered already, or waits.
+    #[must_use]
+    pub fn request(
+        &mut self,
+        source: SourceNo,
+        request: PageRequest,
+        device: &mut dyn DeviceSide,
+    ) -> Option<PageRequest> {
+        let fate = match self.phase {
+            Phase::Ready => self.fate(&request, device),
+            // Until it is known which memory has pages elsewhere.
+            Phase::Nobody | Phase::Begun => Fate::Hold,
+        };
+        let taken = match fate {
+            Fate::Send => self.requests.add_sent(source, request),
+            Fate::Hold => self.requests.add_held(source, request),
+            Fate::Answer(code) => {
+                self.answer_here(source, &request, code, device);
+                return None;
+            }
+        };
+        if taken == Err(Duplicate) {
+            tracing::error!(id = request.id.0, "an engine has used a request's id twice");
+            self.answer_here(source, &request, ResponseCode::ResponseFailure, device);
+            return None;
+        }
+        self.figures.requests_sent += u64::from(fate == Fate::Send);
+        (fate == Fate::Send).then_some(request)
+    }
+
+    /// The next request that an earlier driver has left, or that waited for this one.
+    #[must_use]
+    pub fn next_unsent(&mut self) -> Option<PageRequest> {
+        let request = self.requests.next_unsent()?;
+        self.figures.requests_sent += 1;
+        self.figures.requests_sent_again += 1;
+        Some(request)
+    }
+
+    /// True if [`Self::next_unsent`] may have one.
+    #[must_use]
+    pub fn has_unsent(&self) -> bool {
+        self.requests.has_unsent()
+    }
+}
+
+/// What becomes of a page request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Fate {
+    Send,
+    Hold,
+    Answer(ResponseCode),
+}
+
+/// Spaces.
+impl FunctionCore {
+    fn create(&mut self, name: FileKey, page_count: u64) -> Result<Status, Status> {
+        const LENGTH: Status = invalid(LENGTH_AT);
+        if self.barred.get(&name) == Some(&self.session) {
+            return Err(Status::of(Code::Exists));
+        }
+        let bytes = page_count.checked_mul(PAGE_BYTES).ok_or(LENGTH)?;
+        if bytes > DOMAIN_BYTES_MAX {
+            return Err(LENGTH);
+        }
+        let known = self.spaces.values_mut().find(|s| s.domain.key() == name);
+        let taken_over = match known {
+            Some(space) if space.session == self.session => {
+                return Err(Status::of(Code::Exists));
+            }
+            Some(space) if pages_of(&space.domain) == page_count => {
+                space.session = self.session;
+                Some(Arc::clone(&space.domain))
+            }
+            Some(space) if space.domain.mapping().is_some() => return Err(LENGTH),
+            // No device has it, and its memory is gone: the name is another's now.
+            Some(space) => {
+                let id = space.domain.id();
+                self.spaces.remove(&id);
+                None
+            }
+            None => None,
+        };
+        let domain = match taken_over {
+            Some(domain) => domain,
+            None => self.declare(name, bytes)?,
+        };
+        // Whoever barred it before had a session of his own.
+        if self.barred.remove(&name).is_some() {
+            self.domains.lift_bar(name);
+        }
+        domain.attributes().unmap_all();
+        Ok(Status::with_value(domain.id().0.into()))
+    }
+
+    fn declare(&mut self, name: FileKey, bytes: u64) -> Result<Arc<DmaDomain>, Status> {
+        if self.spaces.len() >= self.limits.spaces_max as usize {
+            return Err(Status::of(Code::Full));
+        }
+        let refused = |error: DomainError| {
+            tracing::warn!(%error, "the driver cannot have a space");
+            match error {
+                DomainError::LookUpOff { .. } => Status::of(Code::Unsupported),
+                DomainError::AttachedAlready(_) => Status::of(Code::Exists),
+                _ => invalid(LENGTH_AT),
+            }
+        };
+        let domain = self.domains.declare(name, bytes).map_err(refused)?;
+        if domain.len_bytes() != bytes {
+            return Err(refused(DomainError::Length {
+                key: name,
+                bytes,
+                declared_bytes: domain.len_bytes(),
+            }));
+        }
+        domain.attach().map_err(refused)?;
+        let space = Space {
+            domain: Arc::clone(&domain),
+            session: self.session,
+        };
+        self.spaces.insert(domain.id(), space);
+        Ok(domain)
+    }
+
+    fn destroy(&mut self, space: DomainId, farewell: Farewell) -> Result<Status, Status> {
+        let domain = Arc::clone(self.domain(space)?);
+        self.spaces.remove(&space);
+        match farewell {
+            Farewell::Release => domain.detach(),
+            Farewell::Retire => self.domains.retire(&domain),
+        }
+        Ok(Status::OK)
+    }
+
+    fn map(&self, space: DomainId, access: Access, ranges: &[PageRange]) -> Result<Status, Status> {
+        let domain = self.domain_with(space, ranges)?;
+        for range in ranges {
+            domain.attributes().grant(*range, access);
+        }
+        Ok(Status::OK)
+    }
+
+    fn unmap(&self, space: DomainId, ranges: &[PageRange]) -> Result<Status, Status> {
+        let domain = self.domain_with(space, ranges)?;
+        Ok(restricted(&domain.attributes().unmap_ranges(ranges)))
+    }
+
+    fn protect(&self, space: DomainId, ranges: &[PageRange]) -> Result<Status, Status> {
+        let domain = self.domain_with(space, ranges)?;
+        let busy = domain.attributes().forbid_writes_ranges(ranges);
+        Ok(restricted(&busy))
+    }
+
+    fn invalidate(&self, space: DomainId, ranges: &[PageRange]) -> Result<Status, Status> {
+        let domain = self.domain_with(space, ranges)?;
+        let whole = [PageRange::new(PageNo(0), PageNo(pages_of(domain)))];
+        let ranges = if ranges.is_empty() { &whole } else { ranges };
+        let until = Instant::now() + Duration::from_micros(self.limits.lease_wait_us.into());
+        loop {
+            let leased = domain.attributes().leased_in(ranges);
+            if leased.is_empty() {
+                break;
+            }
+            if Instant::now() >= until {
+                return Ok(status_of(Code::Busy, &leased));
+            }
+            std::hint::spin_loop();
+        }
+        if *ranges == whole {
+            // Nothing is under way that began before the space was created: from now on an access
+            // to an absent page is a slip.
+            domain.watch().map_err(|error| {
+                tracing::warn!(%error, "the space is not watched");
+                Status::of(Code::Unsupported)
+            })?;
+        }
+        Ok(Status::OK)
+    }
+
+    fn standing(&self, space: DomainId, pages: Option<PageRange>) -> Result<Reply, Status> {
+        let Some(pages) = pages else {
+            let count = self.domain(space)?.attributes().wired_pages();
+            return Ok(Status::with_value(count).into());
+        };
+        let domain = self.domain_with(space, &[pages])?;
+        let section = pages.start.section();
+        let wired = domain.attributes().wired_in(section);
+        let mut mask = PageSet::EMPTY;
+        for page in wired.pages(section).filter(|page| pages.contains(*page)) {
+            mask.insert(page);
+        }
+        Ok(masked(mask))
+    }
+
+    fn touched(&self, space: DomainId, pages: PageRange, marks: Marks) -> Result<Reply, Status> {
+        use crate::space::IoSpace;
+        let domain = self.domain_with(space, &[pages])?;
+        let mut mask = PageSet::EMPTY;
+        let looked = domain.touched(pages, marks, &mut |page| mask.insert(page));
+        looked.map_err(|error| {
+            tracing::warn!(%error, "a driver cannot be told what was touched");
+            Status::of(Code::Unsupported)
+        })?;
+        Ok(masked(mask))
+    }
+
+    /// The domain of a space that this driver has created.
+    fn domain(&self, space: DomainId) -> Result<&Arc<DmaDomain>, Status> {
+        let known = self.spaces.get(&space);
+        let own = known.filter(|space| space.session == self.session);
+        own.map(|space| &space.domain)
+            .ok_or(Status::of(Code::NoSpace))
+    }
+
+    /// The same, if it holds all of `ranges`.
+    fn domain_with(
+        &self,
+        space: DomainId,
+        ranges: &[PageRange],
+    ) -> Result<&Arc<DmaDomain>, Status> {
+        let domain = self.domain(space)?;
+        let page_count = pages_of(domain);
+        match ranges.iter().position(|range| range.end.0 > page_count) {
+            None => Ok(domain),
+            Some(index) => Err(invalid(offset(HEADER_BYTES + index * RANGE_BYTES))),
+        }
+    }
+}
+
+/// Sessions.
+impl FunctionCore {
+    fn begin(&mut self, device: &mut dyn DeviceSide) {
+        self.hang_up(device);
+        self.session += 1;
+        self.phase = Phase::Begun;
+        self.domains.set_initial(Attribute::Unmapped);
+    }
+
+    fn ready(&mut self, device: &mut dyn DeviceSide) -> Result<Status, Status> {
+        if self.phase != Phase::Begun {
+            return Err(invalid(0));
+        }
+        self.phase = Phase::Ready;
+        let session = self.session;
+        let domains = &self.domains;
+        self.barred.retain(|name, barred_in| {
+            let stays = *barred_in == session;
+            if !stays {
+                domains.lift_bar(*name);
+            }
+            stays
+        });
+        let barred = &self.barred;
+        self.spaces.retain(|_, space| {
+            let stays = space.session == session || barred.contains_key(&space.domain.key());
+            if !stays {
+                space.domain.detach();
+            }
+            stays
+        });
+        // First what comes, then what is there: none can slip through between.
+        domains.set_initial(Attribute::ReadWrite);
+        for domain in domains.all() {
+            let is_free = !barred.contains_key(&domain.key());
+            if is_free && !self.spaces.contains_key(&domain.id()) {
+                domain.attributes().grant_all();
+            }
+        }
+        for (source, request) in self.requests.unsent() {
+            match self.fate(&request, device) {
+                Fate::Send => self.requests.send_again(request.id),
+                Fate::Hold => {}
+                Fate::Answer(code) => {
+                    self.requests.drop_request(request.id);
+                    self.answer_here(source, &request, code, device);
+                }
+            }
+        }
+        Ok(Status::OK)
+    }
+
+    fn bar(&mut self, name: FileKey) -> Result<Status, Status> {
+        let is_own = |space: &Space| space.domain.key() == name && space.session == self.session;
+        if self.spaces.values().any(is_own) {
+            return Err(Status::of(Code::Exists));
+        }
+        let is_new = !self.barred.contains_key(&name);
+        if is_new && self.barred.len() >= self.limits.spaces_max as usize {
+            return Err(Status::of(Code::Full));
+        }
+        self.barred.insert(name, self.session);
+        self.domains.bar(name);
+        let Some(domain) = self.domains.find(name) else {
+            return Ok(Status::OK);
+        };
+        domain.attributes().unmap_all();
+        let whole = PageRange::new(PageNo(0), PageNo(pages_of(&domain)));
+        let leased = domain.attributes().leased_in(&[whole]);
+        if leased.is_empty() {
+            Ok(Status::OK)
+        } else {
+            Ok(status_of(Code::Busy, &leased))
+        }
+    }
+}
+
+/// Page requests.
+impl FunctionCore {
+    fn respond(
+        &mut self,
+        answers: &[Answer],
+        device: &mut dyn DeviceSide,
+    ) -> Result<Status, Status> {
+        let mut first_unknown = None;
+        for (index, answer) in answers.iter().enumerate() {
+            if let Some((source, request)) = self.requests.answer(answer.id) {
+                device.respond(source, answer.to_queue(request.queue));
+            } else {
+                self.figures.unknown_answers += 1;
+                first_unknown.get_or_insert(index);
+            }
+        }
+        match first_unknown {
+            None => Ok(Status::OK),
+            Some(index) => {
+                let at = HEADER_BYTES + index * crate::wire::ANSWER_BYTES;
+                Err(invalid(offset(at)))
+            }
+        }
+    }
+
+    /// What becomes of a request while a driver is ready.
+    fn fate(&self, request: &PageRequest, device: &dyn DeviceSide) -> Fate {
+        if let RequestKind::Overwrite { slot } = request.kind
+            && !device.is_landing(slot, request.pages.len())
+        {
+            // Its content lies where this driver does not look: nothing was installed of it.
+            return Fate::Answer(ResponseCode::Success);
+        }
+        let own = self.spaces.get(&request.domain);
+        if own.is_some_and(|space| space.session == self.session) {
+            return Fate::Send;
+        }
+        let domains = self.domains.all();
+        match domains.iter().find(|domain| domain.id() == request.domain) {
+            Some(domain) if self.barred.contains_key(&domain.key()) => Fate::Hold,
+            // Read-write by now: let it try again. An overwrite does so with nothing installed.
+            Some(_) => Fate::Answer(ResponseCode::Success),
+            None => Fate::Answer(ResponseCode::InvalidRequest),
+        }
+    }
+
+    fn answer_here(
+        &mut self,
+        source: SourceNo,
+        request: &PageRequest,
+        code: ResponseCode,
+        device: &mut dyn DeviceSide,
+    ) {
+        self.figures.requests_answered_here += 1;
+        device.respond(source, PageResponse::to(request, code));
+    }
+}
+
+fn land_nowhere(device: &mut dyn DeviceSide) {
+    if let Err(code) = device.land(None) {
+        tracing::error!(?code, "the landing area cannot be given up");
+    }
+}
+
+fn pages_of(domain: &DmaDomain) -> u64 {
+    domain.attributes().bitmap().page_count()
+}
+
+const fn invalid(at: u32) -> Status {
+    Status {
+        code: Code::Invalid,
+        detail: at,
+        value: 0,
+    }
+}
+
+fn offset(at: usize) -> u32 {
+    u32::try_from(at).unwrap_or(u32::MAX)
+}
+
+fn masked(mask: PageSet) -> Reply {
+    Reply {
+        status: Status::OK,
+        mask: Some(mask),
+    }
+}
+
+/// Sections that were not done.
+fn status_of(code: Code, sections: &[SectionNo]) -> Status {
+    Status {
+        code,
+        detail: offset(sections.len()),
+        value: sections.first().map_or(0, |section| section.0),
+    }
+}
+
+/// How a restriction ended. Standing goes before busy: who is told to wait would else wait in vain.
+fn restricted(busy: &[Busy]) -> Status {
+    let (mut standing, mut leased) = (Vec::new(), Vec::new());
+    for why in busy {
+        match why {
+            Busy::Wired(section) => standing.push(*section),
+            Busy::Leased(section) => leased.push(*section),
+        }
+    }
+    if !standing.is_empty() {
+        status_of(Code::Standing, &standing)
+    } else if !leased.is_empty() {
+        status_of(Code::Busy, &leased)
+    } else {
+        Status::OK
+    }
+}
