@@ -16,7 +16,10 @@ use crate::{
 };
 use hdrhistogram::Histogram;
 use pagetide_addr::{DeviceId, FileKey};
-use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, HostEnd, LookUp, fault_queue};
+use pagetide_vpri::{
+    DomainTable, Doorbell, FaultAssist, HostEnd, LandingArea, LandingError, LookUp, fault_queue,
+    landing::LANDING_SLOTS_MAX,
+};
 use std::{
     io,
     path::PathBuf,
@@ -83,6 +86,9 @@ pub enum DpuError {
     /// The image could not be put into an engine's file table.
     #[error("an engine could not take the image: {0}")]
     Table(io::Error),
+    /// No memory for landing slots.
+    #[error(transparent)]
+    Landing(#[from] LandingError),
     /// An engine has ended.
     #[error(transparent)]
     Gone(#[from] EngineGone),
@@ -99,6 +105,9 @@ pub struct DpuConfig {
     pub ring_entries: u32,
     /// Page requests an engine has outstanding.
     pub fault_queue_entries: usize,
+    /// Pages of reads that an engine may have under way whose own pages are absent: its landing slots,
+    /// of 4 KiB; 0: such pages are brought back first, as for a write.
+    pub landing_slots: u32,
     /// Directory for the engines' lock files.
     pub state_dir: PathBuf,
     /// CPUs of the engines, taken in turn; empty: wherever the kernel likes.
@@ -117,6 +126,7 @@ impl DpuConfig {
             poll_max: Duration::from_micros(60),
             ring_entries: 256,
             fault_queue_entries: 1024,
+            landing_slots: 0,
             state_dir,
             cpus: Vec::new(),
             iopf_timeout: Some(IOPF_TIMEOUT),
@@ -146,6 +156,10 @@ impl DpuConfig {
         if !(1..=65_536).contains(&entries) {
             let must = "from 1 to 65536";
             return Err(setting("fault_queue_entries", entries as u64, must));
+        }
+        if self.landing_slots > LANDING_SLOTS_MAX {
+            let value = u64::from(self.landing_slots);
+            return Err(setting("landing_slots", value, "at most 1048576"));
         }
         Ok(())
     }
@@ -219,6 +233,8 @@ pub struct DeviceReport {
     pub iopfs: u64,
     /// Page requests made ahead, for requests that had not begun.
     pub prefaults: u64,
+    /// Absent pages that reads covered whole: what was stored of them was dropped, not brought back.
+    pub overwritten_pages: u64,
     /// Requests failed because the host did not answer in time.
     pub timed_out_requests: u64,
     /// Guest RAM under standing leases of its rings.
@@ -315,6 +331,10 @@ impl Dpu {
         let bell = Arc::new(Doorbell::new().map_err(failed)?);
         let (device_end, host_end) =
             fault_queue(config.fault_queue_entries, bell.clone(), host_bell.clone());
+        if config.landing_slots > 0 {
+            let area = LandingArea::new(config.landing_slots)?;
+            host_end.set_landing(Some(Arc::new(area)));
+        }
         let shared = Arc::new(EngineShared::new(bell.clone()));
         let seed = Seed {
             index: engine,
@@ -538,6 +558,7 @@ impl BlkDevice {
             parked_chains: shared.total(|c| &c.parked),
             iopfs: shared.total(|c| &c.iopfs),
             prefaults: shared.total(|c| &c.prefaults),
+            overwritten_pages: shared.total(|c| &c.overwritten_pages),
             timed_out_requests: shared.total(|c| &c.timed_out),
             wired_bytes: shared.total(|c| &c.wired_bytes),
             lookup_sampled_ns: shared.total(|c| &c.lookup_ns),

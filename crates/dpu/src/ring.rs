@@ -5,8 +5,8 @@
 //! Submitting to a ring is unsafe because the kernel goes on using the memory
 //! after the call. So the ring *owns* each transfer until its completion is
 //! taken: a [`Dma`] holds the vectors, and the guest memory (a mapping that
-//! lives as long as the `Rc`) into which they point. Nothing outside can free
-//! either while the kernel works on it, and dropping the ring waits.
+//! lives as long as the `Rc`) and landing slots (likewise) into which they point.
+//! Nothing outside can free any of these while the kernel works on it, and dropping the ring waits.
 //!
 //! Whether the *pages* are there is another matter: that is the lease, which
 //! the caller keeps in the same job and gives back on completion.
@@ -29,10 +29,13 @@
 use crate::memory::{DeviceMemory, OutsideMemory, Span};
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use libc::iovec;
+use pagetide_addr::{Gpa, PAGE_BYTES};
+use pagetide_vpri::LandingArea;
 use std::{
     io,
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},
     rc::Rc,
+    sync::Arc,
     time::Duration,
 };
 
@@ -65,10 +68,25 @@ pub(crate) enum Operation {
     Allocate { bytes: u64, mode: i32 },
 }
 
+/// Part of the memory of a transfer.
+#[derive(Debug)]
+pub(crate) enum Piece {
+    /// Guest memory.
+    Guest(Span),
+    /// Landing slots, from number `first` on.
+    Slots {
+        area: Arc<LandingArea>,
+        first: u32,
+        len: u32,
+    },
+}
+
 /// Memory of a transfer, and how far it has got.
 #[derive(Debug)]
 pub(crate) struct Dma {
     memory: Rc<DeviceMemory>,
+    /// Areas that vectors point into, too.
+    areas: Vec<Arc<LandingArea>>,
     vectors: Vec<iovec>,
     /// Vectors before this one are done.
     first: usize,
@@ -80,6 +98,7 @@ impl Dma {
     pub fn new(memory: Rc<DeviceMemory>) -> Self {
         Self {
             memory,
+            areas: Vec::new(),
             vectors: Vec::new(),
             first: 0,
             left: 0,
@@ -88,19 +107,69 @@ impl Dma {
 
     /// Starts anew for `spans` of `memory`.
     pub fn aim(&mut self, memory: &Rc<DeviceMemory>, spans: &[Span]) -> Result<(), OutsideMemory> {
+        self.begin(memory);
+        for span in spans {
+            self.add_span(*span)?;
+        }
+        Ok(())
+    }
+
+    /// Starts anew for guest memory and landing slots, as they come.
+    pub fn aim_apart(
+        &mut self,
+        memory: &Rc<DeviceMemory>,
+        pieces: &[Piece],
+    ) -> Result<(), OutsideMemory> {
+        self.begin(memory);
+        for piece in pieces {
+            match piece {
+                Piece::Guest(span) => self.add_span(*span)?,
+                Piece::Slots { area, first, len } => self.add_slots(area, *first, *len)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, memory: &Rc<DeviceMemory>) {
         if !Rc::ptr_eq(&self.memory, memory) {
             self.memory = memory.clone();
         }
+        self.areas.clear();
         self.vectors.clear();
         self.first = 0;
         self.left = 0;
-        for span in spans {
-            let slice = self.memory.slice(*span)?;
-            self.vectors.push(iovec {
-                iov_base: slice.ptr_guard_mut().as_ptr().cast(),
-                iov_len: slice.len(),
-            });
-            self.left += u64::from(span.len);
+    }
+
+    fn add_span(&mut self, span: Span) -> Result<(), OutsideMemory> {
+        let slice = self.memory.slice(span)?;
+        self.vectors.push(iovec {
+            iov_base: slice.ptr_guard_mut().as_ptr().cast(),
+            iov_len: slice.len(),
+        });
+        self.left += u64::from(span.len);
+        Ok(())
+    }
+
+    fn add_slots(
+        &mut self,
+        area: &Arc<LandingArea>,
+        first: u32,
+        len: u32,
+    ) -> Result<(), OutsideMemory> {
+        let bytes = u64::from(len);
+        let slice = (area.bytes(first, bytes.div_ceil(PAGE_BYTES)))
+            .and_then(|slots| slots.subslice(0, usize::try_from(len).ok()?).ok())
+            .ok_or(OutsideMemory {
+                gpa: Gpa(u64::from(first) * PAGE_BYTES),
+                bytes,
+            })?;
+        self.vectors.push(iovec {
+            iov_base: slice.ptr_guard_mut().as_ptr().cast(),
+            iov_len: slice.len(),
+        });
+        self.left += bytes;
+        if !self.areas.iter().any(|known| Arc::ptr_eq(known, area)) {
+            self.areas.push(area.clone());
         }
         Ok(())
     }
@@ -257,8 +326,8 @@ impl<R> IoRing<R> {
         }
         // SAFETY: an entry with memory is made by `start` only: its pointers come from a `Dma`
         // that `jobs` owns until the completion is taken; the vectors' buffer does not move with
-        // its box; the mapping they point into lives as long as the `Rc` in it. Other entries
-        // carry no pointers. The queue has room, or `PushError` says that it has not.
+        // its box; the mappings they point into live as long as the `Rc` and the areas in it. Other
+        // entries carry no pointers. The queue has room, or `PushError` says that it has not.
         unsafe { self.ring.submission().push(entry) }.map_err(io::Error::other)
     }
 

@@ -73,6 +73,7 @@ pub(crate) struct Counters {
     pub outside: AtomicU64,
     pub iopfs: AtomicU64,
     pub prefaults: AtomicU64,
+    pub overwritten_pages: AtomicU64,
     pub timed_out: AtomicU64,
     pub parked: AtomicU64,
     pub in_flight: AtomicU64,

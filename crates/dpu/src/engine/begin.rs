@@ -5,6 +5,7 @@ use super::{
     Device, Io,
     chain::{EmptyStage, Kind, Ready, Request},
     finish::Answer,
+    landing::{Landing, Plan},
     queue::EngineQueue,
 };
 use crate::{
@@ -28,6 +29,15 @@ impl Io {
         memory: &Rc<DeviceMemory>,
         ready: Ready,
     ) -> io::Result<()> {
+        let mut ready = ready;
+        if let Some(Landing { plan, offset }) = ready.landing.take() {
+            let task = Task {
+                kind: Kind::Read,
+                operation: Operation::Read,
+                offset,
+            };
+            return self.start_task(device, queue, memory, (ready, task), Onto::Landing(plan));
+        }
         let buffers = std::mem::take(&mut self.scratch.buffers);
         let task = task(device, memory, &ready, &buffers);
         let status = match task {
@@ -38,7 +48,7 @@ impl Io {
                     Kind::Flush | Kind::Empty { .. } => &[],
                 };
                 return self
-                    .start_task(device, queue, memory, (ready, task), spans)
+                    .start_task(device, queue, memory, (ready, task), Onto::Guest(spans))
                     .inspect(|()| self.scratch.buffers = buffers);
             }
             Err(status) => status,
@@ -63,7 +73,7 @@ impl Io {
         queue: &mut EngineQueue,
         memory: &Rc<DeviceMemory>,
         (ready, task): (Ready, Task),
-        spans: &[Span],
+        onto: Onto<'_>,
     ) -> io::Result<()> {
         let request = Request {
             key: queue.key,
@@ -79,6 +89,7 @@ impl Io {
             data_bytes: 0,
             sample: ready.sample,
             retried: false,
+            landed: Vec::new(),
         };
         let mut job = match self.scratch.pool.pop() {
             Some(mut job) => {
@@ -90,7 +101,15 @@ impl Io {
                 request,
             }),
         };
-        if let Err(error) = job.dma.aim(memory, spans) {
+        let aimed = match onto {
+            Onto::Guest(spans) => job.dma.aim(memory, spans),
+            Onto::Landing(plan) => {
+                let aimed = job.dma.aim_apart(memory, &plan.pieces);
+                job.request.landed = plan.runs;
+                aimed
+            }
+        };
+        if let Err(error) = aimed {
             // Spans come from this very memory: our own bug, answered as an error.
             debug_assert!(false, "{error}");
         }
@@ -128,6 +147,14 @@ impl Io {
         }
         Ok(())
     }
+}
+
+/// What memory a transfer works on.
+enum Onto<'a> {
+    /// The guest's alone.
+    Guest(&'a [Span]),
+    /// The guest's and landing slots.
+    Landing(Plan),
 }
 
 /// I/O that a request asks for.

@@ -13,6 +13,7 @@
 use super::{
     Device, Io,
     finish::Answer,
+    landing::{Landing, MayLand, Run},
     pages::{Located, absent_of, all_of, lease_all, locate, wanted_of},
     queue::EngineQueue,
 };
@@ -52,6 +53,8 @@ pub(crate) struct Request {
     pub sample: Sample,
     /// Direct I/O was refused once.
     pub retried: bool,
+    /// Pages of it that are absent: what was read of them is in landing slots.
+    pub landed: Vec<Run>,
 }
 
 /// What kind of I/O is under way.
@@ -92,6 +95,8 @@ pub(crate) enum Origin {
         since: Instant,
         ended: Ended,
     },
+    /// Its transfer had landed, and could not be delivered.
+    Again,
 }
 
 /// Buffers used again and again.
@@ -157,6 +162,8 @@ pub(crate) struct Ready {
     pub frame: Frame,
     pub leases: LeaseSet,
     pub sample: Sample,
+    /// It is a read, and part of it is to land.
+    pub landing: Option<Landing>,
 }
 
 impl Io {
@@ -305,7 +312,7 @@ impl Io {
         origin: Origin,
     ) -> Result<Outcome, StopReason> {
         let mut buffers = std::mem::take(&mut self.scratch.buffers);
-        let outcome = self.prepare_with(device, queue, memory, head, &mut buffers);
+        let outcome = self.prepare_with(device, queue, memory, (head, origin), &mut buffers);
         self.scratch.buffers = buffers;
         match outcome? {
             Prepared::Ready(ready) => {
@@ -333,7 +340,7 @@ impl Io {
         device: &Device,
         queue: &EngineQueue,
         memory: &Rc<DeviceMemory>,
-        head: u16,
+        (head, origin): (u16, Origin),
         buffers: &mut Buffers,
     ) -> Result<Prepared, StopReason> {
         let frame = match locate(queue, memory, head, buffers)? {
@@ -356,9 +363,27 @@ impl Io {
                 frame,
                 leases,
                 sample,
+                landing: None,
             }));
         }
         leases.release(memory);
+        // One that had landed does not land again at once: that it gets on is worth more.
+        if !matches!(origin, Origin::Again) {
+            match self.may_land(device, memory, &frame, buffers) {
+                MayLand::No => {}
+                MayLand::Later(first) => return Ok(Prepared::Absent(first)),
+                MayLand::Now(leases, landing) => {
+                    let landing = Some(landing);
+                    return Ok(Prepared::Ready(Ready {
+                        head,
+                        frame,
+                        leases,
+                        sample,
+                        landing,
+                    }));
+                }
+            }
+        }
         let mut absent = absent_of(memory, &frame, buffers);
         if absent.is_empty() {
             // They came back between the two looks; ask all the same, it is answered at once.
@@ -397,7 +422,7 @@ impl Io {
         (purpose, origin): (Purpose, Origin),
     ) {
         let since = match origin {
-            Origin::Fresh => Instant::now(),
+            Origin::Fresh | Origin::Again => Instant::now(),
             Origin::Resumed { since, .. } => since,
         };
         let requests = self.parked.park(ParkedChain {

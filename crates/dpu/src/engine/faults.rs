@@ -8,7 +8,7 @@
 //! status byte is there; if not, it waits for that page alone, which pauses no
 //! queue. Nothing of it was done: its DMA had not begun.
 
-use super::{Engine, Progress, chain::Origin, take_queue};
+use super::{Engine, Progress, chain::Origin, landing::Answered, take_queue};
 use crate::{
     parked::{Resumed, Waiter},
     shared::{add, sub},
@@ -25,8 +25,19 @@ impl Engine {
     pub(super) fn take_responses(&mut self, progress: &mut Progress) -> io::Result<()> {
         while let Some(response) = self.device_end.next() {
             progress.anything = true;
-            if let Some(resumed) = self.io.parked.answer(response) {
-                self.resume(&resumed)?;
+            match self.io.landings.answer(&response) {
+                Answered::Foreign => {
+                    if let Some(resumed) = self.io.parked.answer(response) {
+                        self.resume(&resumed)?;
+                    }
+                }
+                Answered::More => {}
+                Answered::Last(settled) => {
+                    let device = self.devices.get_mut(settled.device());
+                    if let Some(device) = device.and_then(Option::as_mut) {
+                        self.io.settled(device, settled)?;
+                    }
+                }
             }
         }
         Ok(())
@@ -90,7 +101,7 @@ impl Engine {
 
     /// Sends page requests, and sees to it that somebody serves them.
     pub(super) fn ask_for_pages(&mut self, progress: &mut Progress) {
-        if !self.io.parked.has_unsent() {
+        if !self.io.parked.has_unsent() && !self.io.landings.has_unsent() {
             return;
         }
         let (end, devices, index) = (&self.device_end, &self.devices, self.io.index);
@@ -100,6 +111,7 @@ impl Engine {
                 add(&device.shared.counters[index].prefaults, 1);
             }
         };
+        let overwrites = self.io.landings.send(|request| end.submit(request));
         let sent = self.io.parked.send(|request| {
             end.submit(request)?;
             if request.kind == RequestKind::Prefault {
@@ -107,9 +119,10 @@ impl Engine {
             }
             Ok(())
         });
-        if sent == 0 {
+        if sent + overwrites == 0 {
             return;
         }
+        self.io.landings.set_area(self.device_end.landing());
         progress.asked = true;
         progress.anything = true;
         // What this turn finished is told already; only what is under way would have to wait.

@@ -46,7 +46,13 @@ impl Io {
                 if status == Status::IoError {
                     self.tell_failure(device, &job.request, result);
                 }
-                self.complete_job(device, job, status);
+                let job = match job.request.landed.is_empty() {
+                    true => Some(job),
+                    false => self.settle(device, job, status),
+                };
+                if let Some(job) = job {
+                    self.complete_job(device, job, status);
+                }
             }
         }
         Ok(())
@@ -68,7 +74,12 @@ impl Io {
         }
     }
 
-    fn complete_job(&mut self, device: &mut Device, mut job: Box<Job<Request>>, status: Status) {
+    pub(super) fn complete_job(
+        &mut self,
+        device: &mut Device,
+        mut job: Box<Job<Request>>,
+        status: Status,
+    ) {
         let key = job.request.key;
         let Some(mut queue) = super::take_queue(device, key) else {
             debug_assert!(false, "a queue went away under its I/O");

@@ -32,6 +32,7 @@ pub(crate) mod chain;
 pub(crate) mod command;
 mod faults;
 mod finish;
+mod landing;
 mod pages;
 mod patience;
 pub(crate) mod queue;
@@ -111,6 +112,7 @@ pub(crate) struct Io {
     pub index: usize,
     pub ring: IoRing<Request>,
     pub parked: ParkedChains,
+    pub landings: landing::Landings,
     pub scratch: Scratch,
     pub in_flight_max: usize,
     pub shared: Arc<EngineShared>,
@@ -148,6 +150,7 @@ impl Engine {
                 index: seed.index,
                 ring,
                 parked: ParkedChains::new(seed.index, seed.iopf_timeout),
+                landings: landing::Landings::new(seed.index),
                 scratch: Scratch::new(),
                 in_flight_max: seed.ring_entries as usize,
                 shared: seed.shared,
@@ -432,6 +435,7 @@ impl Engine {
                 let queue = EngineQueue::new(device, token, *setup);
                 place.queues[usize::from(number)] = Some(queue);
                 self.active.push((device, number));
+                self.io.landings.set_area(self.device_end.landing());
                 self.io.start_rings(place, number)?;
             }
             Command::StopQueue {

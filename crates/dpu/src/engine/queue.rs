@@ -233,6 +233,12 @@ impl EngineQueue {
         matches!(self.state, QueueState::Stopping { .. })
     }
 
+    /// True if what it has not begun stays in the in-flight region.
+    pub fn is_abandoned(&self) -> bool {
+        let how = StopHow::Abandon;
+        matches!(&self.state, QueueState::Stopping { how: stop, .. } if *stop == how)
+    }
+
     /// True if nothing of it is under way, nor to be done before it may stop.
     pub fn is_idle(&self) -> bool {
         let owes = match &self.state {

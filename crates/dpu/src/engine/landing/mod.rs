@@ -1,0 +1,470 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Reads into absent pages that need not be brought back.
+//!
+//! # Idea
+//! A read that covers an absent page whole makes its old content worthless. So
+//! such pages are not asked for: their part of the transfer lands in slots of
+//! the engine's own ([`LandingArea`]), the rest goes to guest memory as ever. When
+//! the disk is done, and it is known how much was really read, the host is
+//! asked to install the pages with what has landed
+//! ([`Overwrite`](RequestKind::Overwrite)).
+//!
+//! ```text
+//!   leases fail ─► plan ─► disk ─► overwrites out ─► all answered ─► status, used ring
+//!                   │ no slots, no read                  │
+//!                   ▼                                    └─ a page was there after all (a vCPU was
+//!         all pages are asked for                           quicker): copy it under a lease; if that
+//!                                                           is not to be had: the chain begins again
+//! ```
+//!
+//! # What the guest sees
+//! Until a page is installed it holds what it held; then, at once, what was
+//! read. A transfer that failed half way overwrites the pages that it had read
+//! whole; what lies behind stays, and of a page that it had begun no byte is
+//! written. The used ring tells the driver to rely on no byte of either.
+//!
+//! # While overwrites are out
+//! The chain holds no lease: the host may have to evict for it. It counts as I/O
+//! under way, not as parked: it is not given up and not abandoned, because the
+//! host may still install its pages, and after its completion, or its queue's
+//! end, the guest may have other plans for them. A death leaves it in the
+//! in-flight region, and the read is done again.
+//!
+//! # Limits
+//! Slots are few (see [`slots`]); requests out are no more than
+//! [`OVERWRITES_PER_DEVICE_MAX`] a device. What finds no slot is asked for as ever.
+
+mod plan;
+pub(crate) mod slots;
+
+pub(crate) use plan::{Plan, Planned, Run};
+
+use super::{
+    Device, Io,
+    chain::{Origin, Request},
+    take_queue,
+};
+use crate::{
+    blk::request::{Frame, Header, Status, Work, decide},
+    chain::Buffers,
+    memory::{DeviceMemory, LeaseSet, Span},
+    parked::Wanted,
+    ring::Job,
+    shared::{add, sub},
+};
+use pagetide_addr::{
+    Access, DeviceId, PAGE_BYTES, PageNo, PageRequest, PageResponse, QueueId, RequestId,
+    RequestKind,
+};
+use pagetide_vpri::{LandingArea, QueueFull};
+use rustix::time::{ClockId, clock_gettime};
+use slots::{Slots, Taken};
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    sync::Arc,
+};
+
+/// Most overwrites one device has outstanding on an engine.
+pub const OVERWRITES_PER_DEVICE_MAX: usize = 32;
+/// Ids of overwrites have this bit, those of other page requests have not.
+const ID_BIT: u64 = 1 << 47;
+
+/// A read that may begin though pages of it are absent.
+pub(crate) struct Landing {
+    pub plan: Plan,
+    /// Where it begins on the image.
+    pub offset: u64,
+}
+
+/// Whether a chain that cannot be leased as it is may land.
+pub(crate) enum MayLand {
+    /// It is as any other: all its pages are to be asked for.
+    No,
+    /// Once these pages are there, which are wanted with what they hold.
+    Later(Vec<Wanted>),
+    /// Now; all that the device writes itself is leased.
+    Now(LeaseSet, Landing),
+}
+
+/// A part that was not installed: its page, and the slot with what is to be there.
+struct Left {
+    page: Span,
+    area: Arc<LandingArea>,
+    slot: u32,
+}
+
+/// A read whose transfer is done and whose pages are being installed.
+struct Settling {
+    job: Box<Job<Request>>,
+    status: Status,
+    device: DeviceId,
+    vector: Option<u16>,
+    unsent: Vec<Run>,
+    outstanding: usize,
+    answered: Vec<Run>,
+    left: Vec<Left>,
+    installed_pages: u64,
+}
+
+/// An overwrite that is out.
+struct Out {
+    of: u64,
+    device: DeviceId,
+    run: Run,
+}
+
+/// What a page response means here.
+pub(crate) enum Answered {
+    /// It is no answer to an overwrite.
+    Foreign,
+    /// More are to come.
+    More,
+    /// All of this transfer are answered.
+    Last(Settled),
+}
+
+/// A transfer whose overwrites have all been answered.
+#[must_use = "its chain must be completed, or its guest waits for ever"]
+pub(crate) struct Settled(Settling);
+
+impl Settled {
+    /// The device it belongs to, by its slot.
+    pub fn device(&self) -> usize {
+        self.0.job.request.key.device
+    }
+}
+
+/// All landed transfers of an engine.
+pub(crate) struct Landings {
+    slots: Option<Slots>,
+    settling: HashMap<u64, Settling>,
+    /// Those with overwrites that have not been sent.
+    unsent: VecDeque<u64>,
+    waiting: HashMap<RequestId, Out>,
+    by_device: HashMap<DeviceId, usize>,
+    next_id: u64,
+    next_token: u64,
+}
+
+impl Landings {
+    /// None yet, for engine number `engine`, and no slots.
+    pub fn new(engine: usize) -> Self {
+        Self {
+            slots: None,
+            settling: HashMap::new(),
+            unsent: VecDeque::new(),
+            waiting: HashMap::new(),
+            by_device: HashMap::new(),
+            next_id: (engine as u64) << 48 | ID_BIT,
+            next_token: 0,
+        }
+    }
+
+    /// From now on transfers land there; what has landed elsewhere stays until it is settled.
+    pub fn set_area(&mut self, area: Option<Arc<LandingArea>>) {
+        let same = match (&self.slots, &area) {
+            (Some(slots), Some(area)) => Arc::ptr_eq(slots.area(), area),
+            (None, None) => true,
+            _ => false,
+        };
+        if !same {
+            self.slots = area.map(Slots::new);
+        }
+    }
+
+    fn take(&mut self, device: DeviceId, count: u32) -> Option<Taken> {
+        self.slots.as_mut()?.take(device, count)
+    }
+
+    fn give_back(&mut self, slots: &Taken) {
+        if let Some(mine) = &mut self.slots {
+            mine.give_back(slots);
+        }
+    }
+
+    fn abandon(&mut self, plan: &Plan) {
+        for run in &plan.runs {
+            self.give_back(&run.slots);
+        }
+    }
+
+    /// True if there are overwrites to be sent.
+    pub fn has_unsent(&self) -> bool {
+        !self.unsent.is_empty()
+    }
+
+    /// Sends overwrites, as far as the queue takes them and no device has more than its share; how
+    /// many.
+    pub fn send(&mut self, mut submit: impl FnMut(PageRequest) -> Result<(), QueueFull>) -> usize {
+        let mut sent = 0;
+        let now_ns = now_ns();
+        for _ in 0..self.unsent.len() {
+            let Some(token) = self.unsent.pop_front() else {
+                break;
+            };
+            let full = self.send_of(token, now_ns, &mut submit, &mut sent);
+            let left = |settling: &Settling| !settling.unsent.is_empty();
+            if self.settling.get(&token).is_some_and(left) {
+                self.unsent.push_back(token);
+            }
+            if full.is_err() {
+                break;
+            }
+        }
+        sent
+    }
+
+    fn send_of(
+        &mut self,
+        token: u64,
+        now_ns: u64,
+        submit: &mut impl FnMut(PageRequest) -> Result<(), QueueFull>,
+        sent: &mut usize,
+    ) -> Result<(), QueueFull> {
+        let Some(settling) = self.settling.get_mut(&token) else {
+            return Ok(());
+        };
+        let device = settling.device;
+        let outstanding = self.by_device.entry(device).or_insert(0);
+        while *outstanding < OVERWRITES_PER_DEVICE_MAX
+            && let Some(run) = settling.unsent.pop()
+        {
+            let id = RequestId(self.next_id);
+            if let Err(full) = submit(settling.request(id, &run, now_ns)) {
+                settling.unsent.push(run);
+                return Err(full);
+            }
+            settling.outstanding += 1;
+            *outstanding += 1;
+            let of = token;
+            self.waiting.insert(id, Out { of, device, run });
+            self.next_id += 1;
+            *sent += 1;
+        }
+        Ok(())
+    }
+
+    /// Takes the answer to an overwrite.
+    pub fn answer(&mut self, response: &PageResponse) -> Answered {
+        if response.id.0 & ID_BIT == 0 {
+            return Answered::Foreign;
+        }
+        let Some(Out { of, device, run }) = self.waiting.remove(&response.id) else {
+            return Answered::More;
+        };
+        if let Some(outstanding) = self.by_device.get_mut(&device) {
+            *outstanding -= 1;
+            if *outstanding == 0 {
+                self.by_device.remove(&device);
+            }
+        }
+        let Some(settling) = self.settling.get_mut(&of) else {
+            debug_assert!(false, "a transfer went away under its overwrites");
+            return Answered::More;
+        };
+        settling.take_answer(run, response.installed);
+        if settling.outstanding > 0 || !settling.unsent.is_empty() {
+            return Answered::More;
+        }
+        match self.settling.remove(&of) {
+            Some(settling) => Answered::Last(Settled(settling)),
+            None => Answered::More,
+        }
+    }
+}
+
+impl Settling {
+    fn request(&self, id: RequestId, run: &Run, now_ns: u64) -> PageRequest {
+        let from = (self.device, QueueId(self.job.request.key.queue));
+        let domain = self.job.dma.memory().port(run.span).domain().id();
+        let pages = run.span.pages();
+        PageRequest {
+            kind: RequestKind::Overwrite {
+                slot: run.slots.first,
+            },
+            vector: self.vector,
+            sent_ns: now_ns,
+            ..PageRequest::demand(id, from, domain, pages, Access::Write)
+        }
+    }
+
+    fn take_answer(&mut self, run: Run, installed: u64) {
+        self.outstanding -= 1;
+        for (slot, page) in (run.slots.first..).zip(run.span.pages().iter()) {
+            if installed & 1 << (slot - run.slots.first) != 0 {
+                self.installed_pages += 1;
+            } else {
+                self.left.push(Left {
+                    page: one_page(run.span, page),
+                    area: run.slots.area.clone(),
+                    slot,
+                });
+            }
+        }
+        self.answered.push(run);
+    }
+
+    /// Copies what was not installed; all of it is leased. False if it cannot be, which only a bug of
+    /// ours could do.
+    fn copy_left(&self, memory: &DeviceMemory) -> bool {
+        self.left.iter().all(|left| {
+            let (from, to) = (left.area.bytes(left.slot, 1), memory.slice(left.page));
+            let (Some(from), Ok(to)) = (from, to) else {
+                debug_assert!(false, "a slot or page that was there is not");
+                return false;
+            };
+            from.copy_to_volatile_slice(to);
+            true
+        })
+    }
+}
+
+/// The host's monotonic clock, which both sides of the page fault queue read.
+fn now_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    let part = |number: i64| u64::try_from(number).unwrap_or(0);
+    part(now.tv_sec)
+        .saturating_mul(1_000_000_000)
+        .saturating_add(part(now.tv_nsec))
+}
+
+fn one_page(run: Span, page: PageNo) -> Span {
+    Span {
+        offset: page.byte_offset(),
+        len: PAGE_LEN,
+        ..run
+    }
+}
+
+/// [`PAGE_BYTES`], as lengths of spans are.
+const PAGE_LEN: u32 = 4096;
+const _: () = assert!(PAGE_LEN as u64 == PAGE_BYTES);
+
+/// Leases what must be there for a read that lands.
+fn lease_around(memory: &DeviceMemory, frame: &Frame, plan: &Plan, leases: &mut LeaseSet) -> bool {
+    leases.take(memory, frame.status, Access::Write)
+        && std::iter::once(&frame.header)
+            .chain(&frame.header_rest)
+            .all(|span| leases.take(memory, *span, Access::Read))
+        && plan
+            .guest_spans()
+            .all(|span| leases.take(memory, span, Access::Write))
+}
+
+impl Io {
+    /// Looks whether a chain that cannot be leased as it is may land.
+    pub(super) fn may_land(
+        &mut self,
+        device: &Device,
+        memory: &DeviceMemory,
+        frame: &Frame,
+        buffers: &Buffers,
+    ) -> MayLand {
+        let id = device.shared.id;
+        let plan = match plan::plan(&mut self.landings, id, memory, frame, buffers) {
+            Planned::Nothing => return MayLand::No,
+            Planned::First(wanted) => return MayLand::Later(wanted),
+            Planned::Begin(plan) => plan,
+        };
+        let mut leases = LeaseSet::default();
+        if lease_around(memory, frame, &plan, &mut leases)
+            && let Ok(header) = Header::read(memory, frame)
+        {
+            let bytes = |spans: &[Span]| spans.iter().map(|s| u64::from(s.len)).sum::<u64>();
+            let (readable, writable) = (bytes(&buffers.readable), bytes(&buffers.writable));
+            let work = decide(device.shared.limits(), header, readable, writable);
+            if let Work::Read { offset } = work {
+                return MayLand::Now(leases, Landing { plan, offset });
+            }
+        }
+        leases.release(memory);
+        self.landings.abandon(&plan);
+        MayLand::No
+    }
+
+    /// A transfer of which part has landed is done: asks for its pages to be overwritten. Gives the job
+    /// back if there are none.
+    pub(super) fn settle(
+        &mut self,
+        device: &Device,
+        mut job: Box<Job<Request>>,
+        status: Status,
+    ) -> Option<Box<Job<Request>>> {
+        let written = u64::from(job.request.data_bytes).saturating_sub(job.dma.left());
+        let mut unsent = Vec::new();
+        for mut run in std::mem::take(&mut job.request.landed) {
+            let bytes = written.saturating_sub(run.from) / PAGE_BYTES * PAGE_BYTES;
+            run.span.len = u32::try_from(bytes).map_or(run.span.len, |b| b.min(run.span.len));
+            if run.span.len == 0 {
+                self.landings.give_back(&run.slots);
+            } else {
+                unsent.push(run);
+            }
+        }
+        if unsent.is_empty() {
+            return Some(job);
+        }
+        let memory = job.dma.memory().clone();
+        job.request.leases.release(&memory);
+        let queue = device.queues.get(usize::from(job.request.key.queue));
+        let queue = queue.and_then(Option::as_ref);
+        let landings = &mut self.landings;
+        let token = landings.next_token;
+        landings.next_token += 1;
+        landings.unsent.push_back(token);
+        let settling = Settling {
+            vector: queue.and_then(|queue| queue.asker(&device.shared, &memory).vector),
+            device: device.shared.id,
+            job,
+            status,
+            unsent,
+            outstanding: 0,
+            answered: Vec::new(),
+            left: Vec::new(),
+            installed_pages: 0,
+        };
+        landings.settling.insert(token, settling);
+        None
+    }
+
+    /// Completes a transfer whose pages are installed, or begins its chain again.
+    pub(super) fn settled(&mut self, device: &mut Device, settled: Settled) -> io::Result<()> {
+        let Settled(mut settling) = settled;
+        let counters = &device.shared.counters[self.index];
+        add(&counters.overwritten_pages, settling.installed_pages);
+        let request = &mut settling.job.request;
+        let (key, head, at) = (request.key, request.head, request.status);
+        let mut leases = std::mem::take(&mut request.leases);
+        let memory = settling.job.dma.memory().clone();
+        let left = settling.left.iter().map(|left| left.page);
+        let delivered = std::iter::once(at)
+            .chain(left)
+            .all(|span| leases.take(&memory, span, Access::Write))
+            && settling.copy_left(&memory);
+        for run in &settling.answered {
+            self.landings.give_back(&run.slots);
+        }
+        let mut job = settling.job;
+        if delivered {
+            job.request.leases = leases;
+            self.complete_job(device, job, settling.status);
+            return Ok(());
+        }
+        leases.release(&memory);
+        job.request.leases = leases;
+        self.scratch.keep(job);
+        let Some(mut queue) = take_queue(device, key) else {
+            debug_assert!(false, "a queue went away under its I/O");
+            return Ok(());
+        };
+        queue.in_flight -= 1;
+        sub(&device.shared.counters[self.index].in_flight, 1);
+        // A queue that is abandoned leaves the chain in the in-flight region.
+        if !queue.is_abandoned() {
+            self.serve(device, &mut queue, head, Origin::Again)?;
+        }
+        device.queues[usize::from(key.queue)] = Some(queue);
+        Ok(())
+    }
+}

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which parts of a read go straight to guest memory, and which land.
+//!
+//! ```text
+//!   data buffer          ├─head─┼── page ──┼── page ──┼── page ──┼─tail─┤
+//!   its pages              there   absent     absent     there     away
+//!   goes to                guest ┌ slot n ┐ ┌ slot n+1┐  guest     asked for first
+//! ```
+//! A page that a buffer covers only in part is wanted with what it held, so it is
+//! asked for before the transfer begins, like headers and status bytes.
+
+use super::{Landings, slots::Taken};
+use crate::{
+    blk::request::Frame,
+    chain::Buffers,
+    engine::pages::absent_runs,
+    memory::{DeviceMemory, Span},
+    parked::Wanted,
+    ring::Piece,
+};
+use pagetide_addr::{Access, DeviceId, OVERWRITE_PAGES_MAX, PAGE_BYTES, PageNo, PageRange};
+
+/// Most runs of absent pages that one request lands: each is a page request.
+const RUNS_MAX: usize = 64;
+
+/// Absent pages that follow one another, and where their new content lands.
+#[derive(Debug)]
+pub(crate) struct Run {
+    /// The pages, whole.
+    pub span: Span,
+    /// Bytes of the transfer before it.
+    pub from: u64,
+    pub slots: Taken,
+}
+
+/// Where a read goes.
+#[derive(Debug, Default)]
+pub(crate) struct Plan {
+    pub pieces: Vec<Piece>,
+    pub runs: Vec<Run>,
+    bytes: u64,
+}
+
+/// What is to be done with a chain some of whose pages are absent.
+pub(crate) enum Planned {
+    /// It is no read, or there are no slots: all its pages are to be asked for.
+    Nothing,
+    /// These pages are wanted with what they hold, before it can begin.
+    First(Vec<Wanted>),
+    /// It can begin; the guest's parts are to be leased.
+    Begin(Plan),
+}
+
+/// What must be there before a read can begin: all but the pages that its data covers whole.
+fn needed_first(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<Wanted> {
+    let read = std::iter::once(&frame.header)
+        .chain(&frame.header_rest)
+        .chain(&buffers.readable)
+        .map(|span| (*span, Access::Read));
+    let edges = buffers.writable.iter().flat_map(|span| {
+        let [head, _, tail] = cut(*span);
+        [head, tail]
+    });
+    let written = std::iter::once(frame.status)
+        .chain(edges.flatten())
+        .map(|span| (span, Access::Write));
+    read.chain(written)
+        .flat_map(|(span, access)| absent_runs(memory, span, access))
+        .collect()
+}
+
+/// Plans a chain that cannot be leased as it is.
+pub(super) fn plan(
+    landings: &mut Landings,
+    device: DeviceId,
+    memory: &DeviceMemory,
+    frame: &Frame,
+    buffers: &Buffers,
+) -> Planned {
+    let mut plan = Plan::default();
+    let mut landed = true;
+    for span in &buffers.writable {
+        landed = landed && plan.take_buffer(landings, device, memory, *span);
+    }
+    if !landed || plan.runs.is_empty() {
+        landings.abandon(&plan);
+        return Planned::Nothing;
+    }
+    let first = needed_first(memory, frame, buffers);
+    if first.is_empty() {
+        return Planned::Begin(plan);
+    }
+    landings.abandon(&plan);
+    Planned::First(first)
+}
+
+impl Plan {
+    /// The parts that the device writes itself.
+    pub fn guest_spans(&self) -> impl Iterator<Item = Span> + '_ {
+        self.pieces.iter().filter_map(|piece| match piece {
+            Piece::Guest(span) => Some(*span),
+            Piece::Slots { .. } => None,
+        })
+    }
+
+    /// Adds a buffer of the chain; false if it cannot all be had.
+    fn take_buffer(
+        &mut self,
+        landings: &mut Landings,
+        device: DeviceId,
+        memory: &DeviceMemory,
+        buffer: Span,
+    ) -> bool {
+        let [head, whole, tail] = cut(buffer);
+        self.add_guest(head);
+        if let Some(whole) = whole {
+            let mut page = whole.pages().start;
+            for absent in absent_runs(memory, whole, Access::Write) {
+                self.add_guest(part(whole, page, absent.pages.start));
+                page = absent.pages.start;
+                while page < absent.pages.end {
+                    let end = absent.pages.end.min(PageNo(page.0 + OVERWRITE_PAGES_MAX));
+                    let Some(run) = part(whole, page, end) else {
+                        return false;
+                    };
+                    if !self.add_run(landings, device, run) {
+                        return false;
+                    }
+                    page = end;
+                }
+            }
+            self.add_guest(part(whole, page, whole.pages().end));
+        }
+        self.add_guest(tail);
+        true
+    }
+
+    fn add_guest(&mut self, span: Option<Span>) {
+        if let Some(span) = span {
+            self.bytes += u64::from(span.len);
+            self.pieces.push(Piece::Guest(span));
+        }
+    }
+
+    fn add_run(&mut self, landings: &mut Landings, device: DeviceId, span: Span) -> bool {
+        let count = u32::try_from(span.pages().len()).unwrap_or(u32::MAX);
+        if self.runs.len() == RUNS_MAX {
+            return false;
+        }
+        let Some(slots) = landings.take(device, count) else {
+            return false;
+        };
+        self.pieces.push(Piece::Slots {
+            area: slots.area.clone(),
+            first: slots.first,
+            len: span.len,
+        });
+        self.runs.push(Run {
+            span,
+            from: self.bytes,
+            slots,
+        });
+        self.bytes += u64::from(span.len);
+        true
+    }
+}
+
+/// A buffer cut at pages' borders: what lies before the first whole page, whole pages, the rest.
+fn cut(span: Span) -> [Option<Span>; 3] {
+    let end = span.offset + u64::from(span.len);
+    let first = span.offset.next_multiple_of(PAGE_BYTES).min(end);
+    let last = (end - end % PAGE_BYTES).max(first);
+    [(span.offset, first), (first, last), (last, end)].map(|(from, to)| {
+        let len = u32::try_from(to - from).unwrap_or(u32::MAX);
+        (len > 0).then_some(Span {
+            offset: from,
+            len,
+            ..span
+        })
+    })
+}
+
+/// The pages from `from` to before `to` of `whole`, if there are any.
+fn part(whole: Span, from: PageNo, to: PageNo) -> Option<Span> {
+    let bytes = PageRange::new(from, to.max(from)).bytes();
+    let len = u32::try_from(bytes).ok().filter(|len| *len > 0)?;
+    Some(Span {
+        offset: from.byte_offset(),
+        len,
+        ..whole
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn span(offset: u64, len: u32) -> Span {
+        Span {
+            port: 3,
+            offset,
+            len,
+        }
+    }
+
+    #[test]
+    fn buffer_is_cut_at_pages_borders_and_nothing_of_it_is_lost() {
+        let cases = [
+            (span(0, 4096), [None, Some((0, 4096)), None]),
+            (span(512, 512), [Some((512, 512)), None, None]),
+            (
+                span(512, 4096),
+                [Some((512, 3584)), None, Some((4096, 512))],
+            ),
+            (
+                span(4000, 8400),
+                [Some((4000, 96)), Some((4096, 8192)), Some((12_288, 112))],
+            ),
+            (span(8192, 100), [None, None, Some((8192, 100))]),
+            (span(5000, 3192), [Some((5000, 3192)), None, None]),
+        ];
+        for (buffer, expected) in cases {
+            let parts = cut(buffer).map(|part| part.map(|p| (p.offset, p.len)));
+            assert_eq!(parts, expected, "{buffer:?}");
+            assert!(cut(buffer).iter().flatten().all(|part| part.port == 3));
+        }
+    }
+}

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which landing slots are free.
+//!
+//! The pages of a run need neighbouring slots, so that one request names them
+//! all. Runs are short and soon done with, so slots are looked for from where
+//! the last search ended. A device has at most half of them: what one tenant's
+//! slow host keeps taken is not all there is.
+
+use pagetide_addr::DeviceId;
+use pagetide_vpri::LandingArea;
+use std::{collections::HashMap, sync::Arc};
+
+/// Neighbouring slots that belong to a transfer.
+///
+/// A duty: [`Slots::give_back`] must be called with it, or the slots are lost.
+#[must_use = "slots that are not given back are lost"]
+#[derive(Debug)]
+pub(crate) struct Taken {
+    pub area: Arc<LandingArea>,
+    pub device: DeviceId,
+    pub first: u32,
+    pub count: u32,
+}
+
+/// The slots of the area that the engine has now.
+#[derive(Debug)]
+pub(crate) struct Slots {
+    area: Arc<LandingArea>,
+    taken: Box<[bool]>,
+    by_device: HashMap<DeviceId, u32>,
+    /// Where the next search begins.
+    next: usize,
+}
+
+impl Slots {
+    /// All of them free.
+    pub fn new(area: Arc<LandingArea>) -> Self {
+        let count = area.slots().len();
+        Self {
+            area,
+            taken: vec![false; count].into(),
+            by_device: HashMap::new(),
+            next: 0,
+        }
+    }
+
+    /// The area they are of.
+    pub fn area(&self) -> &Arc<LandingArea> {
+        &self.area
+    }
+
+    /// Takes `count` neighbouring slots, if there are any left for `device`.
+    pub fn take(&mut self, device: DeviceId, count: u32) -> Option<Taken> {
+        let wanted = usize::try_from(count).ok()?;
+        let most = self.taken.len().div_ceil(2);
+        let has = self.by_device.get(&device).copied().unwrap_or(0);
+        if wanted == 0 || usize::try_from(has).ok()? + wanted > most {
+            return None;
+        }
+        let at = (self.find(self.next, wanted)).or_else(|| self.find(0, wanted))?;
+        self.taken[at..at + wanted].fill(true);
+        self.next = at + wanted;
+        *self.by_device.entry(device).or_insert(0) += count;
+        Some(Taken {
+            area: self.area.clone(),
+            device,
+            first: self.area.slots().start + u32::try_from(at).ok()?,
+            count,
+        })
+    }
+
+    fn find(&self, from: usize, wanted: usize) -> Option<usize> {
+        let mut run = 0;
+        for (at, taken) in self.taken.iter().enumerate().skip(from) {
+            run = if *taken { 0 } else { run + 1 };
+            if run == wanted {
+                return Some(at + 1 - wanted);
+            }
+        }
+        None
+    }
+
+    /// Takes slots back. Those of an earlier area are no loss: it goes with the last of them.
+    pub fn give_back(&mut self, slots: &Taken) {
+        if !Arc::ptr_eq(&slots.area, &self.area) {
+            return;
+        }
+        let index = |slot: u32| usize::try_from(slot - self.area.slots().start).unwrap_or(0);
+        let at = index(slots.first);
+        let given = &mut self.taken[at..at + index(self.area.slots().start + slots.count)];
+        debug_assert!(given.iter().all(|taken| *taken), "given back twice");
+        given.fill(false);
+        if let Some(has) = self.by_device.get_mut(&slots.device) {
+            *has -= slots.count;
+            if *has == 0 {
+                self.by_device.remove(&slots.device);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: DeviceId = DeviceId(1);
+    const OTHER: DeviceId = DeviceId(2);
+
+    fn slots(count: u32) -> Slots {
+        Slots::new(Arc::new(LandingArea::new(count).unwrap()))
+    }
+
+    #[test]
+    fn slots_are_neighbours_and_nobody_elses_until_they_are_given_back() {
+        let mut slots = slots(16);
+        let first = slots.take(ONE, 5).unwrap();
+        let second = slots.take(OTHER, 8).unwrap();
+        assert_eq!((first.first, second.first), (0, 5));
+        assert!(slots.take(ONE, 4).is_none(), "three are left");
+        slots.give_back(&first);
+        assert!(slots.take(ONE, 6).is_none(), "five and three, not together");
+        let third = slots.take(ONE, 3).unwrap();
+        let fourth = slots.take(ONE, 5).unwrap();
+        assert_eq!((third.first, fourth.first), (13, 0));
+    }
+
+    #[test]
+    fn device_gets_no_more_than_half_of_them() {
+        let mut slots = slots(8);
+        let half = slots.take(ONE, 4).unwrap();
+        assert!(slots.take(ONE, 1).is_none());
+        assert!(slots.take(OTHER, 4).is_some());
+        slots.give_back(&half);
+        assert!(slots.take(ONE, 4).is_some());
+    }
+
+    #[test]
+    fn slots_of_an_earlier_area_are_not_mixed_up_with_those_of_this_one() {
+        let mut old = slots(4);
+        let left = old.take(ONE, 2).unwrap();
+        let mut new = slots(4);
+        let taken = new.take(ONE, 2).unwrap();
+        new.give_back(&left);
+        assert!(new.take(ONE, 1).is_none());
+        new.give_back(&taken);
+    }
+
+    #[test]
+    fn random_takings_never_overlap() {
+        let mut slots = slots(64);
+        let mut held: Vec<Taken> = Vec::new();
+        let mut seed = 7_u32;
+        for _ in 0..20_000 {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let draw = seed >> 16;
+            if draw.is_multiple_of(2) && !held.is_empty() {
+                let at = usize::try_from(draw).unwrap() % held.len();
+                slots.give_back(&held.swap_remove(at));
+            } else if let Some(taken) = slots.take(DeviceId(1 + draw % 3), 1 + draw % 9) {
+                let ends = |t: &Taken| (t.first, t.first + t.count);
+                let (from, to) = ends(&taken);
+                assert!(to <= 64);
+                for other in held.iter().map(ends) {
+                    assert!(to <= other.0 || from >= other.1, "{from}..{to} {other:?}");
+                }
+                held.push(taken);
+            }
+        }
+        for taken in held {
+            slots.give_back(&taken);
+        }
+        assert!(slots.by_device.is_empty() && !slots.taken.contains(&true));
+    }
+}
