@@ -11,6 +11,8 @@ pub mod delay;
 #[cfg(not(loom))]
 pub mod domain;
 #[cfg(not(loom))]
+pub mod driver;
+#[cfg(not(loom))]
 pub mod function;
 #[cfg(not(loom))]
 pub mod landing;
@@ -37,6 +39,8 @@ pub use delay::Delay;
 pub use domain::{DmaDomain, DomainError, DomainTable, EnginePort, LookUp, MappingWatch};
 #[cfg(not(loom))]
 pub use landing::{LandingArea, LandingError};
+#[cfg(not(loom))]
+pub use driver::{Driver, DriverCounts, DriverError};
 pub use lease::{Busy, Lease, PageAttributes, Restriction};
 #[cfg(not(loom))]
 pub use mmu::DmaMmu;

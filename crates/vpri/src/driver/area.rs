@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The memory that a driver shares with the function: one sealed memfd for each session.
+//!
+//! ```text
+//!   event ring │ fault ring │ event slots: message, reply │ page requests │ landing area
+//! ```
+//! It is made anew for each connection: what a device that was given up still
+//! writes lands where nobody looks any more. The seals keep either side from
+//! shrinking it under the other.
+
+use super::ring::RingPlace;
+use crate::wire::{MASK_BYTES, REQUEST_BYTES, SLOT_BYTES, STATUS_BYTES};
+use pagetide_sys::mapping::{MappingError, SharedMapping};
+use rustix::fs::{MemfdFlags, SealFlags};
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    sync::Arc,
+};
+use vhost::VhostUserMemoryRegionInfo;
+
+/// Events that can be under way at a time.
+pub(crate) const EVENT_SLOTS: u16 = 64;
+/// Descriptors of the event queue: message and reply of each.
+pub(crate) const EVENT_DESCRIPTORS: u16 = 2 * EVENT_SLOTS;
+/// Buffers for page requests: as many can wait until the service takes them.
+pub(crate) const FAULT_BUFFERS: u16 = 256;
+/// Room for the message of an event: a header and the ranges of a whole section.
+pub(crate) const MESSAGE_ROOM: u64 = 4160;
+/// Room for its reply.
+const REPLY_ROOM: u64 = 128;
+/// Pages of the landing area: 4 MiB, of which only what is used takes memory.
+pub(crate) const LANDING_SLOTS: u64 = 1024;
+/// Where the area lies as the device counts. Any number but 0 would do.
+pub(crate) const BASE: u64 = 1 << 32;
+
+const EVENT_RING: RingPlace = RingPlace::at(0, EVENT_DESCRIPTORS);
+const FAULT_RING: RingPlace = RingPlace::at(EVENT_RING.end(), FAULT_BUFFERS);
+const MESSAGES_AT: u64 = FAULT_RING.end().next_multiple_of(64);
+const REPLIES_AT: u64 = MESSAGES_AT + MESSAGE_ROOM * EVENT_SLOTS as u64;
+const REQUESTS_AT: u64 = REPLIES_AT + REPLY_ROOM * EVENT_SLOTS as u64;
+const LANDING_AT: u64 =
+    (REQUESTS_AT + REQUEST_BYTES as u64 * FAULT_BUFFERS as u64).next_multiple_of(SLOT_BYTES);
+const AREA_BYTES: u64 = LANDING_AT + SLOT_BYTES * LANDING_SLOTS;
+
+const _: () = assert!(STATUS_BYTES + MASK_BYTES <= 128 && REPLY_ROOM == 128);
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Area {
+    file: OwnedFd,
+    memory: Arc<SharedMapping>,
+}
+
+impl Area {
+    /// A new one, all zero.
+    pub(crate) fn new() -> io::Result<Self> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = rustix::fs::memfd_create("pagetide-vpri", flags)?;
+        rustix::fs::ftruncate(&file, AREA_BYTES)?;
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&file, seals)?;
+        let memory = SharedMapping::new(file.as_fd(), AREA_BYTES).map_err(io::Error::other)?;
+        Ok(Self {
+            file,
+            memory: Arc::new(memory),
+        })
+    }
+
+    /// Our mapping of it.
+    pub(crate) fn memory(&self) -> &Arc<SharedMapping> {
+        &self.memory
+    }
+
+    /// The area as the one memory region of the function.
+    pub(crate) fn region(&self) -> VhostUserMemoryRegionInfo {
+        VhostUserMemoryRegionInfo {
+            guest_phys_addr: BASE,
+            memory_size: AREA_BYTES,
+            userspace_addr: BASE,
+            mmap_offset: 0,
+            mmap_handle: self.file.as_raw_fd(),
+        }
+    }
+
+    /// Where the event queue's ring lies.
+    pub(crate) const fn event_ring() -> RingPlace {
+        EVENT_RING
+    }
+
+    /// Where the page fault queue's ring lies.
+    pub(crate) const fn fault_ring() -> RingPlace {
+        FAULT_RING
+    }
+
+    /// Offset of the message of event slot `slot`.
+    pub(crate) const fn message_at(slot: u16) -> u64 {
+        MESSAGES_AT + MESSAGE_ROOM * slot as u64
+    }
+
+    /// Offset of the reply of event slot `slot`.
+    pub(crate) const fn reply_at(slot: u16) -> u64 {
+        REPLIES_AT + REPLY_ROOM * slot as u64
+    }
+
+    /// Offset of page request buffer `buffer`.
+    pub(crate) const fn request_at(buffer: u16) -> u64 {
+        REQUESTS_AT + REQUEST_BYTES as u64 * buffer as u64
+    }
+
+    /// Address of the landing area, as the device counts.
+    pub(crate) const fn landing_address() -> u64 {
+        BASE + LANDING_AT
+    }
+
+    /// Appends `count` landing slots from `slot` on; false if there are not so many.
+    pub(crate) fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
+        let end = u64::from(slot).checked_add(count);
+        if end.is_none_or(|end| end > LANDING_SLOTS) {
+            return false;
+        }
+        let before = into.len();
+        let Ok(bytes) = usize::try_from(count * SLOT_BYTES) else {
+            return false;
+        };
+        into.resize(before + bytes, 0);
+        let at = LANDING_AT + SLOT_BYTES * u64::from(slot);
+        let read: Result<(), MappingError> = self.memory.copy_from(at, &mut into[before..]);
+        read.is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_the_area_follow_one_another_without_overlap() {
+        let last = EVENT_SLOTS - 1;
+        assert!(EVENT_RING.end() <= FAULT_RING.descriptors);
+        assert!(FAULT_RING.end() <= Area::message_at(0));
+        assert_eq!(Area::message_at(last) + MESSAGE_ROOM, Area::reply_at(0));
+        assert_eq!(Area::reply_at(last) + REPLY_ROOM, Area::request_at(0));
+        let requests_end = Area::request_at(FAULT_BUFFERS - 1) + REQUEST_BYTES as u64;
+        assert!(BASE + requests_end <= Area::landing_address());
+    }
+
+    #[test]
+    fn landing_slots_past_the_end_are_refused_and_others_are_read() {
+        let area = Area::new().unwrap();
+        let last = u32::try_from(LANDING_SLOTS - 1).unwrap();
+        area.memory().copy_to(AREA_BYTES - 1, &[7]).unwrap();
+        let mut content = vec![1];
+        assert!(area.read_landing(last, 1, &mut content));
+        assert_eq!((content.len(), content[4096]), (4097, 7));
+        assert!(!area.read_landing(last, 2, &mut content));
+        assert!(!area.read_landing(u32::MAX, u64::MAX, &mut content));
+        assert_eq!(content.len(), 4097);
+    }
+}

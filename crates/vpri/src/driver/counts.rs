@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a device did wrong: counted each time, told at most once a second.
+
+use std::{
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// Least time between two lines in the log about one device.
+const BETWEEN_LINES: Duration = Duration::from_secs(1);
+
+/// Counters of a driver, over all its connections.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct DriverCounts {
+    /// Connections that came so far that the device was set up.
+    pub sessions: u64,
+    /// Page requests taken.
+    pub requests: u64,
+    /// Page requests that were nonsense, or of a kind that was not agreed upon.
+    pub malformed_requests: u64,
+    /// Page requests for a space that the device was never told of.
+    pub unknown_spaces: u64,
+    /// Page requests with the id of one that had no answer yet.
+    pub duplicate_requests: u64,
+    /// Answers to requests of a device that was gone by then.
+    pub late_answers: u64,
+    /// Events that the device refused, of those nobody waited for.
+    pub refused_events: u64,
+    /// Replies that were no reply.
+    pub malformed_replies: u64,
+    /// Connections given up because of what the device did, or did not do.
+    pub broken_off: u64,
+}
+
+/// [`DriverCounts`] as they are kept.
+#[derive(Default, Debug)]
+pub(crate) struct Counts {
+    pub(crate) sessions: Count,
+    pub(crate) requests: Count,
+    pub(crate) malformed_requests: Count,
+    pub(crate) unknown_spaces: Count,
+    pub(crate) duplicate_requests: Count,
+    pub(crate) late_answers: Count,
+    pub(crate) refused_events: Count,
+    pub(crate) malformed_replies: Count,
+    pub(crate) broken_off: Count,
+    last_line: Mutex<Option<Instant>>,
+    unsaid: Count,
+}
+
+impl Counts {
+    /// As they are now.
+    pub(crate) fn look(&self) -> DriverCounts {
+        DriverCounts {
+            sessions: self.sessions.get(),
+            requests: self.requests.get(),
+            malformed_requests: self.malformed_requests.get(),
+            unknown_spaces: self.unknown_spaces.get(),
+            duplicate_requests: self.duplicate_requests.get(),
+            late_answers: self.late_answers.get(),
+            refused_events: self.refused_events.get(),
+            malformed_replies: self.malformed_replies.get(),
+            broken_off: self.broken_off.get(),
+        }
+    }
+
+    /// Says what the device did wrong, unless something was said a moment ago.
+    pub(crate) fn complain(&self, wrong: &dyn std::fmt::Display) {
+        let mut last = self
+            .last_line
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if last.is_some_and(|last| last.elapsed() < BETWEEN_LINES) {
+            self.unsaid.add();
+            return;
+        }
+        *last = Some(Instant::now());
+        drop(last);
+        let unsaid = self.unsaid.0.swap(0, Ordering::Relaxed);
+        tracing::warn!(unsaid, "the DPU misbehaves: {wrong}");
+    }
+}
+
+/// One counter.
+#[derive(Default, Debug)]
+pub(crate) struct Count(AtomicU64);
+
+impl Count {
+    /// One more.
+    pub(crate) fn add(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}

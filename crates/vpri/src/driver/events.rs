@@ -1,0 +1,372 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The event queue: everything the driver tells the device, in one order (VPRI 5.2).
+//!
+//! ```text
+//!   many threads ── post, call ──► [mutex] slots ══ ring ══► device
+//!        ▲                                                     │
+//!        └── whoever waits takes all completions ◄═════════════┘
+//! ```
+//! MAP, RESPOND and UNMAP must not pass one another, so there is one queue, and a
+//! message is in it when [`EventQueue::post`] returns. Callers hold a section's
+//! lock, hence the order of the lock is the order of the queue.
+//!
+//! # Waiting
+//! Nobody has the duty to take completions. Who waits looks himself, for some
+//! microseconds without sleeping because a device that is awake answers in about
+//! that time. Then one of the waiters, the *sleeper*, sleeps on the call eventfd and
+//! the others on a condition; he takes what has come, wakes them, and another takes
+//! his place.
+//!
+//! # A device that does not answer
+//! Each wait has an end: after [`PATIENCE`] the device counts as dead for all, and
+//! every other call returns at once. So a section's lock is held that long at most,
+//! once.
+
+use super::{
+    area::{Area, BASE, EVENT_SLOTS, MESSAGE_ROOM},
+    line::{Gone, Line},
+    ring::{Descriptor, NEXT, Ring, RingError, WRITE},
+};
+use crate::wire::{Code, Event, Opcode, Reply, Status, WireError};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use std::{
+    io,
+    os::fd::OwnedFd,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// How long the device may take to answer, beside the time it may wait for DMA to end. A device that
+/// is scheduled at all takes some microseconds; section locks are held meanwhile.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
+/// How long a waiter looks without sleeping.
+const SPIN: Duration = Duration::from_micros(20);
+
+/// Why an event brought no reply.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub(crate) enum EventError {
+    /// The device is gone.
+    #[error(transparent)]
+    Gone(#[from] Gone),
+    /// What it wrote is no reply.
+    #[error("the DPU answers with nonsense: {0}")]
+    Nonsense(#[from] WireError),
+}
+
+#[derive(Debug)]
+enum Slot {
+    Free,
+    /// Nobody waits for the reply.
+    Posted(Opcode),
+    /// Somebody does.
+    Awaited,
+    Answered(Result<Reply, WireError>),
+}
+
+#[derive(Debug)]
+struct State {
+    ring: Ring,
+    slots: Vec<Slot>,
+    free: Vec<u16>,
+    /// Somebody sleeps on the call eventfd.
+    has_sleeper: bool,
+    message: Vec<u8>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct EventQueue {
+    area: Arc<Area>,
+    line: Arc<Line>,
+    patience: Duration,
+    kick: OwnedFd,
+    call: OwnedFd,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// An eventfd at rest.
+pub(crate) fn event() -> io::Result<OwnedFd> {
+    Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+}
+
+/// Adds one to `event`. A counter that is full has been rung already.
+pub(crate) fn ring_event(event: &OwnedFd) {
+    match rustix::io::write(event, &1_u64.to_ne_bytes()) {
+        Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
+        Err(error) => tracing::error!(%error, "an eventfd cannot be rung"),
+    }
+}
+
+impl EventQueue {
+    /// The queue on `ring`, which is empty. `lease_wait` is how long the device may wait for DMA.
+    pub(crate) fn new(
+        ring: Ring,
+        area: Arc<Area>,
+        line: Arc<Line>,
+        lease_wait: Duration,
+    ) -> io::Result<Self> {
+        let slots = (0..EVENT_SLOTS).map(|_| Slot::Free).collect();
+        Ok(Self {
+            area,
+            line,
+            patience: PATIENCE + lease_wait,
+            kick: event()?,
+            call: event()?,
+            state: Mutex::new(State {
+                ring,
+                slots,
+                free: (0..EVENT_SLOTS).rev().collect(),
+                has_sleeper: false,
+                message: Vec::new(),
+            }),
+            changed: Condvar::new(),
+        })
+    }
+
+    /// By which the device is woken.
+    pub(crate) fn kick(&self) -> &OwnedFd {
+        &self.kick
+    }
+
+    /// By which the device wakes us.
+    pub(crate) fn called(&self) -> &OwnedFd {
+        &self.call
+    }
+
+    /// Tells the device, and waits for nothing but room in the queue.
+    pub(crate) fn post(&self, event: &Event<'_>) -> Result<(), Gone> {
+        let deadline = Instant::now() + self.patience;
+        let posted = Slot::Posted(event.opcode());
+        self.send(event, posted, deadline).map(|_| ())
+    }
+
+    /// Tells the device, and waits for its reply.
+    pub(crate) fn call(&self, event: &Event<'_>) -> Result<Reply, EventError> {
+        let deadline = Instant::now() + self.patience;
+        let slot = self.send(event, Slot::Awaited, deadline)?;
+        let began = Instant::now();
+        loop {
+            let mut state = self.lock();
+            if let Some(reply) = self.answer_in(&mut state, slot)? {
+                return reply.map_err(|error| {
+                    self.line.counts().malformed_replies.add();
+                    self.line.counts().complain(&error);
+                    error.into()
+                });
+            }
+            if began.elapsed() < SPIN {
+                drop(state);
+                std::hint::spin_loop();
+            } else {
+                drop(self.wait(state, deadline)?);
+            }
+        }
+    }
+
+    /// Wakes everybody who waits, so that they see that the line is down.
+    pub(crate) fn wake_all(&self) {
+        // Nobody is between his look at the line and his sleep.
+        let state = self.lock();
+        ring_event(&self.call);
+        self.changed.notify_all();
+        drop(state);
+    }
+
+    fn send(&self, event: &Event<'_>, how: Slot, deadline: Instant) -> Result<u16, Gone> {
+        let mut state = self.lock();
+        let slot = loop {
+            self.line.check()?;
+            self.harvest(&mut state)?;
+            match state.free.pop() {
+                Some(slot) => break slot,
+                None => state = self.wait(state, deadline)?,
+            }
+        };
+        let put = self.put(&mut state, event, slot);
+        if let Some(place) = state.slots.get_mut(usize::from(slot)) {
+            *place = how;
+        }
+        let wants_kick = put.map_err(|error| self.broken(&error))?;
+        drop(state);
+        if wants_kick {
+            ring_event(&self.kick);
+        }
+        Ok(slot)
+    }
+
+    /// Writes the message into `slot` and shows it to the device; true if it is to be kicked.
+    fn put(&self, state: &mut State, event: &Event<'_>, slot: u16) -> Result<bool, RingError> {
+        state.message.clear();
+        event.encode(&mut state.message);
+        let len = u32::try_from(state.message.len()).unwrap_or(u32::MAX);
+        assert!(u64::from(len) <= MESSAGE_ROOM, "an event of {len} bytes");
+        let copied = (self.area.memory()).copy_to(Area::message_at(slot), &state.message);
+        copied.map_err(|_| RingError::Outside)?;
+        // A status that the device does not write must not look like one.
+        let blank = [0xff; 16];
+        let copied = (self.area.memory()).copy_to(Area::reply_at(slot), &blank);
+        copied.map_err(|_| RingError::Outside)?;
+        let room = u32::try_from(event.reply_bytes()).unwrap_or(0);
+        let (head, tail) = (2 * slot, 2 * slot + 1);
+        let message = Descriptor {
+            address: BASE + Area::message_at(slot),
+            len,
+            flags: NEXT,
+            next: tail,
+        };
+        let reply = Descriptor {
+            address: BASE + Area::reply_at(slot),
+            len: room,
+            flags: WRITE,
+            next: 0,
+        };
+        state.ring.describe(head, message)?;
+        state.ring.describe(tail, reply)?;
+        state.ring.publish(head, room)?;
+        state.ring.show()
+    }
+
+    /// The reply in `slot`, which is free then, if it has come.
+    fn answer_in(
+        &self,
+        state: &mut State,
+        slot: u16,
+    ) -> Result<Option<Result<Reply, WireError>>, Gone> {
+        self.harvest(state)?;
+        let Some(place) = state.slots.get_mut(usize::from(slot)) else {
+            return Ok(None);
+        };
+        if !matches!(place, Slot::Answered(_)) {
+            self.line.check()?;
+            return Ok(None);
+        }
+        let Slot::Answered(reply) = std::mem::replace(place, Slot::Free) else {
+            return Ok(None);
+        };
+        state.free.push(slot);
+        Ok(Some(reply))
+    }
+
+    /// Takes what the device is done with.
+    fn harvest(&self, state: &mut State) -> Result<(), Gone> {
+        loop {
+            let used = match state.ring.take() {
+                Ok(Some(used)) => used,
+                Ok(None) => return Ok(()),
+                Err(error) => return Err(self.broken(&error)),
+            };
+            // Heads are even, and the ring has seen that this one was out.
+            let slot = used.head / 2;
+            let reply = self.reply_in(slot, used.len);
+            let Some(place) = state.slots.get_mut(usize::from(slot)) else {
+                return Err(self.broken(&RingError::Head(u32::from(used.head))));
+            };
+            match place {
+                Slot::Posted(opcode) => {
+                    self.look_at_posted(*opcode, reply);
+                    *place = Slot::Free;
+                    state.free.push(slot);
+                }
+                _ => {
+                    *place = Slot::Answered(reply);
+                    self.changed.notify_all();
+                }
+            }
+        }
+    }
+
+    fn reply_in(&self, slot: u16, len: u32) -> Result<Reply, WireError> {
+        // The ring has seen that it is no more than there is room for.
+        let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
+        let copied = (self.area.memory()).copy_from(Area::reply_at(slot), &mut bytes);
+        debug_assert!(copied.is_ok(), "replies lie in the area");
+        Reply::decode(&bytes)
+    }
+
+    fn look_at_posted(&self, opcode: Opcode, reply: Result<Reply, WireError>) {
+        let counts = self.line.counts();
+        match reply {
+            Ok(reply) if reply.status.code == Code::Ok => {}
+            Ok(reply) => {
+                counts.refused_events.add();
+                let Status { code, detail, .. } = reply.status;
+                counts.complain(&format_args!("it refused {opcode:?}: {code:?} ({detail})"));
+            }
+            Err(error) => {
+                counts.malformed_replies.add();
+                counts.complain(&error);
+            }
+        }
+    }
+
+    /// Waits until something may have come. What has come is taken then.
+    fn wait<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        deadline: Instant,
+    ) -> Result<MutexGuard<'a, State>, Gone> {
+        self.line.check()?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            let seconds = self.patience.as_secs_f32();
+            let why = format!("it has not answered for {seconds} s");
+            self.line.break_off(&why);
+            ring_event(&self.call);
+            self.changed.notify_all();
+            return Err(Gone);
+        }
+        if state.has_sleeper {
+            let (state, _) = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner);
+            return Ok(state);
+        }
+        let has_come = state.ring.arm().map_err(|error| self.broken(&error))?;
+        state.has_sleeper = true;
+        drop(state);
+        if !has_come {
+            sleep_on(&self.call, left);
+        }
+        state = self.lock();
+        state.has_sleeper = false;
+        let taken = self.harvest(&mut state);
+        self.changed.notify_all();
+        taken?;
+        let disarmed = state.ring.disarm();
+        disarmed.map_err(|error| self.broken(&error))?;
+        Ok(state)
+    }
+
+    /// The device cannot be believed any more. Wakes whoever waits for it.
+    fn broken(&self, error: &RingError) -> Gone {
+        self.line
+            .break_off(&format_args!("the event queue: {error}"));
+        ring_event(&self.call);
+        self.changed.notify_all();
+        Gone
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Sleeps until `event` is rung, takes what was rung, and returns after `left` at the latest.
+fn sleep_on(event: &OwnedFd, left: Duration) {
+    let timeout = Timespec {
+        tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: left.subsec_nanos().into(),
+    };
+    let mut polled = [PollFd::new(event, PollFlags::IN)];
+    match poll(&mut polled, Some(&timeout)) {
+        // A signal: whoever waits looks and comes again.
+        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Err(error) => tracing::error!(%error, "the event queue cannot be waited for"),
+    }
+    match rustix::io::read(event, &mut [0; 8]) {
+        Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
+        Err(error) => tracing::error!(%error, "the event queue's doorbell is broken"),
+    }
+}

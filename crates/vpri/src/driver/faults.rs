@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The page fault queue of one connection: requests taken, checked, and answered by RESPOND.
+//!
+//! # Numbers of two sides
+//! A device chooses ids of requests and numbers of spaces, and a successor begins
+//! anew with both. The service must not mix them up, so it sees numbers of ours:
+//! an id that is used once in the driver's life, the number by which the host knows
+//! the space, and a landing slot that says which connection it is of. An answer
+//! whose id is not outstanding here belongs to a device that is gone, and is dropped.
+//!
+//! # What is wrong with a request
+//! A request that can be told from others (its id is outstanding nowhere) is refused
+//! with `InvalidRequest`; one with an id that has no answer yet is dropped, because an
+//! answer would be taken for the other's. Both are counted. More requests without an
+//! answer than the device itself says there can be ends the connection.
+
+use super::{
+    area::{Area, BASE, FAULT_BUFFERS, LANDING_SLOTS},
+    counts::Counts,
+    events::{event, ring_event},
+    line::{Gone, Line},
+    ring::{Descriptor, Ring, RingError, WRITE},
+};
+use crate::wire::{self, Answer, REQUEST_BYTES, feature};
+use pagetide_addr::{
+    DomainId, PageRequest, PageResponse, RequestId, RequestKind, ResponseCode, Tier,
+};
+use std::{
+    collections::{HashMap, HashSet},
+    io,
+    os::fd::OwnedFd,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+/// Bits of a landing slot that name the slot; the others name the connection.
+const SLOT_BITS: u32 = LANDING_SLOTS.trailing_zeros();
+/// Length of a request as a descriptor has it.
+#[expect(clippy::cast_possible_truncation, reason = "a constant far below 2^32")]
+const REQUEST_LEN: u32 = REQUEST_BYTES as u32;
+
+const _: () = assert!(LANDING_SLOTS.is_power_of_two());
+
+/// What the page fault queue has for the service.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Taken {
+    /// Nothing.
+    Nothing,
+    /// A request, to be answered with [`FaultQueue::answer_to`].
+    Request(PageRequest),
+    /// A request that is refused: the answer for the device.
+    Refused(Answer),
+    /// One that cannot even be answered.
+    Dropped,
+}
+
+/// What was agreed upon with the device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms {
+    /// Number of the connection.
+    pub session: u32,
+    /// Features.
+    pub features: u64,
+    /// Most requests without an answer.
+    pub requests_max: u32,
+}
+
+#[derive(Debug)]
+struct State {
+    ring: Ring,
+    /// Its ids by ours.
+    outstanding: HashMap<RequestId, RequestId>,
+    /// Its ids.
+    theirs: HashSet<RequestId>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct FaultQueue {
+    area: Arc<Area>,
+    line: Arc<Line>,
+    terms: Terms,
+    kick: OwnedFd,
+    /// Next id of ours, of all connections.
+    next_id: Arc<AtomicU64>,
+    state: Mutex<State>,
+}
+
+impl FaultQueue {
+    /// The queue on `ring`, which is empty; all buffers are in it then.
+    pub(crate) fn new(
+        mut ring: Ring,
+        area: Arc<Area>,
+        line: Arc<Line>,
+        (terms, next_id): (Terms, Arc<AtomicU64>),
+    ) -> io::Result<Self> {
+        (0..FAULT_BUFFERS)
+            .try_for_each(|buffer| {
+                let descriptor = Descriptor {
+                    address: BASE + Area::request_at(buffer),
+                    len: REQUEST_LEN,
+                    flags: WRITE,
+                    next: 0,
+                };
+                ring.describe(buffer, descriptor)?;
+                ring.publish(buffer, REQUEST_LEN)
+            })
+            .and_then(|()| ring.show())
+            .map_err(io::Error::other)?;
+        Ok(Self {
+            area,
+            line,
+            terms,
+            kick: event()?,
+            next_id,
+            state: Mutex::new(State {
+                ring,
+                outstanding: HashMap::new(),
+                theirs: HashSet::new(),
+            }),
+        })
+    }
+
+    /// By which the device is woken.
+    pub(crate) fn kick(&self) -> &OwnedFd {
+        &self.kick
+    }
+
+    /// The next thing the device has sent. `known` gives the host's number of a space.
+    pub(crate) fn next(&self, known: impl Fn(DomainId) -> Option<DomainId>) -> Result<Taken, Gone> {
+        self.line.check()?;
+        let mut state = self.lock();
+        let Some(used) = state.ring.take().map_err(|error| self.broken(&error))? else {
+            return Ok(Taken::Nothing);
+        };
+        let mut bytes = [0; REQUEST_BYTES];
+        let copied = (self.area.memory()).copy_from(Area::request_at(used.head), &mut bytes);
+        debug_assert!(copied.is_ok(), "requests lie in the area");
+        // A new one may lie in the buffer from here on.
+        let shown = state.ring.publish(used.head, REQUEST_LEN);
+        let shown = shown.and_then(|()| state.ring.show());
+        if shown.map_err(|error| self.broken(&error))? {
+            ring_event(&self.kick);
+        }
+        if used.len != REQUEST_LEN {
+            let error = format_args!("a page request of {} bytes", used.len).to_string();
+            self.line.break_off(&error);
+            return Err(Gone);
+        }
+        let counts = self.line.counts();
+        counts.requests.add();
+        let id = wire::request_id(&bytes).unwrap_or(RequestId(0));
+        if state.theirs.contains(&id) {
+            counts.duplicate_requests.add();
+            counts.complain(&format_args!("request {} comes twice", id.0));
+            return Ok(Taken::Dropped);
+        }
+        Ok(match self.check(&bytes, known, counts) {
+            None => Taken::Refused(refusal(id)),
+            Some(request) => Taken::Request(self.accept(&mut state, request)?),
+        })
+    }
+
+    /// The request with the host's number of its space; `None` if it is refused.
+    fn check(
+        &self,
+        bytes: &[u8],
+        known: impl Fn(DomainId) -> Option<DomainId>,
+        counts: &Counts,
+    ) -> Option<PageRequest> {
+        let mut request = match wire::decode_request(bytes) {
+            Ok(request) => request,
+            Err(error) => {
+                counts.malformed_requests.add();
+                counts.complain(&format_args!("a page request is none: {error}"));
+                return None;
+            }
+        };
+        let Some(domain) = known(request.domain) else {
+            counts.unknown_spaces.add();
+            let space = request.domain.0;
+            counts.complain(&format_args!("it asks for pages of space {space}, unknown"));
+            return None;
+        };
+        request.domain = domain;
+        let agreed = match &mut request.kind {
+            RequestKind::Overwrite { slot } => {
+                let last = u64::from(*slot) + request.pages.len();
+                let fits = last <= LANDING_SLOTS;
+                *slot |= self.terms.session << SLOT_BITS;
+                fits && self.terms.features & feature::OVERWRITE != 0
+            }
+            _ => true,
+        };
+        let may_hold = self.terms.features & feature::INJECT != 0;
+        if !agreed || (request.hold_us > 0 && !may_hold) {
+            counts.malformed_requests.add();
+            counts.complain(&"a page request of a kind that was not agreed upon");
+            return None;
+        }
+        Some(request)
+    }
+
+    /// Remembers the request under an id of ours.
+    fn accept(&self, state: &mut State, mut request: PageRequest) -> Result<PageRequest, Gone> {
+        let most = usize::try_from(self.terms.requests_max).unwrap_or(usize::MAX);
+        if state.theirs.len() >= most {
+            let why = format!("it has more than {most} page requests without an answer");
+            self.line.break_off(&why);
+            return Err(Gone);
+        }
+        let ours = RequestId(self.next_id.fetch_add(1, Ordering::Relaxed));
+        state.theirs.insert(request.id);
+        state.outstanding.insert(ours, request.id);
+        request.id = ours;
+        Ok(request)
+    }
+
+    /// The answer for the device; `None` if the request is not of this connection, or answered. The
+    /// device may use the id again as soon as it has the answer, so it is outstanding no more.
+    pub(crate) fn answer_to(&self, response: &PageResponse) -> Option<Answer> {
+        let mut state = self.lock();
+        let id = state.outstanding.remove(&response.id)?;
+        state.theirs.remove(&id);
+        Some(Answer {
+            id,
+            ..Answer::from(response)
+        })
+    }
+
+    /// Asks to be woken by the next request; true if one is there.
+    pub(crate) fn arm(&self) -> bool {
+        let state = self.lock();
+        self.line.check().is_ok() && state.ring.arm().is_ok_and(|is_there| is_there)
+    }
+
+    /// Asks not to be woken.
+    pub(crate) fn disarm(&self) {
+        if let Err(error) = self.lock().ring.disarm() {
+            self.broken(&error);
+        }
+    }
+
+    /// Landing slots from `slot` on, as a request of this connection names it.
+    pub(crate) fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
+        let tag = self.terms.session << SLOT_BITS;
+        let own = slot & ((1 << SLOT_BITS) - 1);
+        slot & !((1 << SLOT_BITS) - 1) == tag && self.area.read_landing(own, count, into)
+    }
+
+    fn broken(&self, error: &RingError) -> Gone {
+        let why = format!("the page fault queue: {error}");
+        self.line.break_off(&why);
+        Gone
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The answer to a request that says what cannot be.
+fn refusal(id: RequestId) -> Answer {
+    Answer {
+        id,
+        code: ResponseCode::InvalidRequest,
+        tier: Tier::Unknown,
+        installed: 0,
+        waited_ns: 0,
+        handling_ns: 0,
+    }
+}

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The driver's one thread: it connects, sets the device up, and notices when it goes.
+//!
+//! ```text
+//!   connect ──► agree, queues ──► BEGIN, spaces, bars, READY ──► in use ──► hang-up
+//!      ▲ wait                                                                 │
+//!      └──────────────────────────────────────────────────────────────────────┘
+//! ```
+//! A device is in use only when it was told of every space: until then, and from
+//! the hang-up on, whoever asks finds no device. Setting up and the life of spaces
+//! exclude each other (the registry's lock), so no space is missed.
+
+use super::{
+    Shared,
+    session::{ConnectError, Ours, Session},
+    space::Created,
+};
+use crate::wire::Event;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::{
+    net::Shutdown,
+    os::{fd::AsFd, unix::net::UnixStream},
+    sync::{Arc, atomic::Ordering, mpsc},
+    time::Duration,
+};
+
+/// How long a device may take to agree and start its queues: it may be busy with a disk's leaving.
+const AGREE_PATIENCE: Duration = Duration::from_secs(10);
+/// First wait before another try to connect; then ever longer.
+const RETRY_MIN: Duration = Duration::from_millis(10);
+/// The longest such wait: as long a device that came back may stay unseen.
+const RETRY_MAX: Duration = Duration::from_millis(200);
+
+/// The thread's work, until the driver is stopped.
+pub(super) fn run(shared: &Arc<Shared>) {
+    let mut wait = RETRY_MIN;
+    let mut told = String::new();
+    let mut number = 0_u32;
+    while !shared.is_stopped() {
+        number = number.wrapping_add(1).max(1);
+        match connect(shared, number).and_then(|session| set_up(shared, session)) {
+            Ok(session) => {
+                (wait, told) = (RETRY_MIN, String::new());
+                let why = watch(shared, &session);
+                take_out(shared, &session, &why);
+            }
+            Err(error) => {
+                let why = error.to_string();
+                // The same trouble once only.
+                if why != told && !shared.is_stopped() {
+                    tracing::info!(socket = %shared.socket.display(), "no DPU: {why}");
+                    told.clone_from(&why);
+                }
+                shared.set_away(why);
+            }
+        }
+        sleep(shared, wait);
+        wait = (wait * 2).min(RETRY_MAX);
+    }
+}
+
+fn connect(shared: &Shared, number: u32) -> Result<Session, ConnectError> {
+    let stream = UnixStream::connect(&shared.socket).map_err(|source| ConnectError::Socket {
+        path: shared.socket.clone(),
+        source,
+    })?;
+    let closing = stream.try_clone()?;
+    // vhost's front end waits for answers without end, so its end is made here.
+    let (done, is_done) = mpsc::channel();
+    std::thread::scope(|scope| {
+        let ours = Ours {
+            number,
+            bell: shared.bell.as_fd(),
+            next_id: Arc::clone(&shared.next_request),
+            counts: Arc::clone(&shared.counts),
+        };
+        let agreeing = scope.spawn(move || {
+            let session = Session::open(stream, ours);
+            if done.send(()).is_err() {
+                tracing::debug!("a DPU that was given up has agreed after all");
+            }
+            session
+        });
+        let mut left = AGREE_PATIENCE;
+        while is_done.recv_timeout(RETRY_MAX).is_err() {
+            left = left.saturating_sub(RETRY_MAX);
+            if left.is_zero() || shared.is_stopped() {
+                hang_up(&closing);
+                break;
+            }
+        }
+        let session = agreeing.join().map_err(|_| ConnectError::Lost)?;
+        if left.is_zero() {
+            return Err(ConnectError::Silent);
+        }
+        session
+    })
+}
+
+/// Tells a new device everything, and puts it in use.
+fn set_up(shared: &Shared, session: Session) -> Result<Arc<Session>, ConnectError> {
+    let session = Arc::new(session);
+    let mut registry = shared.registry();
+    session.begin()?;
+    registry.refused.clear();
+    for space in registry.attached.clone() {
+        match space.create(&session) {
+            Created::Yes => {}
+            Created::Gone => return Err(ConnectError::Lost),
+            Created::Refused(error) => {
+                tracing::error!(%error, "nothing of a VM is evicted until its RAM file is taken");
+                registry.refused.push(error.to_string());
+            }
+        }
+    }
+    for key in &registry.barred {
+        session.demand(&Event::Bar { name: *key }, "BAR")?;
+    }
+    registry.retire_again(&session)?;
+    if registry.all_known {
+        session.demand(&Event::Ready, "READY")?;
+    }
+    let generation = session.config().generation;
+    tracing::info!(socket = %shared.socket.display(), generation, "connected to the DPU");
+    shared.counts.sessions.add();
+    shared.put_in_use(Arc::clone(&session));
+    drop(registry);
+    Ok(session)
+}
+
+/// Waits until the device goes, misbehaves, or the driver is stopped; why it ends.
+fn watch(shared: &Shared, session: &Session) -> String {
+    let line = session.line();
+    loop {
+        let mut polled = [
+            PollFd::from_borrowed_fd(line.stream().as_fd(), PollFlags::IN | PollFlags::RDHUP),
+            PollFd::new(session.errors(), PollFlags::IN),
+            PollFd::new(&shared.stop, PollFlags::IN),
+        ];
+        if let Err(error) = poll(&mut polled, None)
+            && error != rustix::io::Errno::INTR
+        {
+            return format!("it cannot be watched: {error}");
+        }
+        let [stream, errors, stop] = polled.map(|it| it.revents());
+        if let Some(why) = line.why() {
+            return why.to_owned();
+        }
+        if !stop.is_empty() {
+            return "the driver is stopped".to_owned();
+        }
+        if !errors.is_empty() {
+            return "it has given a queue up".to_owned();
+        }
+        // Nothing was asked, so there is nothing to say but that it goes.
+        if !stream.is_empty() {
+            return "it has hung up".to_owned();
+        }
+    }
+}
+
+/// Nobody finds the device any more, and who waits for it goes on.
+fn take_out(shared: &Shared, session: &Session, why: &str) {
+    shared.current.store(None);
+    session.line().ended(why);
+    session.events.wake_all();
+    shared.set_away(why.to_owned());
+    if !shared.is_stopped() {
+        tracing::warn!(socket = %shared.socket.display(), "the DPU is gone: {why}");
+    }
+}
+
+fn sleep(shared: &Shared, wait: Duration) {
+    let timeout = Timespec {
+        tv_sec: 0,
+        tv_nsec: wait.subsec_nanos().into(),
+    };
+    let mut polled = [PollFd::new(&shared.stop, PollFlags::IN)];
+    // Woken early or not, the socket is tried.
+    if let Err(error) = poll(&mut polled, Some(&timeout)) {
+        tracing::debug!(%error, "waiting for the DPU");
+    }
+}
+
+fn hang_up(stream: &UnixStream) {
+    if let Err(error) = stream.shutdown(Shutdown::Both) {
+        tracing::debug!(%error, "hanging up on a DPU that does not answer");
+    }
+}
+
+impl Shared {
+    fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
+    }
+}

@@ -1,0 +1,457 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The host's side of a VPRI function in another process: its driver (VPRI 5).
+//!
+//! ```text
+//!   faults, rounds ─ RemoteSpace ─┐
+//!   fault service ── Source ──────┼─► Session ─ event queue, page fault queue ══► function
+//!   start and stop ─ IoSpaces ────┘      ▲
+//!                                  link: connects again whenever the socket answers
+//! ```
+//! [`Driver`] is [`IoSpaces`] and gives a [`FaultSource`], so the host knows no
+//! difference between a DPU in its own process and this.
+//!
+//! # When the device goes
+//! A thread notices the hang-up. From then on every restriction says that DMA is
+//! under way, grants are dropped, requests that were taken from it are forgotten
+//! (their answers are dropped when they come), and [`IoSpaces::eviction_bar`] says
+//! why nothing is evicted: I/O of the dead may still write. The thread
+//! connects again whenever the socket answers. The device is told of all spaces
+//! before anybody uses it; each begins unmapped, and is asked for page by page.
+//!
+//! # Whom not to believe
+//! The device is another process. [`ring`] checks what it writes into the rings,
+//! [`faults`] what it asks for, [`events`] how long it takes. The worst it can do is
+//! to be disconnected, after one wait of [`events::PATIENCE`]. What is not defended
+//! against is a device that changes the flags of the eventfds it was given: whoever
+//! may run one may stop this daemon.
+//!
+//! # Locks, outermost first
+//! section's lock (callers) → registry → a session's spaces, its fault queue → its
+//! event queue. None is held while a page is waited for.
+
+pub(crate) mod area;
+pub(crate) mod counts;
+pub(crate) mod events;
+#[cfg(test)]
+pub(crate) mod fake;
+mod faults;
+pub(crate) mod line;
+mod link;
+pub(crate) mod ring;
+pub(crate) mod session;
+mod space;
+#[cfg(test)]
+mod tests;
+
+pub use counts::DriverCounts;
+pub use session::ConnectError;
+
+use crate::{
+    domain::{DOMAIN_BYTES_MAX, DomainError},
+    queue::Doorbell,
+    source::FaultSource,
+    space::{IoSpace, IoSpaces},
+    wire::{Answer, Event, Farewell},
+};
+use arc_swap::ArcSwapOption;
+use counts::Counts;
+use faults::Taken;
+use pagetide_addr::{DomainId, FileKey, PageRequest, PageResponse};
+use session::Session;
+use space::{Created, RemoteSpace};
+use std::{
+    collections::{HashMap, HashSet},
+    io,
+    os::fd::{BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+/// Why a driver cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum DriverError {
+    /// The kernel refused.
+    #[error("the driver of the DPU at {socket} cannot be started: {source}")]
+    Kernel {
+        /// Socket of the function.
+        socket: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// No device in time.
+    #[error("no DPU at {socket} after {waited:?}: {why}; start it with 'pagetide dpu'")]
+    NotConnected {
+        /// Socket of the function.
+        socket: PathBuf,
+        /// How long it was waited for.
+        waited: Duration,
+        /// What became of the last try.
+        why: String,
+    },
+}
+
+/// Whether there is a device in use.
+#[derive(Debug)]
+enum Presence {
+    Here,
+    /// And why not.
+    Away(String),
+}
+
+/// What the host has told, and every new device is told again.
+#[derive(Debug, Default)]
+pub(crate) struct Registry {
+    next_id: u32,
+    known: HashMap<FileKey, Weak<RemoteSpace>>,
+    attached: Vec<Arc<RemoteSpace>>,
+    barred: HashSet<FileKey>,
+    /// Retired while there was no device: memory and its length in pages.
+    retired: Vec<(FileKey, u64)>,
+    /// Why the device does not take a space, for each.
+    refused: Vec<String>,
+    all_known: bool,
+}
+
+impl Registry {
+    /// Has a new device retire what was retired while there was none.
+    fn retire_again(&mut self, session: &Session) -> Result<(), ConnectError> {
+        while let Some(&(name, page_count)) = self.retired.last() {
+            let status = session
+                .tell(&Event::Create { name, page_count })
+                .map_err(|_| ConnectError::Lost)?;
+            let space = u32::try_from(status.value).unwrap_or(u32::MAX);
+            let event = Event::Destroy {
+                space: DomainId(space),
+                farewell: Farewell::Retire,
+            };
+            // One that refuses it has no such memory, or it is another VM's by now.
+            if status.code == crate::wire::Code::Ok {
+                session.demand(&event, "DESTROY")?;
+            }
+            self.retired.pop();
+        }
+        Ok(())
+    }
+}
+
+/// What the driver, its spaces and its thread share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    socket: PathBuf,
+    bell: Arc<Doorbell>,
+    /// The device in use.
+    current: ArcSwapOption<Session>,
+    registry: Mutex<Registry>,
+    presence: Mutex<Presence>,
+    changed: Condvar,
+    counts: Arc<Counts>,
+    next_request: Arc<AtomicU64>,
+    stop: OwnedFd,
+    stopped: AtomicBool,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Driver {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Driver {
+    /// Starts a driver for the function at `socket`, which need not be there yet. `bell` is the
+    /// doorbell of the fault service: the device rings it itself.
+    ///
+    /// # Errors
+    /// [`DriverError::Kernel`].
+    pub fn start(socket: &Path, bell: Arc<Doorbell>) -> Result<Arc<Self>, DriverError> {
+        let failed = |source| DriverError::Kernel {
+            socket: socket.to_owned(),
+            source,
+        };
+        let shared = Arc::new(Shared {
+            socket: socket.to_owned(),
+            bell,
+            current: ArcSwapOption::empty(),
+            registry: Mutex::default(),
+            presence: Mutex::new(Presence::Away("it was not tried yet".to_owned())),
+            changed: Condvar::new(),
+            counts: Arc::default(),
+            next_request: Arc::new(AtomicU64::new(1)),
+            stop: events::event().map_err(failed)?,
+            stopped: AtomicBool::new(false),
+        });
+        let its = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("pt-vpri-link".into())
+            .spawn(move || link::run(&its))
+            .map_err(failed)?;
+        Ok(Arc::new(Self {
+            shared,
+            thread: Mutex::new(Some(thread)),
+        }))
+    }
+
+    /// Waits until a device is in use.
+    ///
+    /// # Errors
+    /// [`DriverError::NotConnected`]. The driver goes on trying.
+    pub fn wait_connected(&self, patience: Duration) -> Result<(), DriverError> {
+        let deadline = Instant::now() + patience;
+        let mut presence = self.shared.presence();
+        while let Presence::Away(why) = &*presence {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(DriverError::NotConnected {
+                    socket: self.shared.socket.clone(),
+                    waited: patience,
+                    why: why.clone(),
+                });
+            }
+            let waited = self.shared.changed.wait_timeout(presence, left);
+            (presence, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
+    }
+
+    /// True while a device is in use.
+    #[must_use]
+    pub fn is_connected(&self) -> bool {
+        self.shared.session().is_some()
+    }
+
+    /// Where page requests of the device come from.
+    #[must_use]
+    pub fn source(&self) -> Arc<dyn FaultSource> {
+        Arc::new(Source(Arc::clone(&self.shared)))
+    }
+
+    /// What was counted so far.
+    #[must_use]
+    pub fn counts(&self) -> DriverCounts {
+        self.shared.counts.look()
+    }
+
+    /// Hangs up, and connects no more. The device parks what faults from now on.
+    pub fn stop(&self) {
+        self.shared.stopped.store(true, Ordering::Release);
+        events::ring_event(&self.shared.stop);
+        let thread = self.thread.lock();
+        let thread = thread.unwrap_or_else(PoisonError::into_inner).take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread of the DPU's driver ended by a panic");
+        }
+        // Spaces know the driver, and it them.
+        self.shared.registry().attached.clear();
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Shared {
+    /// The device in use.
+    pub(crate) fn session(&self) -> Option<Arc<Session>> {
+        self.current
+            .load_full()
+            .filter(|session| session.line().check().is_ok())
+    }
+
+    fn registry(&self) -> MutexGuard<'_, Registry> {
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn presence(&self) -> MutexGuard<'_, Presence> {
+        self.presence.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn put_in_use(&self, session: Arc<Session>) {
+        self.current.store(Some(session));
+        *self.presence() = Presence::Here;
+        self.changed.notify_all();
+        // Requests may have come before anybody took them.
+        self.bell.ring_anyway();
+    }
+
+    fn set_away(&self, why: String) {
+        *self.presence() = Presence::Away(why);
+    }
+
+    /// Takes a space for a VM: the device is told, or the next one will be.
+    fn attach(&self, id: DomainId) -> Result<(), DomainError> {
+        let mut registry = self.registry();
+        let space = registry.by_id(id).ok_or_else(|| {
+            let why = "has no such space any more";
+            DomainError::Device(why.to_owned())
+        })?;
+        let key = space.key();
+        if (registry.attached.iter()).any(|attached| attached.key() == key) {
+            return Err(DomainError::AttachedAlready(key));
+        }
+        if let Some(session) = self.session()
+            && let Created::Refused(error) = space.create(&session)
+        {
+            return Err(error);
+        }
+        registry.attached.push(space);
+        Ok(())
+    }
+
+    /// Gives a space back.
+    fn detach(&self, id: DomainId, farewell: Farewell) {
+        let mut registry = self.registry();
+        let Some(at) = (registry.attached.iter()).position(|space| space.id() == id) else {
+            return;
+        };
+        let space = registry.attached.swap_remove(at);
+        let told = space.destroy(farewell);
+        if !told && farewell == Farewell::Retire {
+            registry.retired.push((space.key(), space.page_count()));
+        }
+    }
+}
+
+impl Registry {
+    fn by_id(&self, id: DomainId) -> Option<Arc<RemoteSpace>> {
+        let mut known = self.known.values().filter_map(Weak::upgrade);
+        known.find(|space| space.id() == id)
+    }
+}
+
+impl IoSpaces for Driver {
+    /// The space is an object of ours only, until it is attached.
+    fn open(
+        &self,
+        _file: BorrowedFd<'_>,
+        key: FileKey,
+        bytes: u64,
+    ) -> Result<Arc<dyn IoSpace>, DomainError> {
+        if bytes == 0 || bytes > DOMAIN_BYTES_MAX {
+            return Err(DomainError::TooLarge(bytes));
+        }
+        let mut registry = self.shared.registry();
+        if registry.barred.contains(&key) {
+            return Err(DomainError::Barred(key));
+        }
+        if let Some(space) = registry.known.get(&key).and_then(Weak::upgrade)
+            && space.len_bytes() == bytes
+        {
+            return Ok(space);
+        }
+        let id = DomainId(registry.next_id);
+        registry.next_id += 1;
+        let space = Arc::new(RemoteSpace::new(&self.shared, id, key, bytes));
+        registry.known.retain(|_, known| known.strong_count() > 0);
+        registry.known.insert(key, Arc::downgrade(&space));
+        Ok(space)
+    }
+
+    fn bar(&self, key: FileKey) {
+        let mut registry = self.shared.registry();
+        if !registry.barred.insert(key) {
+            return;
+        }
+        // Without a device, or with one that goes meanwhile: the next one is told.
+        let told =
+            (self.shared.session()).map(|session| session.demand(&Event::Bar { name: key }, "BAR"));
+        if let Some(Err(error)) = told {
+            tracing::error!(%key, "RAM is not kept from devices: {error}");
+        }
+    }
+
+    fn retire(&self, space: &dyn IoSpace) {
+        self.shared.detach(space.id(), Farewell::Retire);
+    }
+
+    fn all_known(&self) {
+        let mut registry = self.shared.registry();
+        registry.all_known = true;
+        let told = (self.shared.session()).map(|session| session.demand(&Event::Ready, "READY"));
+        if let Some(Err(error)) = told {
+            tracing::error!("the DPU's devices stay as they are: {error}");
+        }
+    }
+
+    fn processes(&self) -> Vec<u32> {
+        let session = self.shared.session();
+        session
+            .and_then(|session| session.process())
+            .into_iter()
+            .collect()
+    }
+
+    fn eviction_bar(&self) -> Option<String> {
+        if self.shared.session().is_some() {
+            return self.shared.registry().refused.first().cloned();
+        }
+        let why = match &*self.shared.presence() {
+            Presence::Away(why) => why.clone(),
+            Presence::Here => "it has just gone".to_owned(),
+        };
+        let socket = self.shared.socket.display();
+        Some(format!(
+            "the DPU at {socket} is not connected ({why}), and DMA of its last moments may be under way"
+        ))
+    }
+}
+
+/// The page fault queue of whatever device is in use.
+struct Source(Arc<Shared>);
+
+impl Source {
+    fn answer(session: &Session, answer: Answer) {
+        let answers = [answer];
+        let event = Event::Respond {
+            answers: answers.as_slice().into(),
+        };
+        if session.events.post(&event).is_err() {
+            tracing::trace!("an answer to a DPU that is gone");
+        }
+    }
+}
+
+impl FaultSource for Source {
+    fn next(&self) -> Option<PageRequest> {
+        let session = self.0.session()?;
+        loop {
+            match session.faults.next(|space| session.known(space)) {
+                Ok(Taken::Request(request)) => return Some(request),
+                Ok(Taken::Refused(answer)) => Self::answer(&session, answer),
+                Ok(Taken::Dropped) => {}
+                Ok(Taken::Nothing) | Err(line::Gone) => return None,
+            }
+        }
+    }
+
+    fn arm(&self) -> bool {
+        (self.0.session()).is_some_and(|session| session.faults.arm())
+    }
+
+    fn disarm(&self) {
+        if let Some(session) = self.0.session() {
+            session.faults.disarm();
+        }
+    }
+
+    fn respond(&self, response: PageResponse) {
+        let session = self.0.session();
+        let answer = session
+            .as_ref()
+            .and_then(|session| session.faults.answer_to(&response));
+        match (session, answer) {
+            (Some(session), Some(answer)) => Self::answer(&session, answer),
+            _ => self.0.counts.late_answers.add(),
+        }
+    }
+
+    fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
+        (self.0.session()).is_some_and(|session| session.faults.read_landing(slot, count, into))
+    }
+}

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`RemoteSpace`]: an I/O address space whose PA-bitmap lies with a VPRI function.
+//!
+//! It has a number of its own by which the host knows it as long as it lives. With
+//! each connection the device gives it another; a space that the device of *this*
+//! connection was not told of has none, and all that is asked of it fails as if
+//! DMA were under way. A grant to such a space is dropped: the device begins
+//! with everything unmapped, and asks.
+
+use super::{Shared, events::EventError, line::Gone, session::Session};
+use crate::{
+    domain::DomainError,
+    space::{IoSpace, LookError},
+    wire::{Code, Event, Farewell, Reply, feature},
+};
+use pagetide_addr::{
+    Access, DomainId, FileKey, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo,
+};
+use pagetide_sys::mapping::SharedMapping;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct RemoteSpace {
+    shared: Arc<Shared>,
+    id: DomainId,
+    key: FileKey,
+    len_bytes: u64,
+    /// Number of the connection in the upper half, the device's number of the space in the lower;
+    /// 0 if there is none.
+    remote: AtomicU64,
+}
+
+/// What CREATE brought.
+#[derive(Debug)]
+pub(crate) enum Created {
+    /// The space is there, unmapped.
+    Yes,
+    /// The device refuses it.
+    Refused(DomainError),
+    /// The device is gone; a later one will be told.
+    Gone,
+}
+
+impl RemoteSpace {
+    /// The space `id` of a file that no device was told of yet.
+    pub(crate) fn new(shared: &Arc<Shared>, id: DomainId, key: FileKey, len_bytes: u64) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            id,
+            key,
+            len_bytes,
+            remote: AtomicU64::new(0),
+        }
+    }
+
+    /// Tells the device of `session`: all its pages are unmapped then.
+    pub(crate) fn create(&self, session: &Session) -> Created {
+        let event = Event::Create {
+            name: self.key,
+            page_count: self.page_count(),
+        };
+        let status = match session.tell(&event) {
+            Ok(status) => status,
+            Err(EventError::Gone(Gone)) => return Created::Gone,
+            Err(error @ EventError::Nonsense(_)) => {
+                return Created::Refused(DomainError::Device(error.to_string()));
+            }
+        };
+        match (status.code, u32::try_from(status.value)) {
+            (Code::Ok, Ok(remote)) => {
+                session.know(DomainId(remote), self.id);
+                let number = u64::from(session.number()) << 32 | u64::from(remote);
+                // Release: who finds the number finds a device that knows it.
+                self.remote.store(number, Ordering::Release);
+                Created::Yes
+            }
+            (Code::Exists, _) => Created::Refused(DomainError::AttachedAlready(self.key)),
+            (code, _) => {
+                let what = format!("does not take RAM file {}: {code:?}", self.key);
+                Created::Refused(DomainError::Device(what))
+            }
+        }
+    }
+
+    /// Tells the device, if it knows the space, that the host has it no more. False if there is no
+    /// device to be told.
+    pub(crate) fn destroy(&self, farewell: Farewell) -> bool {
+        let told = self.ask(|space| Event::Destroy { space, farewell });
+        self.remote.store(0, Ordering::Release);
+        match told {
+            Some(reply) if reply.status.code == Code::Ok => true,
+            Some(reply) => {
+                let code = reply.status.code;
+                tracing::error!(key = %self.key, ?code, "the DPU does not give a space back");
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Its length, in pages.
+    pub(crate) fn page_count(&self) -> u64 {
+        self.len_bytes.div_ceil(PAGE_BYTES)
+    }
+
+    /// The device's number of the space, if there is a device that knows it.
+    fn reach(&self) -> Option<(Arc<Session>, DomainId)> {
+        let session = self.shared.session()?;
+        let number = self.remote.load(Ordering::Acquire);
+        let (of, remote) = (number >> 32, number & u64::from(u32::MAX));
+        let remote = u32::try_from(remote).ok().map(DomainId)?;
+        (of == u64::from(session.number())).then_some((session, remote))
+    }
+
+    /// Tells the device and waits; `None` if there is none, or it does not answer as it should.
+    fn ask<'a>(&self, event: impl FnOnce(DomainId) -> Event<'a>) -> Option<Reply> {
+        let (session, space) = self.reach()?;
+        // Told where it is found out, and counted.
+        session.events.call(&event(space)).ok()
+    }
+
+    /// Tells the device to restrict `pages`; true if it has.
+    fn restrict<'a>(&self, event: impl FnOnce(DomainId) -> Event<'a>) -> bool {
+        self.ask(event)
+            .is_some_and(|reply| reply.status.code == Code::Ok)
+    }
+}
+
+impl IoSpace for RemoteSpace {
+    fn id(&self) -> DomainId {
+        self.id
+    }
+
+    fn key(&self) -> FileKey {
+        self.key
+    }
+
+    fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    fn attach(&self) -> Result<(), DomainError> {
+        self.shared.attach(self.id)
+    }
+
+    /// The device watches its own mapping; what slips through comes as a page request.
+    fn watch(&self) -> Result<(), DomainError> {
+        Ok(())
+    }
+
+    fn detach(&self) {
+        self.shared.detach(self.id, Farewell::Release);
+    }
+
+    fn unmap_all(&self) {
+        // Without a device: the next one begins with all unmapped.
+        let told = self.ask(|space| Event::UnmapAll { space });
+        if told.is_some_and(|reply| reply.status.code != Code::Ok) {
+            tracing::error!(key = %self.key, "the DPU does not unmap a space");
+        }
+    }
+
+    fn is_any_leased(&self) -> bool {
+        !self.restrict(|space| Event::Invalidate {
+            space,
+            ranges: [].as_slice().into(),
+        })
+    }
+
+    fn unmap(&self, section: SectionNo, pages: &PageSet) -> bool {
+        let ranges = pages.runs(section);
+        ranges.is_empty()
+            || self.restrict(|space| Event::Unmap {
+                space,
+                ranges: ranges.into(),
+            })
+    }
+
+    fn forbid_writes(&self, section: SectionNo, pages: &PageSet) -> bool {
+        let ranges = pages.runs(section);
+        ranges.is_empty()
+            || self.restrict(|space| Event::Protect {
+                space,
+                ranges: ranges.into(),
+            })
+    }
+
+    fn grant(&self, range: PageRange, access: Access) {
+        let Some((session, space)) = self.reach() else {
+            return;
+        };
+        if range.is_empty() {
+            return;
+        }
+        let ranges = [range];
+        let event = Event::Map {
+            space,
+            access,
+            ranges: ranges.as_slice().into(),
+        };
+        if session.events.post(&event).is_err() {
+            // The next device asks for the page.
+            tracing::trace!(?range, "a grant to a DPU that is gone");
+        }
+    }
+
+    /// Without a device nobody knows; it would be found when the pages are to be unmapped, which
+    /// fails without a device.
+    fn standing_in(&self, section: SectionNo) -> PageSet {
+        let pages = section.pages(self.page_count());
+        if pages.is_empty() {
+            return PageSet::EMPTY;
+        }
+        let pages = Some(pages);
+        self.ask(|space| Event::Standing { space, pages })
+            .and_then(|reply| reply.mask)
+            .unwrap_or(PageSet::EMPTY)
+    }
+
+    fn standing_pages(&self) -> u64 {
+        let pages = None;
+        let reply = self.ask(|space| Event::Standing { space, pages });
+        reply.map_or(0, |reply| match reply.status.code {
+            Code::Ok => reply.status.value.min(self.page_count()),
+            _ => 0,
+        })
+    }
+
+    fn touched(
+        &self,
+        pages: PageRange,
+        marks: Marks,
+        visit: &mut dyn FnMut(PageNo),
+    ) -> Result<(), LookError> {
+        let failed = |why: &str| LookError(why.to_owned());
+        let (session, space) = self.reach().ok_or_else(|| failed("it is not there"))?;
+        if !session.has(feature::TOUCHED) {
+            return Err(failed("it cannot"));
+        }
+        for (section, pages) in pages.by_section() {
+            let event = Event::Touched {
+                space,
+                pages,
+                marks,
+            };
+            let reply = session.events.call(&event);
+            let reply = reply.map_err(|error| LookError(error.to_string()))?;
+            let Some(mask) = reply.mask.filter(|_| reply.status.code == Code::Ok) else {
+                return Err(LookError(format!("{:?}", reply.status.code)));
+            };
+            mask.pages(section)
+                .filter(|page| pages.contains(*page))
+                .for_each(&mut *visit);
+        }
+        Ok(())
+    }
+
+    fn mapping(&self) -> Option<&Arc<SharedMapping>> {
+        None
+    }
+}

@@ -1,0 +1,636 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The driver against a device that does as it is told, right or wrong.
+
+use super::{
+    fake::{Answers, FEATURES, Fake, eventually, good_config},
+    *,
+};
+use crate::wire::{self, Code, Reply, Status, feature};
+use pagetide_addr::{
+    Access, DeviceId, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, QueueId, RequestId,
+    RequestKind, ResponseCode, SectionNo, Tier,
+};
+use std::{os::fd::AsFd, os::unix::net::UnixListener};
+
+const PAGES: u64 = 2048;
+const LONG: Duration = Duration::from_secs(20);
+/// Number of the first space that the fake is told to create: events before it are BEGIN and LANDING.
+const FIRST: DomainId = DomainId(3);
+
+struct Rig {
+    driver: Arc<Driver>,
+    dir: tempfile::TempDir,
+    file: std::fs::File,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let bell = Arc::new(Doorbell::new().unwrap());
+        let driver = Driver::start(&dir.path().join("vpri.sock"), bell).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        Self { driver, dir, file }
+    }
+
+    /// With a device that answers everything well.
+    fn connected() -> (Self, Fake) {
+        let rig = Self::new();
+        let fake = rig.device();
+        (rig, fake)
+    }
+
+    fn device(&self) -> Fake {
+        let fake = Fake::listen(self.dir.path(), Answers::good);
+        self.driver.wait_connected(LONG).unwrap();
+        fake
+    }
+
+    fn open(&self, ino: u64) -> Arc<dyn IoSpace> {
+        let opened = self
+            .driver
+            .open(self.file.as_fd(), key(ino), PAGES * PAGE_BYTES);
+        opened.unwrap()
+    }
+
+    fn attached(&self, ino: u64) -> Arc<dyn IoSpace> {
+        let space = self.open(ino);
+        space.attach().unwrap();
+        space
+    }
+
+    fn next_request(&self) -> PageRequest {
+        let source = self.driver.source();
+        let mut request = None;
+        eventually("a page request", || {
+            request = source.next();
+            request.is_some()
+        });
+        request.unwrap()
+    }
+}
+
+fn key(ino: u64) -> FileKey {
+    FileKey { dev: 7, ino }
+}
+
+fn pages(start: u64, end: u64) -> PageRange {
+    PageRange::new(PageNo(start), PageNo(end))
+}
+
+fn some_pages() -> PageSet {
+    let mut set = PageSet::of_range(SectionNo(1), pages(520, 530));
+    set.insert(PageNo(700));
+    set
+}
+
+fn demand(id: u64, space: DomainId) -> PageRequest {
+    let from = (DeviceId(9), QueueId(2));
+    PageRequest::demand(RequestId(id), from, space, pages(3, 5), Access::Write)
+}
+
+fn answers(fake: &Fake) -> Vec<wire::Answer> {
+    let mut found = Vec::new();
+    for event in fake.seen() {
+        if let Event::Respond { answers } = event {
+            found.extend(answers.iter().copied());
+        }
+    }
+    found
+}
+
+fn eventually_answers(fake: &Fake, count: usize) -> Vec<wire::Answer> {
+    eventually("answers", || answers(fake).len() >= count);
+    answers(fake)
+}
+
+#[test]
+fn device_that_comes_late_is_told_what_the_host_said_before() {
+    let rig = Rig::new();
+    let space = rig.attached(1);
+    let gone = rig.attached(2);
+    gone.detach();
+    let retired = rig.attached(3);
+    rig.driver.retire(&*retired);
+    rig.driver.bar(key(4));
+    rig.driver.all_known();
+    assert!(!space.unmap(SectionNo(1), &some_pages()), "no device");
+    let fake = rig.device();
+    let create = |ino| Event::Create {
+        name: key(ino),
+        page_count: PAGES,
+    };
+    let seen = fake.seen();
+    assert_eq!(seen[0], Event::Begin);
+    assert!(matches!(seen[1], Event::Landing { slots: 1024, .. }));
+    assert_eq!(seen[2], create(1));
+    assert_eq!(seen[3], Event::Bar { name: key(4) });
+    assert_eq!(seen[4], create(3));
+    let destroyed = Event::Destroy {
+        space: DomainId(5),
+        farewell: Farewell::Retire,
+    };
+    assert_eq!(seen[5], destroyed);
+    assert_eq!(seen[6..], [Event::Ready]);
+    assert_eq!(rig.driver.eviction_bar(), None);
+    assert_eq!(rig.driver.processes(), [std::process::id()]);
+}
+
+#[test]
+fn everything_asked_of_a_space_reaches_the_device_in_the_order_it_was_asked() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    space.unmap_all();
+    space.grant(pages(0, 4), Access::Read);
+    assert!(space.unmap(SectionNo(1), &some_pages()));
+    space.grant(pages(520, 521), Access::Write);
+    assert!(space.forbid_writes(SectionNo(1), &some_pages()));
+    assert!(!space.is_any_leased());
+    assert!(space.standing_in(SectionNo(0)).is_empty());
+    assert_eq!(space.standing_pages(), 0);
+    space
+        .touched(pages(500, 520), Marks::Forget, &mut |_| ())
+        .unwrap();
+    space.detach();
+    let runs: Vec<PageRange> = vec![pages(520, 530), pages(700, 701)];
+    let map = |range, access| Event::Map {
+        space: FIRST,
+        access,
+        ranges: vec![range].into(),
+    };
+    let touched = |pages| Event::Touched {
+        space: FIRST,
+        pages,
+        marks: Marks::Forget,
+    };
+    let standing = |pages| Event::Standing {
+        space: FIRST,
+        pages,
+    };
+    let expected = [
+        Event::UnmapAll { space: FIRST },
+        map(pages(0, 4), Access::Read),
+        Event::Unmap {
+            space: FIRST,
+            ranges: runs.clone().into(),
+        },
+        map(pages(520, 521), Access::Write),
+        Event::Protect {
+            space: FIRST,
+            ranges: runs.into(),
+        },
+        Event::Invalidate {
+            space: FIRST,
+            ranges: Vec::new().into(),
+        },
+        standing(Some(pages(0, 512))),
+        standing(None),
+        touched(pages(500, 512)),
+        touched(pages(512, 520)),
+        Event::Destroy {
+            space: FIRST,
+            farewell: Farewell::Release,
+        },
+    ];
+    assert_eq!(fake.seen()[3..], expected);
+    assert!(!space.unmap(SectionNo(1), &some_pages()), "given back");
+}
+
+#[test]
+fn restriction_counts_as_done_only_if_the_device_says_so() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    for code in Code::ALL {
+        fake.follow(move |_, _| Answers::Reply(Status::of(code).into()));
+        let done = code == Code::Ok;
+        assert_eq!(space.unmap(SectionNo(1), &some_pages()), done, "{code:?}");
+        let protected = space.forbid_writes(SectionNo(1), &some_pages());
+        assert_eq!(protected, done, "{code:?}");
+        assert_eq!(space.is_any_leased(), !done, "{code:?}");
+        assert!(space.standing_in(SectionNo(1)).is_empty(), "no mask");
+        let looked = space.touched(pages(0, 1), Marks::Keep, &mut |_| ());
+        assert!(looked.is_err(), "no mask");
+    }
+    assert!(rig.driver.is_connected());
+}
+
+#[test]
+fn masks_and_numbers_that_the_device_tells_come_back_as_pages() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    let mut mask = PageSet::EMPTY;
+    mask.insert(PageNo(3));
+    mask.insert(PageNo(511));
+    fake.follow(move |event, _| match event {
+        Event::Standing { pages: None, .. } => Answers::Reply(Status::with_value(u64::MAX).into()),
+        _ => Answers::Reply(Reply {
+            status: Status::OK,
+            mask: Some(mask),
+        }),
+    });
+    let standing = space.standing_in(SectionNo(2));
+    let standing: Vec<_> = standing.pages(SectionNo(2)).collect();
+    assert_eq!(standing, [PageNo(1027), PageNo(1535)]);
+    assert_eq!(space.standing_pages(), PAGES, "no more than there are");
+    let mut touched = Vec::new();
+    space
+        .touched(pages(512, 1030), Marks::Keep, &mut |page| {
+            touched.push(page)
+        })
+        .unwrap();
+    assert_eq!(touched, [PageNo(515), PageNo(1023), PageNo(1027)]);
+}
+
+#[test]
+fn device_that_refuses_a_space_refuses_its_vm_and_bars_eviction_if_it_came_later() {
+    let (rig, fake) = Rig::connected();
+    fake.follow(|event, number| match event {
+        Event::Create { .. } => Answers::Reply(Status::of(Code::Full).into()),
+        _ => Answers::good(event, number),
+    });
+    let space = rig.open(1);
+    assert!(matches!(space.attach(), Err(DomainError::Device(_))));
+    assert!(matches!(space.attach(), Err(DomainError::Device(_))));
+    fake.follow(Answers::good);
+    space.attach().unwrap();
+    let again = rig.open(1).attach();
+    assert!(matches!(again, Err(DomainError::AttachedAlready(_))));
+    fake.follow(|event, number| match event {
+        Event::Create { .. } => Answers::Reply(Status::of(Code::Full).into()),
+        _ => Answers::good(event, number),
+    });
+    fake.hang_up();
+    eventually("another session", || rig.driver.counts().sessions == 2);
+    eventually("a reason", || {
+        rig.driver
+            .eviction_bar()
+            .is_some_and(|why| why.contains("Full"))
+    });
+    assert!(!space.unmap(SectionNo(1), &some_pages()));
+}
+
+#[test]
+fn page_request_is_answered_under_the_devices_own_id_exactly_once() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    let mut sent = demand(77, FIRST);
+    sent.hold_us = 5;
+    sent.vector = Some(4);
+    fake.request(&sent);
+    let taken = rig.next_request();
+    assert_eq!(taken.domain, space.id());
+    let (id, domain) = (taken.id, taken.domain);
+    assert_eq!(taken, PageRequest { id, domain, ..sent });
+    let mut response = PageResponse::to(&taken, ResponseCode::Success);
+    response.tier = Tier::Verbatim;
+    response.handling_ns = 12;
+    rig.driver.source().respond(response);
+    rig.driver.source().respond(response);
+    let answers = eventually_answers(&fake, 1);
+    assert_eq!(
+        (answers[0].id, answers[0].tier),
+        (RequestId(77), Tier::Verbatim)
+    );
+    assert_eq!(answers[0].handling_ns, 12);
+    assert_eq!(rig.driver.counts().late_answers, 1, "the second is dropped");
+    // The id may be used again.
+    fake.request(&sent);
+    assert_ne!(rig.next_request().id, taken.id);
+}
+
+#[test]
+fn request_that_cannot_be_is_refused_or_dropped_and_counted() {
+    let rig = Rig::new();
+    let features = FEATURES & !(feature::INJECT | feature::OVERWRITE);
+    let fake = Fake::listen_as(rig.dir.path(), (features, good_config()), Answers::good);
+    rig.driver.wait_connected(LONG).unwrap();
+    let _space = rig.attached(1);
+    // After BEGIN: no landing area was agreed upon.
+    let space = DomainId(2);
+    let source = rig.driver.source();
+    let mut refused = 0;
+    let mut refuse = |bytes: &[u8]| {
+        fake.send(bytes, 64);
+        refused += 1;
+        eventually("it is refused", || {
+            assert_eq!(source.next(), None);
+            answers(&fake).len() == refused
+        });
+        assert_eq!(
+            answers(&fake)[refused - 1].code,
+            ResponseCode::InvalidRequest
+        );
+    };
+    refuse(&wire::encode_request(&demand(1, DomainId(99))));
+    let mut hold = demand(2, space);
+    hold.hold_us = 1;
+    refuse(&wire::encode_request(&hold));
+    let mut overwrite = demand(3, space);
+    overwrite.kind = RequestKind::Overwrite { slot: 0 };
+    refuse(&wire::encode_request(&overwrite));
+    let mut nonsense = wire::encode_request(&demand(4, space));
+    nonsense[20] = 9;
+    refuse(&nonsense);
+    nonsense = wire::encode_request(&demand(5, space));
+    nonsense[24..40].fill(0xff);
+    refuse(&nonsense);
+    // Twice the same id: one answer.
+    fake.request(&demand(6, space));
+    let taken = rig.next_request();
+    fake.request(&demand(6, space));
+    eventually("it is seen", || {
+        assert_eq!(source.next(), None);
+        rig.driver.counts().duplicate_requests == 1
+    });
+    source.respond(PageResponse::to(&taken, ResponseCode::Success));
+    let all = eventually_answers(&fake, refused + 1);
+    assert_eq!(all[refused].code, ResponseCode::Success);
+    let counts = rig.driver.counts();
+    assert_eq!((counts.unknown_spaces, counts.malformed_requests), (1, 4));
+    assert_eq!(counts.broken_off, 0);
+}
+
+#[test]
+fn requests_of_a_device_that_went_are_forgotten_even_if_the_next_uses_their_ids() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    fake.land(5, &[1; 4096]);
+    let mut overwrite = demand(8, FIRST);
+    overwrite.kind = RequestKind::Overwrite { slot: 5 };
+    fake.request(&overwrite);
+    let old = rig.next_request();
+    let source = rig.driver.source();
+    let slot_of = |request: &PageRequest| match request.kind {
+        RequestKind::Overwrite { slot } => slot,
+        other => panic!("{other:?}"),
+    };
+    let mut content = Vec::new();
+    assert!(source.read_landing(slot_of(&old), 1, &mut content));
+    assert_eq!(content, [1; 4096]);
+    fake.hang_up();
+    eventually("another session", || rig.driver.counts().sessions == 2);
+    // Begin, landing, create, then again.
+    let created = fake.seen().len() as u64;
+    overwrite.domain = DomainId(u32::try_from(created).unwrap());
+    fake.request(&overwrite);
+    let new = rig.next_request();
+    assert_eq!(new.domain, space.id(), "the host's number stays");
+    assert!(!source.read_landing(slot_of(&old), 1, &mut content));
+    assert!(source.read_landing(slot_of(&new), 1, &mut content));
+    source.respond(PageResponse::to(&old, ResponseCode::ResponseFailure));
+    assert_eq!(rig.driver.counts().late_answers, 1);
+    source.respond(PageResponse::to(&new, ResponseCode::Success));
+    let answers = eventually_answers(&fake, 1);
+    assert_eq!(answers.len(), 1);
+    assert_eq!(answers[0].code, ResponseCode::Success);
+}
+
+/// What a device does wrong, once.
+type Wrong = fn(&Fake);
+
+#[test]
+fn device_that_breaks_a_ring_is_disconnected_and_a_better_one_taken() {
+    let wrongs: [(&str, Wrong); 7] = [
+        ("a head in the event queue", |fake| {
+            fake.follow(|_, _| Answers::Head(1));
+        }),
+        ("a head far off in the event queue", |fake| {
+            fake.follow(|_, _| Answers::Head(u32::MAX));
+        }),
+        ("a length in the event queue", |fake| {
+            fake.follow(|_, _| Answers::Bytes(vec![0; 16], 17));
+        }),
+        ("an event that was not told", |fake| fake.use_up(0, 0, 16)),
+        ("a head in the fault queue", |fake| fake.use_up(1, 256, 64)),
+        ("a length in the fault queue", |fake| fake.use_up(1, 0, 65)),
+        ("a short page request", |fake| fake.send(&[0; 63], 63)),
+    ];
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    let source = rig.driver.source();
+    for (broken, (what, wrong)) in (1..).zip(wrongs) {
+        eventually("a session", || rig.driver.counts().sessions == broken);
+        wrong(&fake);
+        // Whoever has to do with the device finds out.
+        eventually(what, || {
+            let is_done = space.unmap(SectionNo(1), &some_pages());
+            while source.next().is_some() {}
+            rig.driver.counts().broken_off == broken && !is_done
+        });
+        fake.follow(Answers::good);
+    }
+    eventually("a session", || rig.driver.counts().sessions == 8);
+    eventually("it works", || space.unmap(SectionNo(1), &some_pages()));
+    assert!(source.next().is_none());
+}
+
+#[test]
+fn reply_that_is_none_fails_its_event_only() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    for (bytes, len) in [(vec![0; 16], 0), (vec![0; 16], 15), (vec![0xee; 16], 16)] {
+        fake.follow(move |_, _| Answers::Bytes(bytes.clone(), len));
+        space.grant(pages(0, 1), Access::Write);
+        assert!(!space.unmap(SectionNo(1), &some_pages()));
+    }
+    fake.follow(Answers::good);
+    assert!(space.unmap(SectionNo(1), &some_pages()));
+    let counts = rig.driver.counts();
+    assert_eq!((counts.malformed_replies, counts.broken_off), (6, 0));
+}
+
+#[test]
+fn more_requests_than_the_device_says_there_can_be_end_the_connection() {
+    let rig = Rig::new();
+    let mut config = good_config();
+    config.requests_max = 3;
+    let fake = Fake::listen_as(rig.dir.path(), (FEATURES, config), Answers::good);
+    rig.driver.wait_connected(LONG).unwrap();
+    let _space = rig.attached(1);
+    for id in 0..3 {
+        fake.request(&demand(id, FIRST));
+        rig.next_request();
+    }
+    fake.request(&demand(3, FIRST));
+    let source = rig.driver.source();
+    eventually("it is given up", || {
+        assert!(source.next().is_none());
+        rig.driver.counts().broken_off == 1
+    });
+}
+
+#[test]
+fn silent_device_holds_a_caller_up_once_and_nobody_afterwards() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    fake.follow(|_, _| Answers::Silence);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| assert!(!space.unmap(SectionNo(1), &some_pages())));
+        }
+    });
+    assert_eq!(rig.driver.counts().broken_off, 1);
+    // It answers no BEGIN either, so it stays away.
+    assert!(rig.driver.eviction_bar().is_some());
+    assert!(!space.unmap(SectionNo(1), &some_pages()));
+    assert!(space.is_any_leased());
+    fake.follow(Answers::good);
+    rig.driver.wait_connected(LONG).unwrap();
+    assert!(space.unmap(SectionNo(1), &some_pages()));
+}
+
+#[test]
+fn caller_is_released_when_the_device_hangs_up_in_the_middle() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    let mut left = 1;
+    fake.follow(move |event, number| {
+        if left > 0 && matches!(event, Event::Unmap { .. }) {
+            left -= 1;
+            return Answers::HangUp;
+        }
+        Answers::good(event, number)
+    });
+    assert!(!space.unmap(SectionNo(1), &some_pages()));
+    eventually("it is back", || space.unmap(SectionNo(1), &some_pages()));
+    assert_eq!(rig.driver.counts().broken_off, 0, "it was no fault of its");
+}
+
+#[test]
+fn each_of_many_callers_gets_his_own_answer() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    fake.follow(|event, number| match event {
+        Event::Touched { pages, .. } => {
+            let mut mask = PageSet::EMPTY;
+            mask.insert(pages.start);
+            Answers::Reply(Reply {
+                status: Status::OK,
+                mask: Some(mask),
+            })
+        }
+        _ => Answers::good(event, number),
+    });
+    std::thread::scope(|scope| {
+        for thread in 0..6_u64 {
+            let space = &space;
+            scope.spawn(move || {
+                for round in 0..200 {
+                    let page = (thread * 331 + round * 7) % PAGES;
+                    // Posted events run in between.
+                    space.grant(PageNo(page).single(), Access::Write);
+                    let mut touched = Vec::new();
+                    let visit = &mut |page| touched.push(page);
+                    let single = PageNo(page).single();
+                    space.touched(single, Marks::Keep, visit).unwrap();
+                    assert_eq!(touched, [PageNo(page)]);
+                }
+            });
+        }
+    });
+    let counts = rig.driver.counts();
+    assert_eq!((counts.broken_off, counts.refused_events), (0, 0));
+}
+
+#[test]
+fn posts_wait_for_room_and_none_is_lost() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    let before = fake.seen().len();
+    std::thread::scope(|scope| {
+        for thread in 0..3_u64 {
+            let space = &space;
+            scope.spawn(move || {
+                for page in 0..500 {
+                    let page = PageNo(thread * 512 + page);
+                    space.grant(page.single(), Access::Read);
+                }
+            });
+        }
+    });
+    assert!(space.unmap(SectionNo(1), &some_pages()));
+    let seen = fake.seen();
+    assert_eq!(seen.len(), before + 1501);
+    for thread in 0..3_u64 {
+        let of_thread = seen.iter().filter_map(|event| match event {
+            Event::Map { ranges, .. } if ranges[0].start.0 / 512 == thread => Some(ranges[0]),
+            _ => None,
+        });
+        let expected = (0..500).map(|page| PageNo(thread * 512 + page).single());
+        assert!(of_thread.eq(expected), "thread {thread}");
+    }
+}
+
+#[test]
+fn armed_source_is_woken_by_the_device_itself() {
+    let dir = tempfile::tempdir().unwrap();
+    let bell = Arc::new(Doorbell::new().unwrap());
+    let driver = Driver::start(&dir.path().join("vpri.sock"), Arc::clone(&bell)).unwrap();
+    let fake = Fake::listen(dir.path(), Answers::good);
+    driver.wait_connected(LONG).unwrap();
+    let file = tempfile::tempfile().unwrap();
+    let space = driver.open(file.as_fd(), key(1), PAGES * PAGE_BYTES);
+    space.unwrap().attach().unwrap();
+    let source = driver.source();
+    bell.disarm().unwrap();
+    bell.arm();
+    assert!(!source.arm(), "nothing is there yet");
+    fake.request(&demand(1, FIRST));
+    let mut polled = [rustix::event::PollFd::new(
+        &bell,
+        rustix::event::PollFlags::IN,
+    )];
+    rustix::event::poll(&mut polled, None).unwrap();
+    bell.disarm().unwrap();
+    source.disarm();
+    assert!(source.next().is_some());
+    fake.request(&demand(2, FIRST));
+    assert!(source.arm(), "it was there before");
+}
+
+#[test]
+fn socket_of_something_else_is_told_in_a_sentence() {
+    let rig = Rig::new();
+    let fake = Fake::listen(rig.dir.path(), Answers::good);
+    *fake.features.lock().unwrap() = 1 << 30;
+    eventually("it lacks a feature", || {
+        fake.hang_up();
+        let bar = rig.driver.eviction_bar();
+        bar.is_some_and(|why| why.contains("no VPRI function"))
+    });
+    *fake.features.lock().unwrap() = FEATURES;
+    let mut config = good_config();
+    config.lease_wait_us = 60_000_000;
+    *fake.config.lock().unwrap() = config.encode().to_vec();
+    eventually("it would hold locks too long", || {
+        let bar = rig.driver.eviction_bar();
+        bar.is_some_and(|why| why.contains("waits up to"))
+    });
+    *fake.config.lock().unwrap() = vec![0; 64];
+    eventually("it has another configuration", || {
+        let bar = rig.driver.eviction_bar();
+        bar.is_some_and(|why| why.contains("configuration space"))
+    });
+    assert!(!rig.driver.is_connected());
+}
+
+#[test]
+fn driver_stops_though_the_other_end_never_says_a_word() {
+    let rig = Rig::new();
+    let listener = UnixListener::bind(rig.dir.path().join("vpri.sock")).unwrap();
+    let (stream, _) = listener.accept().unwrap();
+    rig.driver.stop();
+    drop(stream);
+    let late = rig.driver.wait_connected(Duration::ZERO);
+    assert!(matches!(late, Err(DriverError::NotConnected { .. })));
+}
+
+#[test]
+fn file_of_no_pages_and_one_that_is_barred_are_refused() {
+    let rig = Rig::new();
+    let fd = rig.file.as_fd();
+    let none = rig.driver.open(fd, key(1), 0);
+    assert!(matches!(none, Err(DomainError::TooLarge(0))));
+    rig.driver.bar(key(2));
+    let barred = rig.driver.open(fd, key(2), PAGE_BYTES);
+    assert!(matches!(barred, Err(DomainError::Barred(_))));
+}
