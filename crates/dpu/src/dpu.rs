@@ -10,9 +10,11 @@ use crate::{
     },
     device::{Control, DeviceState, Endpoint, EngineGone, Parts, SocketError},
     engine::{Engine, EngineShared, Seed, command::Command, queue::OnFault},
+    inject::{Injection, InjectionError, InjectionReport},
     lock::{self, LockError},
     ring::DEVICES_MAX,
     shared::DeviceShared,
+    slo::{course::now_ns, report::SloReport},
 };
 use hdrhistogram::Histogram;
 use pagetide_addr::{DeviceId, FileKey};
@@ -80,6 +82,9 @@ pub enum DpuError {
     /// As many devices as there can be.
     #[error("there are {DEVICES_MAX} devices already")]
     TooManyDevices,
+    /// An injection of faults is not what one can be.
+    #[error(transparent)]
+    Injection(#[from] InjectionError),
     /// No such device.
     #[error("there is no device {0:?}")]
     NoSuchDevice(DeviceId),
@@ -231,6 +236,8 @@ pub struct DeviceReport {
     pub parked_chains: u64,
     /// Page requests that a request waited for.
     pub iopfs: u64,
+    /// Requests that were made to fault by injection.
+    pub injected_iopfs: u64,
     /// Page requests made ahead, for requests that had not begun.
     pub prefaults: u64,
     /// Absent pages that reads covered whole: what was stored of them was dropped, not brought back.
@@ -464,6 +471,50 @@ impl Dpu {
         reports
     }
 
+    /// The account of service levels of a device.
+    ///
+    /// # Errors
+    /// [`DpuError::NoSuchDevice`].
+    pub fn slo(&self, id: DeviceId) -> Result<SloReport, DpuError> {
+        let device = self.shared(id)?;
+        let account = device.account.lock();
+        let mut account = account.unwrap_or_else(PoisonError::into_inner);
+        Ok(account.report(now_ns()))
+    }
+
+    /// Injects faults into a device from now on; an injection that goes on there is replaced.
+    ///
+    /// # Errors
+    /// [`DpuError::NoSuchDevice`], [`DpuError::Injection`].
+    pub fn inject(&self, id: DeviceId, injection: Injection) -> Result<(), DpuError> {
+        Ok(self.shared(id)?.injector.begin(injection, now_ns())?)
+    }
+
+    /// The last injection into a device; `None` if there never was one.
+    ///
+    /// # Errors
+    /// [`DpuError::NoSuchDevice`].
+    pub fn injection(&self, id: DeviceId) -> Result<Option<InjectionReport>, DpuError> {
+        Ok(self.shared(id)?.injector.report(now_ns()))
+    }
+
+    /// Ends the injection into a device, if one goes on.
+    ///
+    /// # Errors
+    /// [`DpuError::NoSuchDevice`].
+    pub fn stop_injection(&self, id: DeviceId) -> Result<(), DpuError> {
+        self.shared(id)?.injector.stop(now_ns());
+        Ok(())
+    }
+
+    fn shared(&self, id: DeviceId) -> Result<Arc<DeviceShared>, DpuError> {
+        let devices = self.lock();
+        let mut known = devices.slots.iter().flatten();
+        let found = known.find(|device| device.id() == id);
+        let device = found.ok_or(DpuError::NoSuchDevice(id))?;
+        Ok(Arc::clone(&device.endpoint.control().shared))
+    }
+
     /// Time from parking a chain until its pages were leased, in nanoseconds, of all engines.
     #[must_use]
     pub fn iopf_latency_ns(&self) -> Histogram<u64> {
@@ -557,6 +608,7 @@ impl BlkDevice {
             inflight_requests: shared.total(|c| &c.in_flight),
             parked_chains: shared.total(|c| &c.parked),
             iopfs: shared.total(|c| &c.iopfs),
+            injected_iopfs: shared.total(|c| &c.injected_iopfs),
             prefaults: shared.total(|c| &c.prefaults),
             overwritten_pages: shared.total(|c| &c.overwritten_pages),
             timed_out_requests: shared.total(|c| &c.timed_out),

@@ -182,6 +182,7 @@ impl Injector {
     pub fn stop(&self, now_ns: u64) {
         if let Some(plan) = self.lock().as_mut() {
             plan.until_ns = plan.until_ns.min(now_ns);
+            plan.end();
             self.publish(plan);
         }
     }
@@ -247,10 +248,7 @@ impl Injector {
 impl Plan {
     fn claim(&mut self, now_ns: u64) -> Option<Hold> {
         if now_ns > self.until_ns {
-            // What came too late for its request comes no more.
-            self.skipped += self.overdue(now_ns);
-            self.due_ns = NEVER_NS;
-            self.left_of_burst = 0;
+            self.end();
             return None;
         }
         if self.left_of_burst == 0 && self.due_ns <= now_ns {
@@ -264,6 +262,13 @@ impl Plan {
         Some(Hold {
             hold_us: self.hold_us,
         })
+    }
+
+    /// What has met no request by the end meets none any more.
+    fn end(&mut self) {
+        self.skipped += self.overdue(self.until_ns.saturating_add(1));
+        self.due_ns = NEVER_NS;
+        self.left_of_burst = 0;
     }
 
     /// Arrivals that have met no request so far; the last of them still may, unless all is over.

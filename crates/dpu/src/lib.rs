@@ -21,6 +21,8 @@
 //! | `alias` | our own mapping of guest RAM, watched for slips |
 //! | `memory`, `chain` | guest addresses, leases; descriptor chains |
 //! | `inflight` | what survives our death so that no request is lost |
+//! | [`inject`] | faults made on purpose |
+//! | `slo` | the account of service levels |
 //! | [`lock`] | how a successor knows that a dead engine's I/O is done |
 //! | `device` | the socket and the vhost-user messages |
 //! | [`blk`] | virtio-blk: image, configuration, requests |
@@ -37,12 +39,14 @@ mod device;
 pub mod dpu;
 mod engine;
 mod inflight;
+pub mod inject;
 pub mod lock;
 mod mailbox;
 mod memory;
 mod parked;
 mod ring;
 mod shared;
+mod slo;
 
 pub use blk::image::{DirectIo, ImageError, Writes};
 pub use chain::ChainError;
@@ -52,3 +56,7 @@ pub use engine::queue::OnFault;
 pub use lock::{LockError, wait_for_dead_engines};
 pub use memory::{MemoryError, OutsideMemory};
 pub use shared::StopReason;
+pub use slo::{
+    report::{SloReport, SloWindow},
+    slow::{SlowCause, SlowRequest},
+};

@@ -37,12 +37,12 @@
 //! is gone is dropped here. Until it comes the request counts against the share of its
 //! device: what a host does not answer must not be asked for without end.
 
+use crate::slo::course::{Course, now_ns};
 use pagetide_addr::{
     Access, DeviceId, DomainId, PageRange, PageRequest, PageResponse, QueueId, RequestId,
     RequestKind, ResponseCode,
 };
 use pagetide_vpri::{QueueFull, queue::HostPresence};
-use rustix::time::{ClockId, clock_gettime};
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     time::{Duration, Instant},
@@ -98,6 +98,8 @@ pub(crate) struct Wanted {
     pub domain: DomainId,
     pub pages: PageRange,
     pub access: Access,
+    /// Fault injection: the host is to answer no sooner, in microseconds.
+    pub hold_us: u32,
 }
 
 /// On whose behalf pages are asked for.
@@ -119,6 +121,7 @@ pub(crate) struct ParkedChain {
     pub purpose: Purpose,
     /// When it was first parked.
     pub since: Instant,
+    pub course: Course,
 }
 
 /// How waiting ended.
@@ -140,6 +143,7 @@ pub(crate) struct Resumed {
     pub waiter: Waiter,
     pub purpose: Purpose,
     pub since: Instant,
+    pub course: Course,
     pub ended: Ended,
 }
 
@@ -261,7 +265,7 @@ impl ParkedChains {
     pub fn send(&mut self, mut submit: impl FnMut(PageRequest) -> Result<(), QueueFull>) -> usize {
         let mut sent = 0;
         self.full = false;
-        let now_ns = monotonic_ns();
+        let now_ns = now_ns();
         for _ in 0..self.unsent.len() {
             let Some(index) = self.unsent.pop_front() else {
                 break;
@@ -368,6 +372,7 @@ impl ParkedChains {
         let index = waiter?;
         let slot = self.slots[index].as_mut()?;
         slot.outstanding -= 1;
+        slot.chain.course.answered(&response);
         slot.failed |= response.code != ResponseCode::Success;
         if slot.outstanding > 0 || !slot.chain.wanted.is_empty() {
             return None;
@@ -464,6 +469,7 @@ impl Slot {
             waiter: self.chain.waiter,
             purpose: self.chain.purpose,
             since: self.chain.since,
+            course: self.chain.course,
             ended,
         }
     }
@@ -474,17 +480,9 @@ fn request(id: RequestId, asker: Asker, wanted: &Wanted, now_ns: u64) -> PageReq
     PageRequest {
         vector: asker.vector,
         sent_ns: now_ns,
+        hold_us: wanted.hold_us,
         ..PageRequest::demand(id, from, wanted.domain, wanted.pages, wanted.access)
     }
-}
-
-/// The host's monotonic clock, which both sides of the page fault queue read.
-fn monotonic_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    let part = |number: i64| u64::try_from(number).unwrap_or(0);
-    part(now.tv_sec)
-        .saturating_mul(1_000_000_000)
-        .saturating_add(part(now.tv_nsec))
 }
 
 /// True if who has `all` has `part`.
@@ -505,6 +503,7 @@ fn merge(wanted: &mut Vec<Wanted>) {
             if next.access == Access::Write {
                 last.access = Access::Write;
             }
+            last.hold_us = last.hold_us.max(next.hold_us);
         }
         joins
     });
@@ -528,6 +527,7 @@ mod tests {
             domain: DomainId(0),
             pages: PageRange::new(PageNo(start), PageNo(end)),
             access,
+            hold_us: 0,
         }
     }
 
@@ -546,6 +546,7 @@ mod tests {
             wanted,
             purpose: Purpose::Dma,
             since: Instant::now(),
+            course: Course::default(),
         }
     }
 
@@ -862,10 +863,10 @@ mod tests {
         let mut parked = ParkedChains::new(0, None);
         let mut with = chain(7, 1, vec![wanted(1, 2, Access::Read)]);
         with.asker.vector = Some(7);
-        let before = monotonic_ns();
+        let before = now_ns();
         parked.park(with);
         let sent = send_all(&mut parked);
         assert_eq!(sent[0].vector, Some(7));
-        assert!((before..=monotonic_ns()).contains(&sent[0].sent_ns));
+        assert!((before..=now_ns()).contains(&sent[0].sent_ns));
     }
 }

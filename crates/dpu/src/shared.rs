@@ -11,6 +11,8 @@ use crate::{
     },
     chain::ChainError,
     engine::queue::OnFault,
+    inject::Injector,
+    slo::{account::Account, course::now_ns},
 };
 use pagetide_addr::DeviceId;
 use std::sync::{
@@ -72,6 +74,7 @@ pub(crate) struct Counters {
     pub malformed: AtomicU64,
     pub outside: AtomicU64,
     pub iopfs: AtomicU64,
+    pub injected_iopfs: AtomicU64,
     pub prefaults: AtomicU64,
     pub overwritten_pages: AtomicU64,
     pub timed_out: AtomicU64,
@@ -103,6 +106,9 @@ pub(crate) struct DeviceShared {
     pub serial: [u8; SERIAL_BYTES],
     pub on_fault: OnFault,
     pub counters: Box<[Counters]>,
+    /// What all its engines tell.
+    pub account: Mutex<Account>,
+    pub injector: Injector,
     stopped: AtomicBool,
     reason: Mutex<Option<StopReason>>,
 }
@@ -121,6 +127,8 @@ impl DeviceShared {
             serial,
             on_fault,
             counters: (0..engine_count).map(|_| Counters::default()).collect(),
+            account: Mutex::new(Account::new(engine_count, now_ns())),
+            injector: Injector::default(),
             stopped: AtomicBool::new(false),
             reason: Mutex::new(None),
         }

@@ -59,6 +59,8 @@ impl Io {
             at: ready.frame.status,
             status,
             written: 1,
+            moved: 0,
+            course: ready.course,
         };
         if let Err(reason) = self.complete(device, queue, memory, answer, ready.leases) {
             device.shared.stop(reason);
@@ -88,6 +90,7 @@ impl Io {
             kind: task.kind,
             data_bytes: 0,
             sample: ready.sample,
+            course: ready.course,
             retried: false,
             landed: Vec::new(),
         };
@@ -115,6 +118,7 @@ impl Io {
         }
         job.request.data_bytes = u32::try_from(job.dma.left()).unwrap_or(u32::MAX);
         queue.in_flight += 1;
+        job.request.course.submit(self.now_ns);
         add(&device.shared.counters[self.index].in_flight, 1);
         self.restart(device, job)
     }

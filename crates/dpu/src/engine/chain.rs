@@ -24,6 +24,7 @@ use crate::{
     parked::{Ended, ParkedChain, Purpose, QueueKey, Waiter, Wanted},
     ring::{Job, Step},
     shared::{StopReason, add},
+    slo::course::Course,
 };
 use pagetide_addr::Access;
 use std::{io, rc::Rc, time::Instant};
@@ -51,6 +52,7 @@ pub(crate) struct Request {
     /// Bytes of data, for the used ring and the figures.
     pub data_bytes: u32,
     pub sample: Sample,
+    pub course: Course,
     /// Direct I/O was refused once.
     pub retried: bool,
     /// Pages of it that are absent: what was read of them is in landing slots.
@@ -88,15 +90,25 @@ pub(crate) enum Sample {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Origin {
     /// From the avail ring or the in-flight region.
-    Fresh,
+    Fresh(Course),
     /// From the parked.
     Resumed {
         purpose: Purpose,
         since: Instant,
+        course: Course,
         ended: Ended,
     },
     /// Its transfer had landed, and could not be delivered.
-    Again,
+    Again(Course),
+}
+
+impl Origin {
+    /// What has been with the chain so far.
+    fn course(&self) -> Course {
+        match self {
+            Self::Fresh(course) | Self::Again(course) | Self::Resumed { course, .. } => *course,
+        }
+    }
 }
 
 /// Buffers used again and again.
@@ -162,6 +174,7 @@ pub(crate) struct Ready {
     pub frame: Frame,
     pub leases: LeaseSet,
     pub sample: Sample,
+    pub course: Course,
     /// It is a read, and part of it is to land.
     pub landing: Option<Landing>,
 }
@@ -178,15 +191,22 @@ impl Io {
         };
         let mut popped = 0;
         while let Some(head) = self.resubmit_next(queue) {
+            if popped == 0 {
+                self.look_at_clock();
+            }
             popped += 1;
-            self.serve(device, queue, head, Origin::Fresh)?;
+            let origin = Origin::Fresh(Course::popped(self.now_ns));
+            self.serve(device, queue, head, origin)?;
         }
         while popped < POP_BATCH {
-            let batch = self.pop_batch(device, queue, &memory)?;
+            let batch = self.pop_batch(device, queue, &memory, popped)?;
             popped += batch;
             if batch == 0 || batch < queue.batch() || device.shared.is_stopped() {
                 break;
             }
+        }
+        if popped > 0 {
+            self.has_news(device, queue.key.device);
         }
         if queue.is_paused() {
             self.look_ahead(device, queue, &memory);
@@ -194,24 +214,30 @@ impl Io {
         Ok(popped)
     }
 
-    /// Takes and serves as many chains as may be taken at a time; how many.
+    /// Takes and serves as many chains as may be taken at a time, after `before` others in this turn;
+    /// how many.
     fn pop_batch(
         &mut self,
         device: &mut Device,
         queue: &mut EngineQueue,
         memory: &Rc<DeviceMemory>,
+        before: usize,
     ) -> io::Result<usize> {
         let mut heads = std::mem::take(&mut self.scratch.heads);
         heads.clear();
         if let Err(reason) = self.pop_heads(queue, memory, &mut heads) {
             device.shared.stop(reason);
         }
+        if before == 0 && !heads.is_empty() {
+            self.look_at_clock();
+        }
         queue.looked_ahead = queue.looked_ahead.saturating_sub(heads.len());
         for head in &heads {
             if let Some(inflight) = &mut queue.inflight {
                 inflight.fetched(*head);
             }
-            self.serve(device, queue, *head, Origin::Fresh)?;
+            let origin = Origin::Fresh(queue.course_of_next(self.now_ns));
+            self.serve(device, queue, *head, origin)?;
         }
         let popped = heads.len();
         self.scratch.heads = heads;
@@ -305,14 +331,14 @@ impl Io {
     /// Finds the chain's buffers and leases them all, or parks it.
     fn prepare(
         &mut self,
-        device: &Device,
+        device: &mut Device,
         queue: &mut EngineQueue,
         memory: &Rc<DeviceMemory>,
         head: u16,
-        origin: Origin,
+        mut origin: Origin,
     ) -> Result<Outcome, StopReason> {
         let mut buffers = std::mem::take(&mut self.scratch.buffers);
-        let outcome = self.prepare_with(device, queue, memory, (head, origin), &mut buffers);
+        let outcome = self.prepare_with(device, queue, memory, (head, &mut origin), &mut buffers);
         self.scratch.buffers = buffers;
         match outcome? {
             Prepared::Ready(ready) => {
@@ -340,7 +366,7 @@ impl Io {
         device: &Device,
         queue: &EngineQueue,
         memory: &Rc<DeviceMemory>,
-        (head, origin): (u16, Origin),
+        (head, origin): (u16, &mut Origin),
         buffers: &mut Buffers,
     ) -> Result<Prepared, StopReason> {
         let frame = match locate(queue, memory, head, buffers)? {
@@ -357,18 +383,23 @@ impl Io {
         if let Some(began) = began {
             self.record_lookup(device, began, 1);
         }
-        if all_there {
+        let held = self.injected(device, memory, buffers, origin);
+        if held.is_some() {
+            origin.mark_injected();
+        }
+        if all_there && held.is_none() {
             return Ok(Prepared::Ready(Ready {
                 head,
                 frame,
                 leases,
                 sample,
+                course: origin.course(),
                 landing: None,
             }));
         }
         leases.release(memory);
         // One that had landed does not land again at once: that it gets on is worth more.
-        if !matches!(origin, Origin::Again) {
+        if !matches!(origin, Origin::Again(_)) && held.is_none() {
             match self.may_land(device, memory, &frame, buffers) {
                 MayLand::No => {}
                 MayLand::Later(first) => return Ok(Prepared::Absent(first)),
@@ -379,12 +410,14 @@ impl Io {
                         frame,
                         leases,
                         sample,
+                        course: origin.course(),
                         landing,
                     }));
                 }
             }
         }
         let mut absent = absent_of(memory, &frame, buffers);
+        absent.extend(held);
         if absent.is_empty() {
             // They came back between the two looks; ask all the same, it is answered at once.
             absent = all_of(memory, &frame, buffers);
@@ -415,24 +448,29 @@ impl Io {
 
     fn park(
         &mut self,
-        device: &Device,
+        device: &mut Device,
         queue: &mut EngineQueue,
         (memory, head): (&DeviceMemory, u16),
         wanted: Vec<Wanted>,
         (purpose, origin): (Purpose, Origin),
     ) {
         let since = match origin {
-            Origin::Fresh | Origin::Again => Instant::now(),
+            Origin::Fresh(_) | Origin::Again(_) => Instant::now(),
             Origin::Resumed { since, .. } => since,
         };
+        let mut course = origin.course();
+        course.park(self.now_ns);
         let requests = self.parked.park(ParkedChain {
             asker: queue.asker(&device.shared, memory),
             waiter: Waiter::Chain(head),
             wanted,
             purpose,
             since,
+            course,
         });
         queue.count_parked(purpose);
+        queue.note_pause(memory, self.now_ns);
+        self.tell_faults(device, queue, requests, &course);
         let counters = &device.shared.counters[self.index];
         add(&counters.iopfs, requests as u64);
         add(&counters.parked, 1);
@@ -471,6 +509,8 @@ impl Io {
                 at: status,
                 status: Status::IoError,
                 written: 1,
+                moved: 0,
+                course: origin.course(),
             };
             return self.complete(device, queue, memory, answer, leases);
         }

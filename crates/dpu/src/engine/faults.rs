@@ -12,6 +12,7 @@ use super::{Engine, Progress, chain::Origin, landing::Answered, take_queue};
 use crate::{
     parked::{Resumed, Waiter},
     shared::{add, sub},
+    slo::course::Injected,
 };
 use pagetide_addr::{DeviceId, RequestKind};
 use pagetide_vpri::queue::HostPresence;
@@ -23,6 +24,9 @@ use std::{
 impl Engine {
     /// Takes page responses and goes on with chains that have got their last.
     pub(super) fn take_responses(&mut self, progress: &mut Progress) -> io::Result<()> {
+        if self.device_end.has_response() {
+            self.io.look_at_clock();
+        }
         while let Some(response) = self.device_end.next() {
             progress.anything = true;
             match self.io.landings.answer(&response) {
@@ -52,6 +56,7 @@ impl Engine {
         self.io.parked.tick(Instant::now(), host);
         while let Some(resumed) = self.io.parked.give_up() {
             progress.anything = true;
+            self.io.look_at_clock();
             let device = self.devices.get(resumed.queue.device);
             if let Some(device) = device.and_then(Option::as_ref) {
                 tracing::warn!(
@@ -87,9 +92,16 @@ impl Engine {
                 };
                 queue.count_resumed(resumed.purpose);
                 sub(&device.shared.counters[self.io.index].parked, 1);
+                let mut course = resumed.course;
+                let was_first = course.is_first_parking();
+                let parked_ns = course.resume(self.io.now_ns);
+                if was_first && course.injected == Injected::Yes {
+                    device.shared.injector.resumed(parked_ns);
+                }
                 let origin = Origin::Resumed {
                     purpose: resumed.purpose,
                     since: resumed.since,
+                    course,
                     ended: resumed.ended,
                 };
                 self.io.serve(device, &mut queue, head, origin)?;

@@ -12,6 +12,7 @@ use crate::{
     memory::{DeviceMemory, LeaseSet, Span},
     ring::{Job, Operation},
     shared::{StopReason, add, sub},
+    slo::course::Course,
 };
 use std::{io, rc::Rc, sync::atomic::Ordering, time::Instant};
 use virtio_queue::QueueT;
@@ -88,15 +89,18 @@ impl Io {
         queue.in_flight -= 1;
         let counters = &device.shared.counters[self.index];
         sub(&counters.in_flight, 1);
-        let moved = u64::from(job.request.data_bytes);
-        let mut written = 1;
+        let (mut moved, mut written) = (0, 1);
         if status == Status::Ok {
             match job.request.kind {
                 Kind::Read => {
-                    add(&counters.read_bytes, moved);
+                    moved = job.request.data_bytes;
+                    add(&counters.read_bytes, u64::from(moved));
                     written += job.request.data_bytes;
                 }
-                Kind::Write => add(&counters.written_bytes, moved),
+                Kind::Write => {
+                    moved = job.request.data_bytes;
+                    add(&counters.written_bytes, u64::from(moved));
+                }
                 Kind::Flush | Kind::Empty { .. } => {}
             }
         }
@@ -106,6 +110,8 @@ impl Io {
             at: job.request.status,
             status,
             written,
+            moved,
+            course: job.request.course,
         };
         let mut leases = std::mem::take(&mut job.request.leases);
         let told = self.answer(device, &mut queue, &memory, answer);
@@ -140,7 +146,7 @@ impl Io {
     /// Writes the status and puts the chain into the used ring.
     fn answer(
         &mut self,
-        device: &Device,
+        device: &mut Device,
         queue: &mut EngineQueue,
         memory: &DeviceMemory,
         answer: Answer,
@@ -162,6 +168,7 @@ impl Io {
             inflight.finish(answer.head, queue.queue.next_used());
         }
         queue.needs_call = true;
+        self.tell_done(device, queue, &answer);
         Ok(())
     }
 }
@@ -175,6 +182,9 @@ pub(crate) struct Answer {
     pub status: Status,
     /// Bytes the device wrote, status included.
     pub written: u32,
+    /// Bytes of data moved.
+    pub moved: u32,
+    pub course: Course,
 }
 
 /// Decides what follows a result.

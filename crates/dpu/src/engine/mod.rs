@@ -26,12 +26,14 @@
 //! While a chain waits for pages the engine sleeps no longer than until it is to
 //! be given up.
 
+mod account;
 mod ahead;
 mod begin;
 pub(crate) mod chain;
 pub(crate) mod command;
 mod faults;
 mod finish;
+mod inject;
 mod landing;
 mod pages;
 mod patience;
@@ -42,6 +44,10 @@ use crate::{
     parked::{ParkedChains, QueueKey},
     ring::{Event, FileSlot, IoRing},
     shared::{DeviceShared, StopReason},
+    slo::{
+        course::now_ns,
+        recorder::{Recorder, Urgency},
+    },
 };
 use chain::{Request, Scratch};
 use command::{AddDevice, Command};
@@ -105,6 +111,9 @@ pub(crate) struct Device {
     pub buffered: FileSlot,
     pub memory: Option<Rc<crate::memory::DeviceMemory>>,
     pub queues: Vec<Option<EngineQueue>>,
+    pub recorder: Recorder,
+    /// It is among [`Io::news`].
+    pub has_news: bool,
 }
 
 /// What all chains of an engine share.
@@ -116,6 +125,10 @@ pub(crate) struct Io {
     pub scratch: Scratch,
     pub in_flight_max: usize,
     pub shared: Arc<EngineShared>,
+    /// When what is being worked on now was taken; see [`crate::slo::course`].
+    pub now_ns: u64,
+    /// Slots of devices of which there is something to tell their accounts.
+    pub news: Vec<usize>,
 }
 
 /// The engine itself.
@@ -154,6 +167,8 @@ impl Engine {
                 scratch: Scratch::new(),
                 in_flight_max: seed.ring_entries as usize,
                 shared: seed.shared,
+                now_ns: now_ns(),
+                news: Vec::new(),
             },
             devices: Vec::new(),
             active: Vec::new(),
@@ -223,11 +238,16 @@ impl Engine {
             self.io.ring.submit()?;
         }
         self.finish_stops()?;
+        self.tell_accounts(Urgency::Routine);
         Ok(progress)
     }
 
     fn take_completions(&mut self, progress: &mut Progress) -> io::Result<()> {
+        let mut first = true;
         while let Some(event) = self.io.ring.next() {
+            if std::mem::take(&mut first) {
+                self.io.look_at_clock();
+            }
             progress.anything = true;
             match event {
                 Event::Done(job, result) => {
@@ -313,6 +333,7 @@ impl Engine {
             self.disarm_queues();
             return self.bell.disarm();
         }
+        self.tell_accounts(Urgency::Now);
         self.io.shared.sleeps.fetch_add(1, Ordering::Relaxed);
         match self.next_look() {
             Some(limit) => self.io.ring.submit_and_doze(limit)?,
@@ -401,6 +422,7 @@ impl Engine {
         }
         self.io.scratch.forget_memory();
         queue.end(&device.shared.counters[self.io.index]);
+        device.close_account(self.io.index);
         Ok(())
     }
 
@@ -490,6 +512,8 @@ impl Engine {
             buffered,
             memory: None,
             queues: (0..add.queue_count).map(|_| None).collect(),
+            recorder: Recorder::new(self.io.index),
+            has_news: false,
         });
         Ok(())
     }

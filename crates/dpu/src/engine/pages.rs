@@ -128,6 +128,7 @@ pub(crate) fn whole(memory: &DeviceMemory, span: Span, access: Access) -> Option
         domain: memory.port(span).domain().id(),
         pages,
         access,
+        hold_us: 0,
     })
 }
 
@@ -149,6 +150,7 @@ pub(crate) fn absent_runs(memory: &DeviceMemory, span: Span, access: Access) -> 
                 domain: domain.id(),
                 pages: PageRange::new(page, PageNo(page.0 + 1)),
                 access,
+                hold_us: 0,
             }),
         }
     }

@@ -47,6 +47,7 @@ use crate::{
     memory::{DeviceMemory, Span},
     parked::{Asker, Ended, ParkedChain, Purpose, QueueKey, Resumed, Waiter},
     shared::{Counters, DeviceShared, StopReason, add, sub},
+    slo::course::Course,
 };
 use pagetide_addr::{Access, Gpa, PageRange};
 use pagetide_vpri::DmaDomain;
@@ -86,6 +87,14 @@ pub(crate) enum QueueState {
     Stopping { how: StopHow, reply: Sender<u16> },
 }
 
+/// The last pause of a queue, for the account: who stood in the ring then has waited since.
+#[derive(Debug, Default)]
+struct Paused {
+    since_ns: u64,
+    /// Chains that stood in the ring and have not been taken.
+    behind: u16,
+}
+
 /// A queue on its engine.
 #[derive(Debug)]
 pub(crate) struct EngineQueue {
@@ -108,6 +117,7 @@ pub(crate) struct EngineQueue {
     /// Of them, those whose DMA is still to be done.
     faulting: usize,
     on_fault: OnFault,
+    paused: Paused,
     /// Chains next to be begun whose pages were asked for already.
     pub looked_ahead: usize,
     pub needs_call: bool,
@@ -143,6 +153,7 @@ impl EngineQueue {
             parked: 0,
             faulting: 0,
             on_fault: setup.on_fault,
+            paused: Paused::default(),
             looked_ahead: 0,
             needs_call: false,
             base: setup.next_avail,
@@ -177,6 +188,34 @@ impl EngineQueue {
     pub fn count_parked(&mut self, purpose: Purpose) {
         self.parked += 1;
         self.faulting += usize::from(purpose == Purpose::Dma);
+    }
+
+    /// If it is paused by the chain that was parked just now, remembers who stands behind that.
+    pub fn note_pause(&mut self, memory: &DeviceMemory, now_ns: u64) {
+        if self.is_paused() && self.faulting == 1 {
+            self.paused = Paused {
+                since_ns: now_ns,
+                behind: self.waiting(memory).unwrap_or(0),
+            };
+        }
+    }
+
+    /// The course of the chain that is taken from the ring now.
+    pub fn course_of_next(&mut self, now_ns: u64) -> Course {
+        match self.paused.behind.checked_sub(1) {
+            Some(behind) => {
+                self.paused.behind = behind;
+                Course::popped_late(self.paused.since_ns, now_ns)
+            }
+            None => Course::popped(now_ns),
+        }
+    }
+
+    /// Chains that stand in the ring; `None` if the ring makes no sense.
+    fn waiting(&self, memory: &DeviceMemory) -> Option<u16> {
+        let end = load_u16(memory, self.queue.avail_ring() + 2)?;
+        // More than the ring holds: the driver lies, which is told when a chain is taken.
+        Some(end.wrapping_sub(self.queue.next_avail())).filter(|n| *n <= self.table.size)
     }
 
     /// A chain of it waits no more.
@@ -217,14 +256,10 @@ impl EngineQueue {
             return Some(*head);
         }
         let ahead = u16::try_from(ahead - self.resubmit.len()).unwrap_or(u16::MAX);
-        let end = load_u16(memory, self.queue.avail_ring() + 2)?;
-        let next = self.queue.next_avail();
-        // More than the ring holds: the driver lies, which is told when the chain is taken.
-        let waiting = Some(end.wrapping_sub(next)).filter(|n| *n <= self.table.size)?;
-        if ahead >= waiting {
+        if ahead >= self.waiting(memory)? {
             return None;
         }
-        let slot = next.wrapping_add(ahead) % self.table.size.max(1);
+        let slot = self.queue.next_avail().wrapping_add(ahead) % self.table.size.max(1);
         load_u16(memory, self.queue.avail_ring() + 4 + 2 * u64::from(slot))
     }
 
@@ -455,6 +490,7 @@ impl Io {
             wanted,
             purpose: Purpose::Dma,
             since: Instant::now(),
+            course: Course::default(),
         };
         let requests = self.parked.park(parked);
         add(&counters.iopfs, requests as u64);

@@ -131,6 +131,8 @@ impl Course {
     /// Its I/O is given to the kernel.
     pub fn submit(&mut self, now_ns: u64) {
         self.submitted_ns = now_ns;
+        // One that had landed and could not be delivered begins again.
+        self.transferred_ns = 0;
     }
 
     /// Its I/O is done; what it has read into landing buffers is still to be put in place.

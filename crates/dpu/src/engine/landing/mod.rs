@@ -391,6 +391,7 @@ impl Io {
         mut job: Box<Job<Request>>,
         status: Status,
     ) -> Option<Box<Job<Request>>> {
+        job.request.course.transferred(self.now_ns);
         let written = u64::from(job.request.data_bytes).saturating_sub(job.dma.left());
         let mut unsent = Vec::new();
         for mut run in std::mem::take(&mut job.request.landed) {
@@ -435,6 +436,7 @@ impl Io {
         add(&counters.overwritten_pages, settling.installed_pages);
         let request = &mut settling.job.request;
         let (key, head, at) = (request.key, request.head, request.status);
+        let course = request.course;
         let mut leases = std::mem::take(&mut request.leases);
         let memory = settling.job.dma.memory().clone();
         let left = settling.left.iter().map(|left| left.page);
@@ -462,7 +464,7 @@ impl Io {
         sub(&device.shared.counters[self.index].in_flight, 1);
         // A queue that is abandoned leaves the chain in the in-flight region.
         if !queue.is_abandoned() {
-            self.serve(device, &mut queue, head, Origin::Again)?;
+            self.serve(device, &mut queue, head, Origin::Again(course))?;
         }
         device.queues[usize::from(key.queue)] = Some(queue);
         Ok(())
