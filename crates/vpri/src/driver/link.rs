@@ -114,11 +114,14 @@ fn set_up(shared: &Shared, session: Session) -> Result<Arc<Session>, ConnectErro
         }
     }
     for key in &registry.barred {
-        session.demand(&Event::Bar { name: *key }, "BAR")?;
+        session.bar(*key)?;
     }
     registry.retire_again(&session)?;
     if registry.all_known {
         session.demand(&Event::Ready, "READY")?;
+    }
+    for space in &registry.attached {
+        space.settle(&session);
     }
     let generation = session.config().generation;
     tracing::info!(socket = %shared.socket.display(), generation, "connected to the DPU");

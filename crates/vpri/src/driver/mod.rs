@@ -372,7 +372,9 @@ impl IoSpaces for Driver {
 
     fn all_known(&self) {
         let mut registry = self.shared.registry();
-        registry.all_known = true;
+        if std::mem::replace(&mut registry.all_known, true) {
+            return;
+        }
         let told = (self.shared.session()).map(|session| session.demand(&Event::Ready, "READY"));
         if let Some(Err(error)) = told {
             tracing::error!("the DPU's devices stay as they are: {error}");

@@ -13,7 +13,7 @@ use crate::wire::{
     CONFIG_BYTES, Code, Config, EVENT_QUEUE, Event, FAULT_QUEUE, QUEUE_COUNT, Status, WireError,
     feature,
 };
-use pagetide_addr::DomainId;
+use pagetide_addr::{DomainId, FileKey};
 use std::{
     collections::HashMap,
     io,
@@ -345,6 +345,18 @@ impl Session {
             self.demand(&landing, "LANDING")?;
         }
         Ok(())
+    }
+
+    /// Keeps devices from the memory `name`. DMA that began before may be under way.
+    pub(crate) fn bar(&self, name: FileKey) -> Result<(), ConnectError> {
+        match self.tell(&Event::Bar { name }) {
+            Ok(status) if matches!(status.code, Code::Ok | Code::Busy) => Ok(()),
+            Ok(status) => Err(ConnectError::Refused {
+                event: "BAR",
+                code: status.code,
+            }),
+            Err(_) => Err(ConnectError::Lost),
+        }
     }
 
     /// The device's space `remote` is the host's `ours`.

@@ -102,6 +102,31 @@ impl RemoteSpace {
         }
     }
 
+    /// Asks `session` whether DMA is under way from before the space was created: once none is, the
+    /// device notices by itself if some goes where it may not. If some is, a later look says so.
+    pub(crate) fn settle(&self, session: &Session) {
+        let Some(space) = self.number_in(session) else {
+            return;
+        };
+        let event = Event::Invalidate {
+            space,
+            ranges: [].as_slice().into(),
+        };
+        match session.tell(&event) {
+            Ok(status) if status.code == Code::Ok => {}
+            Ok(status) => tracing::debug!(key = %self.key, ?status, "a space does not settle yet"),
+            Err(error) => tracing::debug!(key = %self.key, %error, "a space does not settle"),
+        }
+    }
+
+    /// The number of the space at the device of `session`.
+    fn number_in(&self, session: &Session) -> Option<DomainId> {
+        let number = self.remote.load(Ordering::Acquire);
+        let (of, remote) = (number >> 32, number & u64::from(u32::MAX));
+        let remote = u32::try_from(remote).ok().map(DomainId)?;
+        (of == u64::from(session.number())).then_some(remote)
+    }
+
     /// Its length, in pages.
     pub(crate) fn page_count(&self) -> u64 {
         self.len_bytes.div_ceil(PAGE_BYTES)
@@ -110,10 +135,8 @@ impl RemoteSpace {
     /// The device's number of the space, if there is a device that knows it.
     fn reach(&self) -> Option<(Arc<Session>, DomainId)> {
         let session = self.shared.session()?;
-        let number = self.remote.load(Ordering::Acquire);
-        let (of, remote) = (number >> 32, number & u64::from(u32::MAX));
-        let remote = u32::try_from(remote).ok().map(DomainId)?;
-        (of == u64::from(session.number())).then_some((session, remote))
+        let space = self.number_in(&session)?;
+        Some((session, space))
     }
 
     /// Tells the device and waits; `None` if there is none, or it does not answer as it should.
@@ -147,8 +170,12 @@ impl IoSpace for RemoteSpace {
         self.shared.attach(self.id)
     }
 
-    /// The device watches its own mapping; what slips through comes as a page request.
+    /// The device watches its own mapping from when no DMA is left that began before; what slips
+    /// through comes as a page request.
     fn watch(&self) -> Result<(), DomainError> {
+        if let Some((session, _)) = self.reach() {
+            self.settle(&session);
+        }
         Ok(())
     }
 
