@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::control::{DEFAULT_BLK_QUEUES, OnFault};
-use crate::settings::GivenSettings;
+use crate::settings::{GivenDpuSettings, GivenSettings};
 use crate::sim::args::SimCommand;
 use crate::size::ByteSize;
 use crate::trace::args::TraceCommand;
@@ -32,9 +32,8 @@ pub enum Command {
     /// Look at VMs and steer them
     #[command(subcommand)]
     Vm(VmCommand),
-    /// Devices of the software DPU
-    #[command(subcommand)]
-    Dpu(DpuCommand),
+    /// Run the software DPU as a process of its own, or look at its devices and steer them
+    Dpu(DpuArgs),
     /// Say what taking over a VM would save, without taking it over
     Estimate(EstimateArgs),
     /// Measure, beside a peer in the same run
@@ -68,18 +67,49 @@ pub struct ClientArgs {
     pub json: bool,
 }
 
-/// Arguments of `run`.
+/// Where settings come from, beside flags.
 #[derive(Args, Debug)]
-pub struct RunArgs {
+pub struct SettingsArgs {
     /// TOML file of settings, its keys named like the flags
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Print the settings in force as such a file, and end
     #[arg(long)]
     pub print_settings: bool,
+}
+
+/// Arguments of `run`.
+#[derive(Args, Debug)]
+pub struct RunArgs {
+    /// Of every process with settings.
+    #[command(flatten)]
+    pub source: SettingsArgs,
     /// Settings given as flags.
     #[command(flatten)]
     pub given: GivenSettings,
+}
+
+/// Arguments of `dpu`: without a command, those of the process.
+#[derive(Args, Debug)]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct DpuArgs {
+    /// What to do with devices of a running daemon or DPU process.
+    #[command(subcommand)]
+    pub command: Option<DpuCommand>,
+    /// Of the process.
+    #[command(flatten)]
+    pub run: DpuRunArgs,
+}
+
+/// Arguments of `dpu` as a process.
+#[derive(Args, Debug)]
+pub struct DpuRunArgs {
+    /// Of every process with settings.
+    #[command(flatten)]
+    pub source: SettingsArgs,
+    /// Settings given as flags.
+    #[command(flatten)]
+    pub given: GivenDpuSettings,
 }
 
 /// Arguments of `attach`.

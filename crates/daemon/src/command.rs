@@ -29,7 +29,10 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
         Command::Run(args) => run::run(args),
         Command::Attach(args) => attach(args),
         Command::Vm(command) => vm(command),
-        Command::Dpu(command) => dpu(command),
+        Command::Dpu(args) => match args.command {
+            Some(command) => dpu(command),
+            None => run::run_dpu(args.run),
+        },
         Command::Estimate(args) => estimate::run(&args),
         Command::Bench(args) => run_bench(&args),
         Command::Sim(command) => sim::execute(command),

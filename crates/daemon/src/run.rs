@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide run`: from settings to a serving daemon and back to nothing.
+//! `pagetide run` and `pagetide dpu`: from settings to a serving process and back to nothing.
 //!
 //! Order matters. Lock the state directory, then listen, then take up what a
 //! predecessor left: so two daemons never touch one pool, and clients that come
@@ -15,11 +15,12 @@ use tokio::sync::oneshot;
 use tracing_subscriber::EnvFilter;
 
 use crate::api::{self, ApiSocket};
-use crate::cli::RunArgs;
+use crate::cli::{DpuRunArgs, RunArgs, SettingsArgs};
 use crate::control::{Control, ControlError};
+use crate::dpu::process::start_dpu;
 use crate::host::start_control;
 use crate::outcome::{CommandError, print};
-use crate::settings::{GivenSettings, LogFormat, RunSettings};
+use crate::settings::{DpuSettings, LogFormat, RunSettings, Settings, from_file};
 use crate::state_dir::StateDir;
 
 /// How long requests under way at the end may take: all work is done by then,
@@ -28,18 +29,31 @@ const LAST_ANSWERS_WAIT: Duration = Duration::from_secs(3);
 
 /// Runs the daemon until it is told to end.
 pub fn run(args: RunArgs) -> Result<(), CommandError> {
-    let file = match &args.config {
-        Some(path) => GivenSettings::from_file(path).map_err(CommandError::refused)?,
-        None => GivenSettings::default(),
+    run_with::<RunSettings>(args.source, args.given, start_control)
+}
+
+/// Runs a DPU process until it is told to end.
+pub fn run_dpu(args: DpuRunArgs) -> Result<(), CommandError> {
+    run_with::<DpuSettings>(args.source, args.given, start_dpu)
+}
+
+fn run_with<S: Settings>(
+    source: SettingsArgs,
+    flags: S::Given,
+    start: impl FnOnce(&S) -> Result<Arc<dyn Control>, ControlError>,
+) -> Result<(), CommandError> {
+    let file = match &source.config {
+        Some(path) => from_file(path).map_err(CommandError::refused)?,
+        None => S::Given::default(),
     };
-    let settings = RunSettings::merge(args.given, file);
-    if args.print_settings {
+    let settings = S::merge(flags, file);
+    if source.print_settings {
         return print(&settings.to_toml());
     }
     start_log(&settings)?;
-    let state_dir = StateDir::open(&settings.state_dir).map_err(CommandError::refused)?;
+    let state_dir = StateDir::open(settings.state_dir()).map_err(CommandError::refused)?;
     let socket = ApiSocket::bind(&settings.api_path()).map_err(CommandError::refused)?;
-    let control = start_control(&settings)?;
+    let control = start(&settings)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -60,18 +74,18 @@ pub fn run(args: RunArgs) -> Result<(), CommandError> {
 }
 
 /// Starts the log on stderr.
-fn start_log(settings: &RunSettings) -> Result<(), CommandError> {
-    let filter = EnvFilter::try_new(&settings.log_filter).map_err(|error| {
+fn start_log(settings: &impl Settings) -> Result<(), CommandError> {
+    let (format, written) = settings.log();
+    let filter = EnvFilter::try_new(written).map_err(|error| {
         CommandError::refused(format!(
-            "log-filter '{}' is wrong: {error}; write a level such as info, or target=level",
-            settings.log_filter
+            "log-filter '{written}' is wrong: {error}; write a level such as info, or target=level"
         ))
     })?;
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(false);
-    match settings.log {
+    match format {
         LogFormat::Text => log.try_init(),
         LogFormat::Json => log.json().flatten_event(true).try_init(),
     }

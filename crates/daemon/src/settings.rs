@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Settings of `pagetide run`: each defined once.
+//! Settings of `pagetide run` and `pagetide dpu`: each defined once for each.
 //!
 //! One line in [`settings!`] gives a setting its name, type, default and help.
 //! From it come the flag (`--state-dir`), the key of the TOML file of the same
@@ -10,7 +10,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::cpus::CpuList;
 
@@ -64,22 +64,78 @@ pub enum LogFormat {
     Json,
 }
 
+/// Settings of a process, complete.
+pub trait Settings: Serialize + Sized {
+    /// What flags or a file give of them.
+    type Given: DeserializeOwned + Default;
+    /// Every setting in the order of declaration.
+    const DOCS: &'static [SettingDoc];
+
+    /// `flags` over `file` over the defaults.
+    #[must_use]
+    fn merge(flags: Self::Given, file: Self::Given) -> Self;
+
+    /// Directory of everything that outlives the process.
+    fn state_dir(&self) -> &Path;
+
+    /// Path of the API socket.
+    fn api_path(&self) -> PathBuf;
+
+    /// Form of the log, and what is logged.
+    fn log(&self) -> (LogFormat, &str);
+
+    /// As a settings file with the help as comments.
+    #[must_use]
+    fn to_toml(&self) -> String {
+        let Ok(toml::Value::Table(table)) = toml::Value::try_from(self) else {
+            unreachable!("settings are plain values");
+        };
+        let mut text = String::new();
+        for setting in Self::DOCS {
+            let name = setting.name();
+            text += &format!("# {}.\n{name} = {}\n\n", setting.help, table[&name]);
+        }
+        text.truncate(text.trim_end().len());
+        text.push('\n');
+        text
+    }
+}
+
+/// Settings of one source from a TOML file.
+///
+/// # Errors
+/// [`SettingsError`].
+pub fn from_file<G: DeserializeOwned>(path: &Path) -> Result<G, SettingsError> {
+    let text = std::fs::read_to_string(path).map_err(|source| SettingsError::Unreadable {
+        path: path.to_owned(),
+        source,
+    })?;
+    toml::from_str(&text).map_err(|error| SettingsError::Wrong {
+        path: path.to_owned(),
+        reason: error.to_string(),
+    })
+}
+
 macro_rules! settings {
-    ($(
-        #[doc = $help:literal]
-        $field:ident : $type:ty = $default:literal
-    ),* $(,)?) => {
-        /// Settings of a daemon, complete.
+    (
+        $(#[doc = $about:literal])*
+        $settings:ident, $given:ident;
+        $(
+            #[doc = $help:literal]
+            $field:ident : $type:ty = $default:literal
+        ),* $(,)?
+    ) => {
+        $(#[doc = $about])*
         #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
         #[serde(rename_all = "kebab-case")]
-        pub struct RunSettings {
+        pub struct $settings {
             $( #[doc = $help] pub $field: $type, )*
         }
 
         /// Settings as one source gives them: flags or a file.
         #[derive(Clone, PartialEq, Eq, Default, Debug, Args, Deserialize)]
         #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-        pub struct GivenSettings {
+        pub struct $given {
             $(
                 #[doc = $help]
                 #[arg(long, help = concat!($help, " [default: ", $default, "]"))]
@@ -87,28 +143,59 @@ macro_rules! settings {
             )*
         }
 
-        /// Every setting in the order of declaration.
-        pub const SETTINGS: &[SettingDoc] = &[$(
-            SettingDoc { field: stringify!($field), default: $default, help: $help.trim_ascii() },
-        )*];
+        impl Settings for $settings {
+            type Given = $given;
+            const DOCS: &'static [SettingDoc] = &[$(
+                SettingDoc {
+                    field: stringify!($field),
+                    default: $default,
+                    help: $help.trim_ascii(),
+                },
+            )*];
 
-        impl RunSettings {
-            /// `flags` over `file` over the defaults.
-            #[must_use]
-            pub fn merge(flags: GivenSettings, file: GivenSettings) -> Self {
+            fn merge(flags: $given, file: $given) -> Self {
                 Self { $(
                     $field: flags.$field.or(file.$field).unwrap_or_else(|| by_default($default)),
                 )* }
+            }
+
+            fn state_dir(&self) -> &Path {
+                &self.state_dir
+            }
+
+            fn api_path(&self) -> PathBuf {
+                self.state_dir.join(&self.api)
+            }
+
+            fn log(&self) -> (LogFormat, &str) {
+                (self.log, &self.log_filter)
+            }
+        }
+
+        impl $settings {
+            /// The engines of the DPU in this process.
+            #[must_use]
+            pub fn engines(&self) -> EngineSettings {
+                EngineSettings {
+                    count: self.engines,
+                    cpus: self.engine_cpus.clone(),
+                    poll_us: self.engine_poll_us,
+                    iopf_timeout_ms: self.iopf_timeout_ms,
+                }
             }
         }
     };
 }
 
 settings! {
+    /// Settings of a daemon.
+    RunSettings, GivenSettings;
     /// Directory of pools, locks and the API socket; must be on tmpfs, is made with mode 0700
     state_dir: PathBuf = "/dev/shm/pagetide",
     /// Socket of the API; a relative path lies in the state directory
     api: PathBuf = "api.sock",
+    /// Where the software DPU is: in-process, or the VPRI socket of a `pagetide dpu` process
+    dpu: DpuPlace = "in-process",
     /// Threads of the software DPU that serve device queues
     engines: Count = "1",
     /// CPUs of the engines, such as 0,2-5, one engine on each in turn; any leaves it to the kernel
@@ -125,6 +212,72 @@ settings! {
     log: LogFormat = "text",
     /// What is logged, in the syntax of tracing's EnvFilter
     log_filter: String = "info",
+}
+
+settings! {
+    /// Settings of a DPU process.
+    DpuSettings, GivenDpuSettings;
+    /// Directory of locks, the list of devices and the sockets; made with mode 0700
+    state_dir: PathBuf = "/dev/shm/pagetide-dpu",
+    /// Socket of the API; a relative path lies in the state directory
+    api: PathBuf = "api.sock",
+    /// Socket of the VPRI function, to which the daemon connects; a relative path lies in the state directory
+    vpri: PathBuf = "vpri.sock",
+    /// Threads that serve device queues
+    engines: Count = "1",
+    /// CPUs of the engines, such as 0,2-5, one engine on each in turn; any leaves it to the kernel
+    engine_cpus: CpuList = "any",
+    /// Microseconds an idle engine polls its queues before it sleeps
+    engine_poll_us: u32 = "50",
+    /// Milliseconds a device's request waits for its pages before it fails with an I/O error; 0 waits for ever
+    iopf_timeout_ms: u32 = "30000",
+    /// Form of the log on stderr: text or json
+    log: LogFormat = "text",
+    /// What is logged, in the syntax of tracing's EnvFilter
+    log_filter: String = "info",
+}
+
+/// Where the software DPU of a daemon is.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum DpuPlace {
+    /// In the daemon.
+    InProcess,
+    /// In the process that listens there.
+    Socket(PathBuf),
+}
+
+const IN_PROCESS: &str = "in-process";
+
+impl std::str::FromStr for DpuPlace {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            IN_PROCESS => Ok(Self::InProcess),
+            path if Path::new(path).is_absolute() => Ok(Self::Socket(path.into())),
+            other => Err(format!(
+                "'{other}' is neither {IN_PROCESS} nor the absolute path of a socket"
+            )),
+        }
+    }
+}
+
+impl TryFrom<String> for DpuPlace {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<DpuPlace> for String {
+    fn from(place: DpuPlace) -> Self {
+        match place {
+            DpuPlace::InProcess => IN_PROCESS.to_owned(),
+            DpuPlace::Socket(path) => path.display().to_string(),
+        }
+    }
 }
 
 /// A number of threads: 1 to 256.
@@ -201,52 +354,11 @@ pub struct EngineSettings {
     pub iopf_timeout_ms: u32,
 }
 
-impl RunSettings {
-    /// The engines of the DPU in this process.
+impl DpuSettings {
+    /// Path of the VPRI function's socket.
     #[must_use]
-    pub fn engines(&self) -> EngineSettings {
-        EngineSettings {
-            count: self.engines,
-            cpus: self.engine_cpus.clone(),
-            poll_us: self.engine_poll_us,
-            iopf_timeout_ms: self.iopf_timeout_ms,
-        }
-    }
-
-    /// Path of the API socket.
-    #[must_use]
-    pub fn api_path(&self) -> PathBuf {
-        self.state_dir.join(&self.api)
-    }
-
-    /// As a settings file with the help as comments.
-    #[must_use]
-    pub fn to_toml(&self) -> String {
-        let Ok(toml::Value::Table(table)) = toml::Value::try_from(self) else {
-            unreachable!("settings are plain values");
-        };
-        let mut text = String::new();
-        for setting in SETTINGS {
-            let name = setting.name();
-            text += &format!("# {}.\n{name} = {}\n\n", setting.help, table[&name]);
-        }
-        text.truncate(text.trim_end().len());
-        text.push('\n');
-        text
-    }
-}
-
-impl GivenSettings {
-    /// From a TOML file.
-    pub fn from_file(path: &Path) -> Result<Self, SettingsError> {
-        let text = std::fs::read_to_string(path).map_err(|source| SettingsError::Unreadable {
-            path: path.to_owned(),
-            source,
-        })?;
-        toml::from_str(&text).map_err(|error| SettingsError::Wrong {
-            path: path.to_owned(),
-            reason: error.to_string(),
-        })
+    pub fn vpri_path(&self) -> PathBuf {
+        self.state_dir.join(&self.vpri)
     }
 }
 
@@ -254,22 +366,28 @@ impl GivenSettings {
 #[must_use]
 pub fn settings_page() -> String {
     let mut page = String::from(
-        "# Settings of `pagetide run`\n\n\
+        "# Settings\n\n\
          Made from `crates/daemon/src/settings.rs`; do not edit.\n\n\
          Each is a flag (`--NAME VALUE`) and a key of the TOML file given by `--config`. A flag\n\
          wins over the file, the file over the default. A key that is no setting is an error.\n\
-         `pagetide run --print-settings` prints the settings in force as such a file.\n\n\
-         | name | default | meaning |\n|---|---|---|\n",
+         `--print-settings` prints the settings in force as such a file.\n",
     );
-    for setting in SETTINGS {
-        page += &format!(
+    page += &table_of("pagetide run", RunSettings::DOCS);
+    page += &table_of("pagetide dpu", DpuSettings::DOCS);
+    page
+}
+
+fn table_of(command: &str, settings: &[SettingDoc]) -> String {
+    let mut table = format!("\n## `{command}`\n\n| name | default | meaning |\n|---|---|---|\n");
+    for setting in settings {
+        table += &format!(
             "| `{}` | `{}` | {} |\n",
             setting.name(),
             setting.default,
             setting.help
         );
     }
-    page
+    table
 }
 
 #[cfg(test)]
@@ -280,7 +398,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pagetide.toml");
         std::fs::write(&path, text).unwrap();
-        GivenSettings::from_file(&path)
+        from_file(&path)
     }
 
     #[test]
@@ -313,7 +431,7 @@ mod tests {
 
     #[test]
     fn file_that_is_not_there_is_an_error_that_names_it() {
-        let error = GivenSettings::from_file(Path::new("/nowhere/x.toml")).unwrap_err();
+        let error = from_file::<GivenSettings>(Path::new("/nowhere/x.toml")).unwrap_err();
         assert!(error.to_string().contains("/nowhere/x.toml"));
     }
 

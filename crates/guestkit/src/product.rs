@@ -116,6 +116,7 @@ pub struct Product {
     state_dir: PathBuf,
     log: PathBuf,
     user: Option<User>,
+    role: Role,
     child: Option<Child>,
 }
 
@@ -132,6 +133,17 @@ pub struct User {
     pub uid: u32,
     /// Group number; no further groups.
     pub gid: u32,
+}
+
+/// What a process of the product is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// `pagetide run`, with its devices in it.
+    Daemon,
+    /// `pagetide run`, with its devices in the process whose VPRI function listens there.
+    DaemonBeside(PathBuf),
+    /// `pagetide dpu`.
+    Dpu,
 }
 
 impl Product {
@@ -155,7 +167,20 @@ impl Product {
     /// # Errors
     /// It cannot be started or does not answer.
     pub fn start(binary: &Path, state_dir: &Path, log: &Path) -> Result<Self, ProductError> {
-        Self::start_by(None, binary, state_dir, log)
+        Self::start_by(None, Role::Daemon, binary, (state_dir, log))
+    }
+
+    /// As [`Product::start`], in another role.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn start_in(
+        role: Role,
+        binary: &Path,
+        state_dir: &Path,
+        log: &Path,
+    ) -> Result<Self, ProductError> {
+        Self::start_by(None, role, binary, (state_dir, log))
     }
 
     /// As [`Product::start`], the daemon being `user` from its first instruction on.
@@ -168,14 +193,14 @@ impl Product {
         state_dir: &Path,
         log: &Path,
     ) -> Result<Self, ProductError> {
-        Self::start_by(Some(user), binary, state_dir, log)
+        Self::start_by(Some(user), Role::Daemon, binary, (state_dir, log))
     }
 
     fn start_by(
         user: Option<User>,
+        role: Role,
         binary: &Path,
-        state_dir: &Path,
-        log: &Path,
+        (state_dir, log): (&Path, &Path),
     ) -> Result<Self, ProductError> {
         fs::create_dir_all(state_dir).map_err(|source| file_error(state_dir, source))?;
         if let Some(user) = user {
@@ -187,6 +212,7 @@ impl Product {
             state_dir: state_dir.to_owned(),
             log: log.to_owned(),
             user,
+            role,
             child: None,
         };
         product.run()?;
@@ -207,8 +233,12 @@ impl Product {
         if let Some(user) = self.user {
             command.uid(user.uid).gid(user.gid);
         }
+        match &self.role {
+            Role::Daemon => command.arg("run"),
+            Role::DaemonBeside(vpri) => command.args(["run", "--dpu"]).arg(vpri),
+            Role::Dpu => command.arg("dpu"),
+        };
         let child = command
-            .arg("run")
             .arg("--state-dir")
             .arg(&self.state_dir)
             .arg("--api")
@@ -221,7 +251,11 @@ impl Product {
         self.child = Some(child);
         let deadline = Instant::now() + START_TIMEOUT;
         loop {
-            let reason = match self.client(["vm", "list", "--json"])?.json() {
+            let asked = match self.role {
+                Role::Dpu => "dpu",
+                Role::Daemon | Role::DaemonBeside(_) => "vm",
+            };
+            let reason = match self.client([asked, "list", "--json"])?.json() {
                 Ok(_list) => return Ok(()),
                 Err(error) => error.to_string(),
             };
@@ -239,6 +273,12 @@ impl Product {
     #[must_use]
     pub fn api(&self) -> PathBuf {
         self.state_dir.join("api.sock")
+    }
+
+    /// The socket of a DPU process' VPRI function.
+    #[must_use]
+    pub fn vpri(&self) -> PathBuf {
+        self.state_dir.join("vpri.sock")
     }
 
     /// The daemon's process id while it runs.

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use crate::borrowed::Tmpfs;
 use crate::guest::{Guest, GuestError};
 use crate::image::{self, Image};
-use crate::product::{Product, ProductError};
+use crate::product::{Product, ProductError, Role};
 use crate::qemu::{GuestSpec, Version};
 
 /// A folder on tmpfs with a short name, as sockets' names must be short; gone on drop.
@@ -59,6 +59,8 @@ pub struct Skip(pub String);
 pub struct Stage {
     /// The daemon.
     pub product: Product,
+    /// The DPU process, if devices are not in the daemon.
+    pub dpu: Option<Product>,
     image: Image,
     disks: Vec<DiskFile>,
     _small: Option<Tmpfs>,
@@ -73,6 +75,13 @@ enum Room {
     Ample,
     /// A tmpfs of so many bytes.
     Bytes(u64),
+}
+
+/// Where the devices are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Devices {
+    InDaemon,
+    InProcessOfTheirOwn,
 }
 
 /// A disk image, gone on drop.
@@ -96,7 +105,18 @@ impl Stage {
     /// # Panics
     /// All is there and the daemon does not start: that is a failure and no reason to skip.
     pub fn set() -> Result<Self, Skip> {
-        Self::set_with(Room::Ample)
+        Self::set_with(Room::Ample, Devices::InDaemon)
+    }
+
+    /// As [`Stage::set`], with a DPU process beside the daemon.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn set_with_dpu_process() -> Result<Self, Skip> {
+        Self::set_with(Room::Ample, Devices::InProcessOfTheirOwn)
     }
 
     /// As [`Stage::set`], the daemon's state being on a tmpfs of `bytes`.
@@ -107,10 +127,10 @@ impl Stage {
     /// # Panics
     /// As there.
     pub fn set_on_tmpfs_of(bytes: u64) -> Result<Self, Skip> {
-        Self::set_with(Room::Bytes(bytes))
+        Self::set_with(Room::Bytes(bytes), Devices::InDaemon)
     }
 
-    fn set_with(room: Room) -> Result<Self, Skip> {
+    fn set_with(room: Room, devices: Devices) -> Result<Self, Skip> {
         let skip = |reason: String| Skip(reason);
         if !rustix::process::geteuid().is_root() {
             return Err(skip("take-over needs root".to_owned()));
@@ -132,17 +152,31 @@ impl Stage {
         };
         let state = small.as_ref().map_or(folder.path(), Tmpfs::path);
         let (state, log) = (state.join("state"), folder.path().join("pagetide.log"));
-        match Product::start(&binary, &state, &log) {
-            Ok(product) => Ok(Self {
-                product,
-                image,
-                disks: Vec::new(),
-                _small: small,
-                folder,
-                guests: 0,
-            }),
-            Err(error) => panic!("{error}"),
-        }
+        let start = |role, state: &Path, log: &Path| {
+            Product::start_in(role, &binary, state, log).unwrap_or_else(|error| panic!("{error}"))
+        };
+        let dpu = (devices == Devices::InProcessOfTheirOwn).then(|| {
+            let (state, log) = (folder.path().join("dpu"), folder.path().join("dpu.log"));
+            start(Role::Dpu, &state, &log)
+        });
+        let role = dpu
+            .as_ref()
+            .map_or(Role::Daemon, |dpu| Role::DaemonBeside(dpu.vpri()));
+        Ok(Self {
+            product: start(role, &state, &log),
+            dpu,
+            image,
+            disks: Vec::new(),
+            _small: small,
+            folder,
+            guests: 0,
+        })
+    }
+
+    /// The process in which the devices are.
+    #[must_use]
+    pub fn devices(&self) -> &Product {
+        self.dpu.as_ref().unwrap_or(&self.product)
     }
 
     /// The folder.

@@ -108,13 +108,14 @@ pub struct OtherProcess {
     pub name: String,
 }
 
-/// Refuses a VMM whose RAM somebody else maps or the kernel may swap out.
+/// Refuses a VMM whose RAM somebody else maps or the kernel may swap out. `ours` are processes that
+/// may map it: devices of this host that look pages up before each DMA.
 ///
 /// # Errors
 /// [`Refusal::SharedRam`], [`Refusal::SwapInReach`], and what looking says.
-pub fn refuse_if_shared(vmm: &VmmProcess, layout: &RamLayout) -> Result<(), Refusal> {
+pub fn refuse_if_shared(vmm: &VmmProcess, layout: &RamLayout, ours: &[u32]) -> Result<(), Refusal> {
     let (pid, name) = (vmm.pid(), vmm.name().to_owned());
-    let others = who_else_maps(vmm, layout)?;
+    let others = who_else_maps(vmm, layout, ours)?;
     if let Some(other) = others.into_iter().next() {
         return Err(Refusal::SharedRam {
             pid,
@@ -130,13 +131,17 @@ pub fn refuse_if_shared(vmm: &VmmProcess, layout: &RamLayout) -> Result<(), Refu
     }
 }
 
-/// Everything that forbids evicting pages of this VM now; empty if nothing does. To be asked
-/// before each round. Costs some microseconds per descriptor of the VMM and per process of the
+/// Everything that forbids evicting pages of this VM now; empty if nothing does. `ours` are as for
+/// [`refuse_if_shared`]. To be asked before each round. Costs some microseconds per descriptor of the VMM and per process of the
 /// host.
 ///
 /// # Errors
 /// [`Refusal`]: what could not be found out forbids eviction too.
-pub fn check(vmm: &VmmProcess, layout: &RamLayout) -> Result<Vec<EvictionBar>, Refusal> {
+pub fn check(
+    vmm: &VmmProcess,
+    layout: &RamLayout,
+    ours: &[u32],
+) -> Result<Vec<EvictionBar>, Refusal> {
     let pid = vmm.pid();
     let mut bars = Vec::new();
     let status = in_proc(pid)
@@ -157,7 +162,7 @@ pub fn check(vmm: &VmmProcess, layout: &RamLayout) -> Result<Vec<EvictionBar>, R
     descriptors(pid, &mut bars).map_err(|e| Refusal::looking(pid, "list the descriptors", e))?;
     let change = layout.maps_change(vmm)?;
     bars.extend(change.map(|change| EvictionBar::MapsChanged { change }));
-    let others = who_else_maps(vmm, layout)?;
+    let others = who_else_maps(vmm, layout, ours)?;
     bars.extend(
         others
             .into_iter()
@@ -264,7 +269,11 @@ fn is_direct(fdinfo: &str) -> bool {
 ///
 /// # Errors
 /// [`Refusal::CannotLookInto`] for a process that might be one of them.
-pub fn who_else_maps(vmm: &VmmProcess, layout: &RamLayout) -> Result<Vec<OtherProcess>, Refusal> {
+pub fn who_else_maps(
+    vmm: &VmmProcess,
+    layout: &RamLayout,
+    ours: &[u32],
+) -> Result<Vec<OtherProcess>, Refusal> {
     let needles: Vec<String> = layout
         .files()
         .iter()
@@ -276,7 +285,7 @@ pub fn who_else_maps(vmm: &VmmProcess, layout: &RamLayout) -> Result<Vec<OtherPr
         .collect();
     let mut found = Vec::new();
     for pid in all_pids().map_err(|e| Refusal::looking(vmm.pid(), "list the neighbours", e))? {
-        if [INIT, vmm.pid(), std::process::id()].contains(&pid) {
+        if [INIT, vmm.pid(), std::process::id()].contains(&pid) || ours.contains(&pid) {
             continue;
         }
         let maps = match fs::read_to_string(format!("/proc/{pid}/maps")) {

@@ -167,8 +167,8 @@ fn attach(qemu: Qemu) -> Attached {
     let vmm = VmmProcess::open(qemu.pid()).unwrap();
     let layout = Arc::new(RamLayout::of_process(&vmm).unwrap());
     assert_eq!(layout.len_bytes(), RAM_MIB * MIB);
-    hazards::refuse_if_shared(&vmm, &layout).unwrap();
-    assert_eq!(hazards::check(&vmm, &layout).unwrap(), []);
+    hazards::refuse_if_shared(&vmm, &layout, &[]).unwrap();
+    assert_eq!(hazards::check(&vmm, &layout, &[]).unwrap(), []);
     write_pattern(&layout);
     let TakenOver {
         userfaultfd,
@@ -380,7 +380,7 @@ fn a_successor_finds_the_pages_as_they_were_though_qemu_has_more_ram_by_then() {
     }
     let mut vm = attach(Qemu::with_shared_ram(&[]));
     let recorded = vm.layout.recorded();
-    assert_eq!(hazards::check(&vm.vmm, &vm.layout).unwrap(), []);
+    assert_eq!(hazards::check(&vm.vmm, &vm.layout, &[]).unwrap(), []);
     let more = r#"{"execute":"object-add","arguments":{"qom-type":"memory-backend-memfd","id":"more","size":67108864,"share":true}}"#;
     vm.qemu.ask(more);
     let looked_for = RamLayout::of_process(&vm.vmm).unwrap();
@@ -388,7 +388,7 @@ fn a_successor_finds_the_pages_as_they_were_though_qemu_has_more_ram_by_then() {
     let layout = Arc::new(RamLayout::of_recorded(&vm.vmm, &recorded).unwrap());
     assert_eq!(layout.recorded(), recorded);
     assert_eq!(layout.page_count(), RAM_MIB * 256);
-    assert_eq!(hazards::check(&vm.vmm, &layout).unwrap(), []);
+    assert_eq!(hazards::check(&vm.vmm, &layout, &[]).unwrap(), []);
     vm.reader.stop();
     let_go(&vm.vmm, &layout, &vm.userfaultfd, vm.number).unwrap();
 
@@ -399,7 +399,7 @@ fn a_successor_finds_the_pages_as_they_were_though_qemu_has_more_ram_by_then() {
     while looked_for.maps_change(&vm.vmm).unwrap().is_none() {
         std::thread::yield_now();
     }
-    let bars = hazards::check(&vm.vmm, &looked_for).unwrap();
+    let bars = hazards::check(&vm.vmm, &looked_for, &[]).unwrap();
     let gone = bars.iter().any(|bar| {
         matches!(
             bar,
@@ -754,24 +754,24 @@ fn ram_that_another_process_maps_is_refused_by_name_and_bars_eviction() {
     let qemu = Qemu::with_shared_ram(&[]);
     let vmm = VmmProcess::open(qemu.pid()).unwrap();
     let layout = RamLayout::of_process(&vmm).unwrap();
-    hazards::refuse_if_shared(&vmm, &layout).unwrap();
+    hazards::refuse_if_shared(&vmm, &layout, &[]).unwrap();
     let object = format!(
         "memory-backend-file,id=ram,size={RAM_MIB}M,share=on,mem-path={}",
         ram_path(&qemu)
     );
     let mut other = Qemu::with_ram_object(&object, &["-S"]);
-    let refused = hazards::refuse_if_shared(&vmm, &layout).unwrap_err();
+    let refused = hazards::refuse_if_shared(&vmm, &layout, &[]).unwrap_err();
     let Refusal::SharedRam { other_pid, .. } = refused else {
         panic!("{refused}");
     };
     assert_eq!(other_pid, other.pid());
-    let bars = hazards::check(&vmm, &layout).unwrap();
+    let bars = hazards::check(&vmm, &layout, &[]).unwrap();
     assert!(matches!(
         bars.as_slice(),
         [EvictionBar::MappedByAnother { .. }]
     ));
     other.kill();
-    hazards::refuse_if_shared(&vmm, &layout).unwrap();
+    hazards::refuse_if_shared(&vmm, &layout, &[]).unwrap();
 }
 
 #[test]
@@ -782,14 +782,14 @@ fn a_child_on_the_same_address_space_is_no_stranger() {
     let qemu = Qemu::with_shared_ram(&["-async-teardown"]);
     let vmm = VmmProcess::open(qemu.pid()).unwrap();
     let layout = RamLayout::of_process(&vmm).unwrap();
-    hazards::refuse_if_shared(&vmm, &layout).unwrap();
+    hazards::refuse_if_shared(&vmm, &layout, &[]).unwrap();
 }
 
 fn bars(more: &[&str]) -> Vec<EvictionBar> {
     let qemu = Qemu::with_shared_ram(more);
     let vmm = VmmProcess::open(qemu.pid()).unwrap();
     let layout = RamLayout::of_process(&vmm).unwrap();
-    hazards::check(&vmm, &layout).unwrap()
+    hazards::check(&vmm, &layout, &[]).unwrap()
 }
 
 #[test]

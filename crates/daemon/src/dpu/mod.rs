@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The software DPU: its devices ([`DeviceSet`]), in the daemon itself or in a
-//! process of their own.
+//! process of their own ([`process`]).
 
+pub mod process;
 mod set;
 
 pub(crate) use set::DeviceSet;

@@ -34,7 +34,7 @@ impl Watch {
         let vmm = VmmProcess::open(pid).map_err(CommandError::refused)?;
         let layout = RamLayout::of_process(&vmm).map_err(CommandError::refused)?;
         refuse_swap(&vmm, &layout)?;
-        let refusals = match hazards::refuse_if_shared(&vmm, &layout) {
+        let refusals = match hazards::refuse_if_shared(&vmm, &layout, &[]) {
             Ok(()) => vec![],
             Err(Refusal::SharedRam { other_name, .. }) if other_name == DAEMON => {
                 return Err(CommandError::Refused(format!(
@@ -86,7 +86,7 @@ impl Watch {
 
     /// What would forbid eviction now, beside what would refuse the VM.
     pub fn eviction_bars(&self) -> Result<Vec<String>, CommandError> {
-        let bars = hazards::check(&self.vmm, &self.layout).map_err(CommandError::refused)?;
+        let bars = hazards::check(&self.vmm, &self.layout, &[]).map_err(CommandError::refused)?;
         Ok(bars
             .into_iter()
             .filter(|bar| !matches!(bar, EvictionBar::MappedByAnother { .. }))

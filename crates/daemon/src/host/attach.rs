@@ -83,7 +83,8 @@ pub(super) fn attach(
 ) -> Result<Vm, ControlError> {
     let vmm = VmmProcess::open(request.pid).map_err(|r| refused(&r))?;
     let layout = RamLayout::of_process(&vmm).map_err(|r| refused(&r))?;
-    hazards::refuse_if_shared(&vmm, &layout).map_err(|r| refused(&r))?;
+    hazards::refuse_if_shared(&vmm, &layout, &shared.spaces.processes())
+        .map_err(|r| refused(&r))?;
     check_limit(request.limit_bytes, layout.len_bytes())?;
     for warning in layout.warnings() {
         tracing::warn!(vm = request.name, "{warning}");

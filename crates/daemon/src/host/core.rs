@@ -18,7 +18,7 @@ use pagetide_vmm::{
     layout::{LiveLayout, RamLayout},
     process::VmmProcess,
 };
-use pagetide_vpri::{DmaMmu, Tenant};
+use pagetide_vpri::{DmaMmu, IoSpaces, Tenant};
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
     atomic::{AtomicBool, Ordering::Relaxed},
@@ -45,6 +45,7 @@ pub(super) struct VmCore {
     pub(super) whole: VmSpace,
     pub(super) limit: Arc<Limit>,
     pub(super) mmu: Arc<DmaMmu>,
+    pub(super) spaces: Arc<dyn IoSpaces>,
     pub(super) tenant: Arc<Tenant>,
     pub(super) latencies: Arc<Latencies>,
     pub(super) incidents: Arc<VmIncidents>,
@@ -118,11 +119,11 @@ impl VmCore {
 
     /// Looks for what forbids eviction now, beside what is `known` to.
     pub(super) fn look_for_hazards(&self, known: Result<Vec<EvictionBar>, Refusal>) {
-        let found = hazards::check(&self.vmm, &self.layout.look());
+        let found = hazards::check(&self.vmm, &self.layout.look(), &self.spaces.processes());
         match known.and_then(|known| Ok((known, found?))) {
             Ok((known, found)) => {
-                let bars = known.iter().chain(&found);
-                self.set_bars(bars.map(ToString::to_string).collect());
+                let bars = known.iter().chain(&found).map(ToString::to_string);
+                self.set_bars(bars.chain(self.spaces.eviction_bar()).collect());
             }
             Err(error) => self.set_bars(vec![format!("the VM cannot be looked at: {error}")]),
         }

@@ -297,7 +297,7 @@ impl Hotplug {
         let (key, pages) = (file.key(), file.pages());
         refuse_if_in_the_way(&layout, &alone)?;
         let grown = layout.with(ram, first).map_err(failed)?;
-        hazards::refuse_if_shared(&vm.vmm, &alone).map_err(failed)?;
+        hazards::refuse_if_shared(&vm.vmm, &alone, &vm.spaces.processes()).map_err(failed)?;
         super::attach::refuse_unseen_pages(&alone)?;
         vm.whole.make_room_for(pages)?;
         let opened = self

@@ -140,6 +140,7 @@ impl Vm {
             whole,
             limit,
             mmu: prepared.mmu,
+            spaces: Arc::clone(&shared.spaces),
             tenant,
             latencies: Arc::new(Latencies::new()),
             incidents,

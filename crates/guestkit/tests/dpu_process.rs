@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The software DPU in a process of its own: the same guests, the same bytes, and either process
+//! may die.
+
+use pagetide_guest::wire::Progress;
+use pagetide_guestkit::guest::Guest;
+use pagetide_guestkit::product::is_listening;
+use pagetide_guestkit::qemu::Disk;
+use pagetide_guestkit::stage::Stage;
+use pagetide_guestkit::steps::{
+    DISK_BYTES, PATIENCE, VM, let_go, number, refused, squeeze, take_turn, with_disk, work,
+};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// A squeezed guest whose disk the DPU process serves; the disk's socket.
+fn squeezed(stage: &mut Stage) -> (Guest, PathBuf) {
+    let (socket, image) = stage.new_disk(DISK_BYTES).expect("an image");
+    stage.devices().serve_disk(&socket, &image).expect("a disk");
+    let spec = with_disk(Disk::VhostUser(socket.clone()));
+    let mut guest = stage.boot(&spec).expect("a guest");
+    guest.wait_for_work(PATIENCE).expect("work");
+    squeeze(stage, &guest);
+    (guest, socket)
+}
+
+/// Waits until so much more of the disk has been compared.
+fn disk_work(guest: &mut Guest, bytes: u64) {
+    let goal = guest.progress().map_or(0, |p| p.disk_bytes_verified) + bytes;
+    guest
+        .wait_for("disk work", PATIENCE, |p: &Progress| {
+            p.disk_bytes_verified >= goal
+        })
+        .expect("disk work goes on");
+}
+
+fn device(stage: &Stage, socket: &Path) -> Value {
+    stage.devices().device(socket).expect("the device")
+}
+
+#[test]
+fn guest_with_its_disk_in_a_dpu_process_is_squeezed_and_verifies_all() {
+    let Some((_turn, mut stage)) = take_turn(Stage::set_with_dpu_process) else {
+        return;
+    };
+    let (mut guest, socket) = squeezed(&mut stage);
+    work(&mut guest, 300 << 20);
+    disk_work(&mut guest, 32 << 20);
+    let disk = device(&stage, &socket);
+    assert!(number(&disk, "iopfs") > 0, "{disk}");
+    assert!(number(&disk, "wired_bytes") > 0, "{disk}");
+    let vm = stage.product.show(VM).expect("show");
+    assert!(number(&vm, "iopfs") > 0, "{vm}");
+    assert!(number(&vm, "evicted_pages") > 0, "{vm}");
+    assert_eq!(number(&vm, "wired_bytes"), number(&disk, "wired_bytes"));
+    let_go(&stage, &mut guest);
+    assert!(stage.product.stop().expect("an end").success());
+    let dpu = stage.dpu.as_mut().expect("a DPU process");
+    assert!(dpu.stop().expect("an end").success());
+}
+
+#[test]
+fn dpu_process_killed_in_the_middle_is_replaced_and_no_request_is_lost() {
+    let Some((_turn, mut stage)) = take_turn(Stage::set_with_dpu_process) else {
+        return;
+    };
+    let (mut guest, socket) = squeezed(&mut stage);
+    for _ in 0..2 {
+        disk_work(&mut guest, 8 << 20);
+        stage.dpu.as_mut().expect("a DPU process").kill();
+        let barred = || {
+            let vm = stage.product.show(VM)?;
+            Ok(vm["eviction_bars"].to_string().contains("DPU"))
+        };
+        stage
+            .until("eviction to rest without the DPU", PATIENCE, barred)
+            .expect("a bar");
+        let dpu = stage.dpu.as_mut().expect("a DPU process");
+        dpu.run().expect("a successor");
+        let listening = || is_listening(&socket);
+        stage
+            .until("the disk's socket open again", PATIENCE, listening)
+            .expect("a disk");
+        let evicting = || Ok(stage.product.show(VM)?["eviction_bars"] == serde_json::json!([]));
+        stage
+            .until("eviction to go on", PATIENCE, evicting)
+            .expect("no bar");
+    }
+    disk_work(&mut guest, 32 << 20);
+    work(&mut guest, 100 << 20);
+    let_go(&stage, &mut guest);
+}
+
+#[test]
+fn daemon_killed_in_the_middle_the_dpu_parks_what_faults_and_goes_on_when_it_is_back() {
+    let Some((_turn, mut stage)) = take_turn(Stage::set_with_dpu_process) else {
+        return;
+    };
+    let (mut guest, socket) = squeezed(&mut stage);
+    disk_work(&mut guest, 8 << 20);
+    // With most of it away, a request of the disk meets an absent page before long.
+    let words = ["vm", "reclaim", VM];
+    stage.product.client(words).expect("a client");
+    stage.product.kill();
+    let waits = || Ok(number(&device(&stage, &socket), "parked_chains") > 0);
+    stage
+        .until("a chain to be parked", PATIENCE, waits)
+        .expect("a parked chain");
+    stage.product.run().expect("a successor");
+    disk_work(&mut guest, 32 << 20);
+    work(&mut guest, 100 << 20);
+    let vm = stage.product.show(VM).expect("show");
+    assert_eq!(number(&vm, "restarts"), 1, "{vm}");
+    let disk = device(&stage, &socket);
+    assert_eq!(number(&disk, "failed_requests"), 0, "{disk}");
+    let_go(&stage, &mut guest);
+}
+
+#[test]
+fn what_the_other_process_does_is_refused_with_its_name() {
+    let Some((_turn, stage)) = take_turn(Stage::set_with_dpu_process) else {
+        return;
+    };
+    let dpu = stage.dpu.as_ref().expect("a DPU process");
+    let said = refused(dpu, &["attach", "--pid", "1", "--name", "x"]);
+    assert!(said.contains("--dpu"), "{said}");
+    let blk = ["dpu", "blk", "--socket", "/tmp/x.sock", "--image", "/tmp/x"];
+    let said = refused(&stage.product, &blk);
+    let vpri = dpu.vpri();
+    assert!(said.contains(&*vpri.to_string_lossy()), "{said}");
+}
