@@ -19,6 +19,7 @@ pub mod landing;
 pub mod lease;
 #[cfg(not(loom))]
 pub mod mmu;
+pub mod pri;
 #[cfg(not(loom))]
 pub mod queue;
 #[cfg(not(loom))]

@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`DeviceModel`]: a device with ATS and PRI that does DMA.
+//!
+//! ```text
+//!   DMA of a page ──► device TLB ── hit ──────────────────────────► touch, release
+//!                         │ miss                                ▲
+//!                         └─► ATS ── present: keep ─────────────┘
+//!                         ▲    │ absent
+//!                         │    └─► page request group of the transfer's absent pages
+//!                         └─────── page group response ◄┘
+//! ```
+//! A DMA is translated page by page, as its bus transactions are, and uses one
+//! translation at a time: so a small device TLB makes it slow, and never stuck. The
+//! answer to a group says nothing of pages: the device asks by ATS again, and
+//! again if a page has gone meanwhile.
+//!
+//! Whoever calls is the engine of the device; several threads may call at a time.
+
+use super::{
+    iommu::{Function, Iommu, spin},
+    prq::{PageMessage, Position, RequesterId},
+    requests::{Group, NotNow, PageRequests},
+    space::PriSpace,
+    table::Entry,
+    tlb::{DevTlb, DevTlbSize, Found, InUse, Kept, Ticket, TlbCounts},
+};
+use pagetide_addr::{Access, PageNo, PageRange, ResponseCode};
+use pagetide_sys::mapping::SharedMapping;
+use rustix::time::{ClockId, clock_gettime};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Pages of one translation request, and of one page request group.
+pub const PAGES_AT_ONCE: u64 = 32;
+/// How often one page may fault in one DMA before that fails: a queue that overflows all the time
+/// comes to some ten thousands.
+const FAULTS_MAX: u32 = 1 << 20;
+/// Looks at an answer between two looks at the clock.
+const LOOKS: u32 = 256;
+
+/// How an engine waits for an answer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Polling {
+    /// It keeps its CPU, as hardware that is none of the host's CPUs would.
+    Spin,
+    /// It lets others have its CPU meanwhile.
+    Yield,
+}
+
+/// What a device is like.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DeviceConfig {
+    /// By what it is known; one device has it at a time.
+    pub id: RequesterId,
+    /// Its device TLB.
+    pub tlb: DevTlbSize,
+    /// Page request messages it may have outstanding (PCIe's *outstanding page request allocation*);
+    /// at least [`PAGES_AT_ONCE`].
+    pub messages_max: u32,
+    /// Longest wait for the answer to a group.
+    pub answer_wait: Duration,
+    /// How it waits.
+    pub polling: Polling,
+}
+
+impl DeviceConfig {
+    /// A device of 1,024 translations in sets of 8, with 512 messages outstanding, that waits 30 s.
+    #[must_use]
+    pub const fn new(id: RequesterId) -> Self {
+        Self {
+            id,
+            tlb: DevTlbSize { sets: 128, ways: 8 },
+            messages_max: 512,
+            answer_wait: Duration::from_secs(30),
+            polling: Polling::Yield,
+        }
+    }
+}
+
+/// Why a DMA was not done, or not to its end.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum DmaError {
+    /// The host says that there is no such page, or not for such an access.
+    #[error("the host refuses {page}: it is not in the device's address space")]
+    Refused {
+        /// First page of the group.
+        page: PageNo,
+    },
+    /// The page request interface is stopped by a response failure.
+    #[error("page requests are stopped at {page}; restart them and repeat the transfer")]
+    Stopped {
+        /// The page that was wanted.
+        page: PageNo,
+    },
+    /// No answer within the time set.
+    #[error("the host has not answered the page request for {page} within {waited:?}")]
+    NoAnswer {
+        /// First page of the group.
+        page: PageNo,
+        /// The time set.
+        waited: Duration,
+    },
+    /// The page was gone again each time.
+    #[error("{page} is absent after {faults} page requests")]
+    NoProgress {
+        /// The page.
+        page: PageNo,
+        /// How often it faulted.
+        faults: u32,
+    },
+}
+
+/// No device can have an id twice.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("there is a device {0:?} already")]
+pub struct IdTaken(pub RequesterId);
+
+/// How a DMA went.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct DmaReport {
+    /// Translation requests it took.
+    pub translations: u32,
+    /// Page request groups it took.
+    pub groups: u32,
+    /// When it first found a page absent.
+    pub absent_at: Option<Instant>,
+    /// When it could go on after its last fault.
+    pub resumed_at: Option<Instant>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct DeviceModel {
+    iommu: Arc<Iommu>,
+    function: Arc<Function>,
+    config: DeviceConfig,
+}
+
+impl DeviceModel {
+    /// A device behind `iommu` that works in `space`.
+    ///
+    /// # Errors
+    /// [`IdTaken`].
+    pub fn new(
+        iommu: &Arc<Iommu>,
+        space: &Arc<PriSpace>,
+        config: DeviceConfig,
+    ) -> Result<Self, IdTaken> {
+        let messages_max = config.messages_max.max(messages(PAGES_AT_ONCE));
+        let function = iommu.add(Function {
+            id: config.id,
+            space: Arc::clone(space),
+            tlb: DevTlb::new(config.tlb),
+            requests: PageRequests::new(messages_max),
+        });
+        Ok(Self {
+            iommu: Arc::clone(iommu),
+            function: function.ok_or(IdTaken(config.id))?,
+            config,
+        })
+    }
+
+    /// Does a DMA of `pages`: calls `touch` for each, in order, while the page cannot be taken away.
+    ///
+    /// # Errors
+    /// [`DmaError`]; pages before the one named were touched.
+    pub fn dma(
+        &self,
+        pages: PageRange,
+        access: Access,
+        touch: &mut dyn FnMut(PageNo, &SharedMapping),
+    ) -> Result<DmaReport, DmaError> {
+        let mut report = DmaReport::default();
+        for page in pages.iter() {
+            let rest = PageRange::new(page, pages.end);
+            let used = self.usable(rest, access, &mut report)?;
+            touch(page, self.function.space.memory());
+            self.function.tlb.release(used);
+        }
+        Ok(report)
+    }
+
+    /// Driver: lets page requests go out again after [`DmaError::Stopped`].
+    pub fn restart(&self) {
+        self.function.requests.restart();
+    }
+
+    /// What its device TLB has seen.
+    #[must_use]
+    pub fn tlb_counts(&self) -> TlbCounts {
+        self.function.tlb.counts()
+    }
+
+    /// Groups that wait for their answers.
+    #[must_use]
+    pub fn outstanding(&self) -> usize {
+        self.function.requests.outstanding()
+    }
+
+    /// Answers to groups that were not outstanding: the host answered one twice, or made one up.
+    #[must_use]
+    pub fn unexpected_answers(&self) -> u64 {
+        self.function.requests.unexpected()
+    }
+
+    /// A translation of the first page of `rest`, in use.
+    fn usable(
+        &self,
+        rest: PageRange,
+        access: Access,
+        report: &mut DmaReport,
+    ) -> Result<InUse, DmaError> {
+        let page = rest.start;
+        let mut faults = 0;
+        loop {
+            let asked = match self.function.tlb.look_up(page, access) {
+                Found::Hit(used) => return Ok(resumed(used, faults, report)),
+                Found::Miss(asked) => asked,
+            };
+            let wanted = PageRange::new(
+                page,
+                rest.end.min(PageNo(page.0.saturating_add(PAGES_AT_ONCE))),
+            );
+            let mut found = Vec::with_capacity(PageNo(wanted.len()).index());
+            match self.ask(wanted, access, asked, &mut found) {
+                Answer::Present(Kept::Used(used)) => {
+                    report.translations += 1;
+                    return Ok(resumed(used, faults, report));
+                }
+                Answer::Present(Kept::Again) => {
+                    report.translations += 1;
+                    std::thread::yield_now();
+                }
+                Answer::Absent => {
+                    report.translations += 1;
+                    report.absent_at.get_or_insert_with(Instant::now);
+                    if faults == FAULTS_MAX {
+                        return Err(DmaError::NoProgress { page, faults });
+                    }
+                    faults += 1;
+                    report.groups += 1;
+                    let absent = wanted.iter().zip(&found);
+                    let absent = absent.filter(|(_, entry)| !entry.allows(access));
+                    let absent: Vec<PageNo> = absent.map(|(page, _)| page).collect();
+                    self.request(&absent, access)?;
+                }
+            }
+        }
+    }
+
+    /// Asks the IOMMU, and keeps what it says of present pages.
+    fn ask(
+        &self,
+        wanted: PageRange,
+        access: Access,
+        asked: Ticket,
+        found: &mut Vec<Entry>,
+    ) -> Answer {
+        let tlb = &self.function.tlb;
+        let others = PageRange::new(PageNo(wanted.start.0 + 1), wanted.end);
+        let tickets: Vec<Ticket> = others.iter().map(|page| tlb.ticket(page)).collect();
+        self.iommu.translate(&self.function, wanted, access, found);
+        let Some((first, more)) = found.split_first() else {
+            return Answer::Absent;
+        };
+        if !first.allows(access) {
+            return Answer::Absent;
+        }
+        for ((page, ticket), entry) in others.iter().zip(tickets).zip(more) {
+            if let Some(allowed) = entry.access()
+                && entry.allows(access)
+            {
+                tlb.keep(page, allowed, ticket);
+            }
+        }
+        // Last, so that none of the others takes its place.
+        let allowed = first.access().unwrap_or(access);
+        Answer::Present(tlb.keep_and_use(wanted.start, allowed, asked))
+    }
+
+    /// Sends a page request group for `absent`, and waits for its answer.
+    fn request(&self, absent: &[PageNo], access: Access) -> Result<(), DmaError> {
+        let Some((last, _)) = absent.split_last() else {
+            return Ok(());
+        };
+        let page = absent.first().copied().unwrap_or(*last);
+        let group = self.begin(messages(absent.len() as u64), page)?;
+        let sent_ns = monotonic_ns();
+        spin(self.iommu.crossing());
+        for page in absent {
+            let position = if page == last {
+                Position::Last
+            } else {
+                Position::More
+            };
+            let message = PageMessage {
+                device: self.config.id,
+                group: group.0,
+                position,
+                page: *page,
+                access,
+                sent_ns,
+            };
+            self.iommu.page_request(message.encode());
+        }
+        match self.answer_to(&group, page)? {
+            ResponseCode::Success => Ok(()),
+            ResponseCode::InvalidRequest => Err(DmaError::Refused { page }),
+            ResponseCode::ResponseFailure => Err(DmaError::Stopped { page }),
+        }
+    }
+
+    fn begin(&self, messages: u32, page: PageNo) -> Result<Group, DmaError> {
+        let begun = Instant::now();
+        loop {
+            match self.function.requests.begin(messages) {
+                Ok(group) => return Ok(group),
+                Err(NotNow::Stopped) => return Err(DmaError::Stopped { page }),
+                Err(NotNow::Full) => self.look_at_clock(begun, page)?,
+            }
+        }
+    }
+
+    fn answer_to(&self, group: &Group, page: PageNo) -> Result<ResponseCode, DmaError> {
+        let begun = Instant::now();
+        loop {
+            for _ in 0..LOOKS {
+                if let Some(code) = self.function.requests.answer_to(group) {
+                    // It has been on its way for so long.
+                    spin(self.iommu.crossing());
+                    self.function.requests.end(group);
+                    return Ok(code);
+                }
+                std::hint::spin_loop();
+            }
+            if let Err(error) = self.look_at_clock(begun, page) {
+                self.function.requests.give_up(group);
+                return Err(error);
+            }
+        }
+    }
+
+    fn look_at_clock(&self, begun: Instant, page: PageNo) -> Result<(), DmaError> {
+        let waited = self.config.answer_wait;
+        if begun.elapsed() >= waited {
+            return Err(DmaError::NoAnswer { page, waited });
+        }
+        if self.config.polling == Polling::Yield {
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for DeviceModel {
+    fn drop(&mut self) {
+        self.iommu.remove(self.config.id);
+    }
+}
+
+enum Answer {
+    Present(Kept),
+    Absent,
+}
+
+fn resumed(used: InUse, faults: u32, report: &mut DmaReport) -> InUse {
+    if faults > 0 {
+        report.resumed_at = Some(Instant::now());
+    }
+    used
+}
+
+fn messages(pages: u64) -> u32 {
+    u32::try_from(pages).unwrap_or(u32::MAX)
+}
+
+/// The host's monotonic clock. Hardware has none; the time goes as private data of the message, so
+/// that what is measured is measured alike for all sources.
+fn monotonic_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
+}

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`PriSpace`]: an I/O address space whose truth is the IOMMU's page table, and which devices
+//! have copies of in their TLBs.
+//!
+//! Taking a page away is what a hypervisor does with such devices: first the entry
+//! of the page table, then an invalidation of the device TLB of each device that
+//! uses the table, then a wait until each has said that no DMA goes on by the old
+//! translation. Granting needs no invalidation: devices do not keep what is absent,
+//! and ask again for a page that they may only read when they want to write it.
+
+use super::{
+    iommu::{Function, InvalidationQueue, Iommu},
+    table::IoPageTable,
+};
+use crate::{
+    DomainError,
+    space::{IoSpace, IoSpaces, LookError},
+};
+use pagetide_addr::{
+    Access, DomainId, FileKey, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo,
+};
+use pagetide_sys::mapping::SharedMapping;
+use std::{
+    os::fd::BorrowedFd,
+    sync::{
+        Arc, PoisonError, RwLock, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+/// How often software looks for the end of DMA before it gives up: some microseconds, as with the
+/// leases of a software DPU.
+const COMPLETION_LOOKS: u32 = 200;
+
+/// See the module.
+#[derive(Debug)]
+pub struct PriSpace {
+    id: DomainId,
+    key: FileKey,
+    mapping: Arc<SharedMapping>,
+    table: IoPageTable,
+    functions: RwLock<Vec<Weak<Function>>>,
+    invalidations: Arc<InvalidationQueue>,
+    attached: AtomicBool,
+}
+
+impl PriSpace {
+    /// A space over `mapping`, all of it read-write.
+    pub(super) fn new(
+        id: DomainId,
+        key: FileKey,
+        mapping: Arc<SharedMapping>,
+        invalidations: Arc<InvalidationQueue>,
+    ) -> Self {
+        let space = Self {
+            id,
+            key,
+            mapping,
+            table: IoPageTable::default(),
+            functions: RwLock::default(),
+            invalidations,
+            attached: AtomicBool::new(false),
+        };
+        space.table.grant(space.all(), Access::Write);
+        space
+    }
+
+    pub(super) fn table(&self) -> &IoPageTable {
+        &self.table
+    }
+
+    pub(super) fn memory(&self) -> &SharedMapping {
+        &self.mapping
+    }
+
+    pub(super) fn attach_function(&self, function: &Arc<Function>) {
+        let mut functions = self
+            .functions
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        functions.retain(|known| known.strong_count() > 0);
+        functions.push(Arc::downgrade(function));
+    }
+
+    fn functions(&self) -> Vec<Arc<Function>> {
+        let functions = self
+            .functions
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        functions.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    fn all(&self) -> PageRange {
+        let pages = self.mapping.len_bytes().div_ceil(PAGE_BYTES);
+        PageRange::new(PageNo(0), PageNo(pages))
+    }
+
+    /// Invalidates `ranges`, whose entries are restricted already; false if DMA goes on there.
+    fn invalidate(&self, ranges: &[PageRange]) -> bool {
+        let functions = self.functions();
+        self.invalidations.invalidate(&functions, ranges);
+        let is_used = |function: &Arc<Function>| {
+            let mut ranges = ranges.iter();
+            ranges.any(|range| function.tlb.is_used(*range))
+        };
+        for _ in 0..COMPLETION_LOOKS {
+            if !functions.iter().any(is_used) {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        false
+    }
+}
+
+impl IoSpace for PriSpace {
+    fn id(&self) -> DomainId {
+        self.id
+    }
+
+    fn key(&self) -> FileKey {
+        self.key
+    }
+
+    fn len_bytes(&self) -> u64 {
+        self.mapping.len_bytes()
+    }
+
+    fn attach(&self) -> Result<(), DomainError> {
+        if self.attached.swap(true, Ordering::AcqRel) {
+            return Err(DomainError::AttachedAlready(self.key));
+        }
+        Ok(())
+    }
+
+    /// Nobody does: DMA of the model goes by the device TLB and nowhere else.
+    fn watch(&self) -> Result<(), DomainError> {
+        Ok(())
+    }
+
+    fn detach(&self) {
+        self.table.grant(self.all(), Access::Write);
+        self.attached.store(false, Ordering::Release);
+    }
+
+    fn unmap_all(&self) {
+        self.table.clear(self.all());
+        self.invalidations
+            .invalidate(&self.functions(), &[self.all()]);
+    }
+
+    fn is_any_leased(&self) -> bool {
+        self.functions()
+            .iter()
+            .any(|function| function.tlb.is_any_used())
+    }
+
+    fn unmap(&self, section: SectionNo, pages: &PageSet) -> bool {
+        let runs = pages.runs(section);
+        for run in &runs {
+            self.table.clear(*run);
+        }
+        self.invalidate(&runs)
+    }
+
+    fn forbid_writes(&self, section: SectionNo, pages: &PageSet) -> bool {
+        let runs = pages.runs(section);
+        for run in &runs {
+            self.table.forbid_writes(*run);
+        }
+        self.invalidate(&runs)
+    }
+
+    fn grant(&self, range: PageRange, access: Access) {
+        self.table.grant(range.intersect(self.all()), access);
+    }
+
+    /// The model's devices have no queues in guest memory.
+    fn standing_in(&self, _section: SectionNo) -> PageSet {
+        PageSet::EMPTY
+    }
+
+    fn standing_pages(&self) -> u64 {
+        0
+    }
+
+    /// The accessed bits of the page table. A page that devices have in their TLBs is not walked for
+    /// again, so marks that are forgotten are forgotten there, too.
+    fn touched(
+        &self,
+        pages: PageRange,
+        marks: Marks,
+        visit: &mut dyn FnMut(PageNo),
+    ) -> Result<(), LookError> {
+        let mut any = false;
+        self.table.accessed(pages, &mut |page| {
+            any = true;
+            visit(page);
+        });
+        if any && marks == Marks::Forget {
+            self.table.forget(pages);
+            self.invalidations.invalidate(&self.functions(), &[pages]);
+        }
+        Ok(())
+    }
+
+    fn mapping(&self) -> Option<&Arc<SharedMapping>> {
+        Some(&self.mapping)
+    }
+}
+
+impl IoSpaces for Iommu {
+    fn open(
+        &self,
+        file: BorrowedFd<'_>,
+        key: FileKey,
+        bytes: u64,
+    ) -> Result<Arc<dyn IoSpace>, DomainError> {
+        let space = self.open_space(file, key, bytes)?;
+        Ok(space)
+    }
+
+    fn bar(&self, key: FileKey) {
+        self.bar_file(key);
+    }
+
+    fn retire(&self, space: &dyn IoSpace) {
+        self.forget_space(space.key());
+        space.unmap_all();
+    }
+
+    /// In this process devices are not made before.
+    fn all_known(&self) {}
+
+    fn processes(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    fn eviction_bar(&self) -> Option<String> {
+        None
+    }
+}
