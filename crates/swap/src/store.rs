@@ -234,6 +234,14 @@ impl ContentStore for PoolStore {
         self.lock().free(located.slot, located.bytes);
         self.count(located, -1);
     }
+
+    fn tier(&self, content: Content) -> pagetide_addr::Tier {
+        match Located::of(content).tier() {
+            Tier::Zero => pagetide_addr::Tier::Zero,
+            Tier::Lz4 => pagetide_addr::Tier::Compressed,
+            Tier::Verbatim => pagetide_addr::Tier::Verbatim,
+        }
+    }
 }
 
 #[cfg(test)]

@@ -1,10 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where the calling thread runs, and may run; how long this process has run.
+//! Where the calling thread runs, and may run, and before whom; how long this process has run, and
+//! CPUs have not.
 
-#![expect(unsafe_code, reason = "getrusage has no safe wrapper")]
+#![expect(
+    unsafe_code,
+    reason = "getrusage and sched_setscheduler have no safe wrapper"
+)]
 
-use rustix::thread::CpuSet;
-use std::{mem::MaybeUninit, time::Duration};
+use rustix::{process::Pid, thread::CpuSet};
+use std::{io, mem::MaybeUninit, time::Duration};
+
+/// Milliseconds of one tick of `/proc/stat`: `USER_HZ` is 100 on every architecture we run on.
+const TICK_MS: u64 = 10;
+/// The niceness that yields to nobody.
+const LEAST_NICE: i32 = -20;
 
 /// Why a thread could not be placed.
 #[derive(Debug, thiserror::Error)]
@@ -27,6 +36,18 @@ pub enum CpuError {
     },
 }
 
+/// Whom a thread goes before when several want its CPU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Urgency {
+    /// Nobody in particular: the ordinary class, niceness 0.
+    Ordinary,
+    /// Most others: the ordinary class, niceness -20.
+    Eager,
+    /// Everybody of the ordinary class, at once (`SCHED_FIFO`), and whoever has a lower priority: 1
+    /// to 99. Threads that it starts are ordinary.
+    Preempting(u8),
+}
+
 /// The CPU this thread runs on at this moment.
 #[must_use]
 pub fn current() -> usize {
@@ -38,7 +59,18 @@ pub fn current() -> usize {
 /// # Errors
 /// What the kernel says.
 pub fn affinity() -> Result<Vec<usize>, CpuError> {
-    let set = rustix::thread::sched_getaffinity(None).map_err(|source| CpuError::Kernel {
+    allowed(None)
+}
+
+/// CPUs that thread `thread` of any process may run on, ascending; `None` if there is no such thread.
+#[must_use]
+pub fn affinity_of(thread: u32) -> Option<Vec<usize>> {
+    let thread = Pid::from_raw(thread.cast_signed())?;
+    allowed(Some(thread)).ok()
+}
+
+fn allowed(thread: Option<Pid>) -> Result<Vec<usize>, CpuError> {
+    let set = rustix::thread::sched_getaffinity(thread).map_err(|source| CpuError::Kernel {
         cpus: Vec::new(),
         source: source.into(),
     })?;
@@ -66,6 +98,74 @@ pub fn set_affinity(cpus: &[usize]) -> Result<(), CpuError> {
         cpus: cpus.to_vec(),
         source: source.into(),
     })
+}
+
+/// Sets before whom this thread goes.
+///
+/// # Errors
+/// `EPERM` without `CAP_SYS_NICE` and beyond the process's limits (`RLIMIT_RTPRIO`, `RLIMIT_NICE`).
+pub fn set_urgency(urgency: Urgency) -> io::Result<()> {
+    let (policy, priority, nice) = match urgency {
+        Urgency::Ordinary => (libc::SCHED_OTHER, 0, Some(0)),
+        Urgency::Eager => (libc::SCHED_OTHER, 0, Some(LEAST_NICE)),
+        Urgency::Preempting(priority) => (libc::SCHED_FIFO, i32::from(priority), None),
+    };
+    let parameters = libc::sched_param {
+        sched_priority: priority,
+    };
+    // What a thread starts must not inherit this. The flag is never taken away: that is a privilege.
+    let policy = policy | libc::SCHED_RESET_ON_FORK;
+    // SAFETY: 0 is the calling thread, and the parameters are read during the call only.
+    let status = unsafe { libc::sched_setscheduler(0, policy, &raw const parameters) };
+    if status != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    match nice {
+        // Without a pid this is the calling thread on Linux, not its process.
+        Some(nice) => Ok(rustix::process::setpriority_process(None, nice)?),
+        None => Ok(()),
+    }
+}
+
+/// Number of CPUs that are online, whether or not this process may use them.
+///
+/// # Errors
+/// What reading `/sys/devices/system/cpu/online` says, or that it makes no sense.
+pub fn online_count() -> io::Result<usize> {
+    let text = std::fs::read_to_string("/sys/devices/system/cpu/online")?;
+    count_of_list(text.trim_end()).ok_or_else(|| {
+        let why = format!("'{}' is no list of CPUs", text.trim_end());
+        io::Error::new(io::ErrorKind::InvalidData, why)
+    })
+}
+
+/// Of `0-3,8`.
+fn count_of_list(list: &str) -> Option<usize> {
+    let count = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (first.parse::<usize>().ok()?, last.parse::<usize>().ok()?);
+        last.checked_sub(first)?.checked_add(1)
+    };
+    list.split(',').map(count).sum()
+}
+
+/// How long each CPU that is online has been idle since the start of the system, in steps of 10 ms.
+///
+/// # Errors
+/// What reading `/proc/stat` says.
+pub fn idle_times() -> io::Result<Vec<(usize, Duration)>> {
+    let text = std::fs::read_to_string("/proc/stat")?;
+    Ok(text.lines().filter_map(idle_time_of_line).collect())
+}
+
+/// Of `cpu3 user nice system idle iowait …`; `None` for all other lines.
+fn idle_time_of_line(line: &str) -> Option<(usize, Duration)> {
+    let (number, fields) = line.strip_prefix("cpu")?.split_once(' ')?;
+    let cpu = number.parse().ok()?;
+    let mut fields = fields.split_ascii_whitespace().skip(3);
+    let mut ticks = || fields.next()?.parse::<u64>().ok();
+    let idle = ticks()?.checked_add(ticks()?)?;
+    Some((cpu, Duration::from_millis(idle.checked_mul(TICK_MS)?)))
 }
 
 /// CPU time that all threads of this process have used so far, theirs and the kernel's for them.
@@ -108,6 +208,64 @@ mod tests {
             set_affinity(&[last]).unwrap();
             assert_eq!(current(), last);
             assert_eq!(affinity().unwrap(), [last]);
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn a_thread_of_this_process_may_run_where_it_says_itself_and_no_thread_nowhere() {
+        let own = rustix::thread::gettid().as_raw_pid().cast_unsigned();
+        assert_eq!(affinity_of(own), Some(affinity().unwrap()));
+        assert_eq!(affinity_of(0), None);
+        assert_eq!(affinity_of(u32::MAX / 2), None);
+    }
+
+    #[test]
+    fn idle_time_is_told_of_lines_of_one_cpu_only() {
+        let line = "cpu12 100 2 30 4000 50 6 7 8 0 0";
+        let time = Duration::from_millis(40_500);
+        assert_eq!(idle_time_of_line(line), Some((12, time)));
+        for other in [
+            "cpu  1 2 3 4 5",
+            "intr 9 8 7 6 5",
+            "cpu1 1 2 3",
+            "cpux 1 2 3 4 5",
+        ] {
+            assert_eq!(idle_time_of_line(other), None, "{other}");
+        }
+        assert!(!idle_times().unwrap().is_empty());
+    }
+
+    #[test]
+    fn cpus_of_a_list_are_counted_and_what_is_no_list_has_none() {
+        for (list, count) in [("0", 1), ("0-3", 4), ("0-3,8,10-11", 7)] {
+            assert_eq!(count_of_list(list), Some(count), "{list}");
+        }
+        for wrong in ["", "3-1", "a", "1,,2", "1-"] {
+            assert_eq!(count_of_list(wrong), None, "{wrong}");
+        }
+        assert!(online_count().unwrap() >= affinity().unwrap().len());
+    }
+
+    #[test]
+    fn an_urgent_thread_is_urgent_until_it_says_otherwise_and_starts_ordinary_ones() {
+        std::thread::spawn(|| {
+            if set_urgency(Urgency::Preempting(1)).is_err() {
+                eprintln!("SKIPPED: no CAP_SYS_NICE");
+                return;
+            }
+            let policy = || std::fs::read_to_string("/proc/thread-self/sched").unwrap();
+            let is_ordinary = |text: String| {
+                text.lines()
+                    .any(|line| line.starts_with("policy") && line.ends_with(" 0"))
+            };
+            assert!(!is_ordinary(policy()));
+            let child = std::thread::spawn(move || is_ordinary(policy()));
+            assert!(child.join().unwrap());
+            set_urgency(Urgency::Eager).unwrap();
+            set_urgency(Urgency::Ordinary).unwrap();
+            assert!(is_ordinary(policy()));
         })
         .join()
         .unwrap();

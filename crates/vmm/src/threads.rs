@@ -1,8 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where a VMM's threads run: the fault reader and the I/O page fault service go there too.
+//! Where a VMM's threads run, and may run: the fault reader and the I/O page fault service go there too.
 
 use crate::process::in_proc;
+use pagetide_sys::cpu;
 use procfs::process::Process;
+
+/// A vCPU thread and where it is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct VcpuThread {
+    /// Number of the vCPU, by the thread's name.
+    pub number: u32,
+    /// CPUs that it may run on, ascending.
+    pub allowed: Vec<usize>,
+    /// CPU on which it last ran; `None` if it has ended meanwhile.
+    pub last: Option<usize>,
+}
 
 /// CPU on which thread `thread` of process `pid` last ran; `None` if it has ended.
 #[must_use]
@@ -16,36 +28,36 @@ pub fn last_cpu(pid: u32, thread: u32) -> Option<usize> {
     }
 }
 
-/// The VMM's vCPU threads, by the names QEMU and others give them; empty when they have none
-/// (QEMU names them only with `-name …,debug-threads=on`).
+/// The VMM's vCPU threads by number, known by the names that QEMU and others give them; empty when they
+/// have none (QEMU names them only with `-name …,debug-threads=on`).
 #[must_use]
-pub fn vcpu_threads(pid: u32) -> Vec<u32> {
+pub fn vcpus(pid: u32) -> Vec<VcpuThread> {
     let Ok(tasks) = in_proc(pid).and_then(|p: Process| p.tasks()) else {
         return Vec::new();
     };
-    tasks
-        .flatten()
-        .filter(|task| {
-            let name = std::fs::read_to_string(format!("/proc/{pid}/task/{}/comm", task.tid));
-            name.is_ok_and(|n| is_vcpu_name(&n))
+    let vcpu = |task: procfs::process::Task| {
+        let thread = task.tid.cast_unsigned();
+        let name = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/comm"));
+        Some(VcpuThread {
+            number: name.as_deref().map_or(None, vcpu_number)?,
+            allowed: cpu::affinity_of(thread)?,
+            last: last_cpu(pid, thread),
         })
-        .map(|task| task.tid.cast_unsigned())
-        .collect()
+    };
+    let mut vcpus: Vec<_> = tasks.flatten().filter_map(vcpu).collect();
+    vcpus.sort_unstable_by_key(|vcpu| vcpu.number);
+    vcpus
 }
 
-/// CPUs on which the given threads last ran, ascending, each once.
-#[must_use]
-pub fn cpus_of(pid: u32, threads: &[u32]) -> Vec<usize> {
-    let mut cpus: Vec<_> = threads.iter().filter_map(|t| last_cpu(pid, *t)).collect();
-    cpus.sort_unstable();
-    cpus.dedup();
-    cpus
-}
-
-/// `CPU 0/KVM`, `CPU 0/TCG` (QEMU), `vcpu0` (Cloud Hypervisor), `fc_vcpu 0` (Firecracker),
-/// `crosvm_vcpu0`.
-fn is_vcpu_name(name: &str) -> bool {
-    name.starts_with("CPU ") || name.contains("vcpu")
+/// Of `CPU 0/KVM`, `CPU 0/TCG` (QEMU), `vcpu0` (Cloud Hypervisor), `fc_vcpu 0` (Firecracker),
+/// `crosvm_vcpu0`. `None` for the name of another thread.
+fn vcpu_number(name: &str) -> Option<u32> {
+    let after = match name.strip_prefix("CPU ") {
+        Some(after) => after,
+        None => name.split_once("vcpu")?.1.trim_start(),
+    };
+    let digits = after.find(|c: char| !c.is_ascii_digit());
+    after[..digits.unwrap_or(after.len())].parse().ok()
 }
 
 #[cfg(test)]
@@ -57,12 +69,51 @@ mod tests {
         let own = std::process::id();
         assert!(last_cpu(own, own).is_some());
         assert_eq!(last_cpu(own, 1), None);
-        assert_eq!(cpus_of(own, &[own, own]).len(), 1);
     }
 
     #[test]
-    fn names_of_vcpu_threads_are_known_and_others_are_not() {
-        assert!(is_vcpu_name("CPU 3/KVM\n") && is_vcpu_name("fc_vcpu 0"));
-        assert!(!is_vcpu_name("qemu-system-x86\n"));
+    fn vcpus_of_a_process_are_its_threads_with_such_names_in_the_order_of_their_numbers() {
+        let (tell, told) = std::sync::mpsc::channel();
+        let start = |name: &str| {
+            let tell = tell.clone();
+            let (end, ended) = std::sync::mpsc::channel::<()>();
+            let run = move || {
+                tell.send(cpu::affinity().unwrap()).unwrap();
+                assert!(ended.recv().is_err(), "nothing is sent");
+            };
+            let thread = std::thread::Builder::new().name(name.to_owned());
+            (thread.spawn(run).unwrap(), end)
+        };
+        let threads = ["CPU 10/KVM", "CPU 2/KVM", "IO iothread"].map(start);
+        let allowed = threads.each_ref().map(|_| told.recv().unwrap());
+        let own = std::process::id();
+        let found = vcpus(own);
+        assert_eq!(found.iter().map(|v| v.number).collect::<Vec<_>>(), [2, 10]);
+        for vcpu in found {
+            assert_eq!(vcpu.allowed, allowed[0]);
+            assert!(vcpu.allowed.contains(&vcpu.last.unwrap()));
+        }
+        for (thread, end) in threads {
+            drop(end);
+            thread.join().unwrap();
+        }
+        assert_eq!(vcpus(own), []);
+    }
+
+    #[test]
+    fn vcpu_numbers_are_read_from_the_names_of_four_vmms_and_from_no_others() {
+        for (name, number) in [
+            ("CPU 3/KVM\n", Some(3)),
+            ("CPU 12/TCG\n", Some(12)),
+            ("fc_vcpu 0\n", Some(0)),
+            ("vcpu7", Some(7)),
+            ("crosvm_vcpu15\n", Some(15)),
+            ("qemu-system-x86\n", None),
+            ("CPU x/KVM", None),
+            ("vcpu", None),
+            ("", None),
+        ] {
+            assert_eq!(vcpu_number(name), number, "{name}");
+        }
     }
 }

@@ -11,9 +11,9 @@ pub mod delay;
 #[cfg(not(loom))]
 pub mod domain;
 #[cfg(not(loom))]
-pub mod driver;
-#[cfg(not(loom))]
 pub mod function;
+#[cfg(not(loom))]
+pub mod driver;
 #[cfg(not(loom))]
 pub mod landing;
 pub mod lease;
@@ -39,16 +39,19 @@ pub use delay::Delay;
 #[cfg(not(loom))]
 pub use domain::{DmaDomain, DomainError, DomainTable, EnginePort, LookUp, MappingWatch};
 #[cfg(not(loom))]
-pub use landing::{LandingArea, LandingError};
-#[cfg(not(loom))]
 pub use driver::{Driver, DriverCounts, DriverError};
+#[cfg(not(loom))]
+pub use landing::{LandingArea, LandingError};
 pub use lease::{Busy, Lease, PageAttributes, Restriction};
 #[cfg(not(loom))]
 pub use mmu::DmaMmu;
 #[cfg(not(loom))]
 pub use queue::{DeviceEnd, Doorbell, FaultAssist, HostEnd, HostPresence, QueueFull, fault_queue};
 #[cfg(not(loom))]
-pub use service::{DPU, FaultService, ServiceThread, Tenant};
+pub use service::{
+    Account, DPU, FaultService, Handling, Latencies, Preempt, ServiceConfig, ServiceThread,
+    SourceId, Tenant, TenantCpus, VcpuPlace,
+};
 #[cfg(not(loom))]
 pub use source::FaultSource;
 #[cfg(not(loom))]

@@ -21,7 +21,9 @@ use pagetide_swap::{
     limit::Wake,
     reclaim::{Reach, Reclaimed, UNMAPPED_MIN},
 };
+use pagetide_sys::cpu;
 use pagetide_vmm::threads;
+use pagetide_vpri::{TenantCpus, VcpuPlace};
 use std::{
     sync::Arc,
     time::{Duration, Instant},
@@ -119,9 +121,7 @@ impl Rounds {
         self.synced_at = Some(Instant::now());
         self.vm.enforce_limit();
         self.vm.sync_counters();
-        let pid = self.vm.vmm.pid();
-        let cpus = threads::cpus_of(pid, &threads::vcpu_threads(pid));
-        self.vm.tenant.set_cpus(cpus);
+        self.vm.tenant.set_cpus(cpus_of(self.vm.vmm.pid()));
         if let Err(error) = self.reclaimer.trim_store() {
             tracing::warn!(vm = self.vm.name, %error, "memory of the pool could not be given back");
         }
@@ -227,6 +227,22 @@ impl Rounds {
         self.vm.sync_counters();
         if order.done.send(done).is_err() {
             tracing::debug!(vm = self.vm.name, "whoever asked for a reclaim has left");
+        }
+    }
+}
+
+/// The CPUs of the VM's vCPUs, by the VMM's threads as they are now.
+fn cpus_of(pid: u32) -> TenantCpus {
+    let place = |vcpu: threads::VcpuThread| VcpuPlace {
+        allowed: vcpu.allowed,
+        last: vcpu.last,
+    };
+    let vcpus: Vec<_> = threads::vcpus(pid).into_iter().map(place).collect();
+    match cpu::online_count() {
+        Ok(host_cpus) => TenantCpus::of_vcpus(&vcpus, host_cpus),
+        Err(error) => {
+            tracing::debug!(%error, "whose CPUs are whose cannot be told");
+            TenantCpus::default()
         }
     }
 }

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`ContentStore`] and [`Admission`]: what an address space needs of whoever keeps its absent pages.
 
-use super::word::Content;
-use pagetide_addr::PageNo;
+use super::{
+    memory::PagedMemory,
+    word::{Content, State},
+};
+use pagetide_addr::{PageNo, PageRange, Tier};
 
 /// Why stored content cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +40,36 @@ pub trait ContentStore: Send + Sync {
     /// The content is not needed any more. Called exactly once for each stored content, after no
     /// word names it. Never called for [`Content::ZERO`].
     fn free(&self, content: Content);
+
+    /// In which tier the content is, for accounts. Never called for [`Content::ZERO`].
+    fn tier(&self, content: Content) -> Tier {
+        let _unread = content;
+        Tier::Unknown
+    }
+}
+
+impl PagedMemory {
+    /// From where `pages` would come if they faulted now: the slowest of them counts. A page that
+    /// the guest gave up counts as present.
+    #[must_use]
+    pub fn tier_of(&self, pages: PageRange) -> Tier {
+        if !self.table.contains(pages) {
+            return Tier::Unknown;
+        }
+        let tier = |page| match self.table.word(page).state() {
+            State::Present | State::Unallocated => Tier::Present,
+            State::Discarding => Tier::Zero,
+            State::Stored(content) | State::Filling(content) | State::Evicting(content) => {
+                if content.is_zero() {
+                    Tier::Zero
+                } else {
+                    self.store.tier(content)
+                }
+            }
+            State::Poisoned => Tier::Unknown,
+        };
+        pages.iter().map(tier).max().unwrap_or_default()
+    }
 }
 
 /// Whether an address space may hold more pages: the limit of Taiji's watermarks (4.2.2).

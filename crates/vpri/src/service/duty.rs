@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Duty`]: a page request that must be answered, as a value.
+//!
+//! Whoever holds a duty answers it, hands it on or holds it; it cannot be
+//! copied, and one that is dropped (by a panic, by memory that goes with its
+//! waiters) answers itself with a failure. So every request gets exactly one
+//! response, whatever happens.
+
+use super::{Tenant, account::Took};
+use crate::source::FaultSource;
+use pagetide_addr::{PageRequest, PageResponse, ResponseCode, Tier};
+use pagetide_gmem::FaultOutcome;
+use rustix::time::{ClockId, clock_gettime};
+use std::sync::Arc;
+
+/// See the module.
+pub(super) struct Duty {
+    request: PageRequest,
+    source: Arc<dyn FaultSource>,
+    taken_ns: u64,
+    began_ns: Option<u64>,
+    tier: Tier,
+    /// In whose account it is open.
+    tenant: Option<Arc<Tenant>>,
+    answered: bool,
+}
+
+impl Duty {
+    /// A request that was just taken from `source`.
+    pub(super) fn new(request: PageRequest, source: &Arc<dyn FaultSource>) -> Self {
+        Self {
+            request,
+            source: Arc::clone(source),
+            taken_ns: now_ns(),
+            began_ns: None,
+            tier: Tier::default(),
+            tenant: None,
+            answered: false,
+        }
+    }
+
+    pub(super) fn request(&self) -> &PageRequest {
+        &self.request
+    }
+
+    pub(super) fn source(&self) -> &dyn FaultSource {
+        &*self.source
+    }
+
+    /// The tenant whose it is.
+    pub(super) fn tenant(&self) -> Option<&Arc<Tenant>> {
+        self.tenant.as_ref()
+    }
+
+    /// Opens it in the account of `tenant`.
+    pub(super) fn open_for(&mut self, tenant: &Arc<Tenant>) {
+        self.close_account(None);
+        tenant.account.open(&self.request);
+        self.tenant = Some(Arc::clone(tenant));
+    }
+
+    /// It is nobody's any more; its handling, if it had begun, has not.
+    pub(super) fn disown(&mut self) {
+        self.close_account(None);
+        self.began_ns = None;
+    }
+
+    /// Its handling begins now, if it has not.
+    pub(super) fn begin(&mut self) {
+        self.began_ns.get_or_insert_with(now_ns);
+    }
+
+    /// Its handling begins elsewhere, later.
+    pub(super) fn put_off(&mut self) {
+        self.began_ns = None;
+    }
+
+    /// Where the slowest of its pages comes from.
+    pub(super) fn set_tier(&mut self, tier: Tier) {
+        self.tier = tier;
+    }
+
+    /// Answers it.
+    pub(super) fn answer(self, outcome: FaultOutcome) {
+        self.answer_overwrite(outcome, 0);
+    }
+
+    /// Answers it, telling which pages were installed with the device's content.
+    pub(super) fn answer_overwrite(mut self, outcome: FaultOutcome, installed: u64) {
+        let code = match outcome {
+            FaultOutcome::Present => ResponseCode::Success,
+            FaultOutcome::OutOfRange => ResponseCode::InvalidRequest,
+            FaultOutcome::Lost | FaultOutcome::Gone => ResponseCode::ResponseFailure,
+        };
+        self.respond(code, installed);
+    }
+
+    /// Leaves it unanswered: the service ends, and its device with it, or asks again.
+    pub(super) fn abandon(mut self) {
+        self.disown();
+        self.answered = true;
+    }
+
+    fn respond(&mut self, code: ResponseCode, installed: u64) {
+        self.answered = true;
+        let took = self.took(now_ns());
+        self.close_account(Some(took));
+        self.source.respond(PageResponse {
+            tier: self.tier,
+            installed,
+            waited_ns: took.waited_ns,
+            handling_ns: took.handling_ns,
+            ..PageResponse::to(&self.request, code)
+        });
+    }
+
+    fn took(&self, answered_ns: u64) -> Took {
+        let sent_ns = match self.request.sent_ns {
+            0 => self.taken_ns,
+            sent_ns => sent_ns,
+        };
+        let began_ns = self.began_ns.unwrap_or(answered_ns);
+        Took {
+            waited_ns: began_ns.saturating_sub(sent_ns),
+            handling_ns: answered_ns.saturating_sub(began_ns),
+        }
+    }
+
+    fn close_account(&mut self, took: Option<Took>) {
+        if let Some(tenant) = self.tenant.take() {
+            tenant.account.close(took);
+        }
+    }
+}
+
+impl Drop for Duty {
+    fn drop(&mut self) {
+        if !self.answered {
+            tracing::error!(request = ?self.request, "a page request was forgotten; it fails");
+            self.respond(ResponseCode::ResponseFailure, 0);
+        }
+    }
+}
+
+/// The host's monotonic clock, in nanoseconds: the one that devices stamp their requests with.
+pub(super) fn now_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    let (seconds, nanos) = (now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs());
+    seconds * 1_000_000_000 + nanos
+}

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Later`]: duties that are nobody's yet and whose answer is held back for a time.
+//!
+//! A request of memory that belongs to no tenant needs no work, so nobody's
+//! worker has it. If its answer is to be held (fault injection), it waits here,
+//! by one thread for all, which is started for the first one.
+
+use super::{FaultService, duty::Duty};
+use std::{
+    cmp::Ordering,
+    collections::BinaryHeap,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    time::Instant,
+};
+
+/// See the module.
+#[derive(Default)]
+pub(super) struct Later(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    wake: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: BinaryHeap<Due>,
+    is_running: bool,
+    is_over: bool,
+}
+
+struct Due {
+    at: Instant,
+    duty: Duty,
+}
+
+impl Later {
+    /// Answers the duty for nobody, at `at`; now, if no thread can be had for that.
+    pub(super) fn answer_at(&self, at: Instant, duty: Duty, service: &Weak<FaultService>) {
+        let mut state = self.0.lock();
+        if !state.is_running && !state.is_over {
+            let (shared, whose) = (Arc::clone(&self.0), Weak::clone(service));
+            let thread = std::thread::Builder::new().name("pt-iopf-later".to_owned());
+            match thread.spawn(move || shared.run(&whose)) {
+                Ok(_detached) => state.is_running = true,
+                Err(error) => {
+                    tracing::warn!(%error, "the answer to a page request cannot be held back");
+                    drop(state);
+                    answer(service, duty);
+                    return;
+                }
+            }
+        }
+        state.waiting.push(Due { at, duty });
+        drop(state);
+        self.0.wake.notify_one();
+    }
+
+    /// Ends it; gives back what is left.
+    pub(super) fn end(&self) -> Vec<Duty> {
+        let mut state = self.0.lock();
+        state.is_over = true;
+        let left = std::mem::take(&mut state.waiting);
+        drop(state);
+        self.0.wake.notify_one();
+        left.into_iter().map(|due| due.duty).collect()
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, service: &Weak<FaultService>) {
+        let mut state = self.lock();
+        while !state.is_over {
+            let now = Instant::now();
+            let wait = state.waiting.peek().map(|due| due.at - now);
+            state = match wait {
+                None => (self.wake.wait(state)).unwrap_or_else(PoisonError::into_inner),
+                Some(wait) if !wait.is_zero() => {
+                    let waited = self.wake.wait_timeout(state, wait);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                Some(_past) => {
+                    let due = state.waiting.pop();
+                    drop(state);
+                    if let Some(due) = due {
+                        answer(service, due.duty);
+                    }
+                    self.lock()
+                }
+            };
+        }
+    }
+}
+
+fn answer(service: &Weak<FaultService>, duty: Duty) {
+    match service.upgrade() {
+        Some(service) => service.answer_for_nobody(duty),
+        None => duty.abandon(),
+    }
+}
+
+/// The earliest is the greatest: a heap gives that first.
+impl Ord for Due {
+    fn cmp(&self, other: &Self) -> Ordering {
+        other.at.cmp(&self.at)
+    }
+}
+
+impl PartialOrd for Due {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Due {
+    fn eq(&self, other: &Self) -> bool {
+        self.at == other.at
+    }
+}
+
+impl Eq for Due {}

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Serving one request of a tenant: by a worker, which may wait, or by an engine, which may not.
+
+use super::{FaultService, Tenant, duty::Duty, tenant::Waited, worker::Bearing};
+use pagetide_addr::{OVERWRITE_PAGES_MAX, PageNo, PageRange, RequestKind};
+use pagetide_gmem::{Fault, FaultOutcome, Overwritten};
+use std::{sync::Arc, time::Duration};
+
+/// Pages of a prefault that are asked for at once: as many as a fault serves that may not wait.
+const PREFAULT_PAGES: u64 = 64;
+
+/// By a worker: waits for whatever the request needs.
+pub(super) fn serve(service: &FaultService, mut duty: Duty, bearing: &mut Bearing) {
+    duty.begin();
+    let hold = Duration::from_micros(duty.request().hold_us.into());
+    let Some(tenant) = duty.tenant().map(Arc::clone) else {
+        match service.wait(hold) {
+            Waited::Enough => service.answer_for_nobody(duty),
+            Waited::CutShort => duty.abandon(),
+        }
+        return;
+    };
+    let entered = match tenant.wait(hold) {
+        Waited::Enough => tenant.enter(),
+        Waited::CutShort => None,
+    };
+    let Some(_inside) = entered else {
+        service.answer_for_nobody(duty);
+        return;
+    };
+    if let Err(duty) = serve_at_once(&tenant, duty) {
+        bearing.in_ordinary_class(|| serve_waiting(&tenant, duty));
+    }
+}
+
+/// Serves it if that needs no waiting; else gives it back. The tenant's gate is held.
+pub(super) fn serve_at_once(tenant: &Tenant, mut duty: Duty) -> Result<(), Duty> {
+    let Some(fault) = tenant.fault(duty.request()) else {
+        duty.answer(FaultOutcome::OutOfRange);
+        return Ok(());
+    };
+    duty.begin();
+    duty.set_tier(tenant.tier_of(fault.pages));
+    match duty.request().kind {
+        RequestKind::Demand | RequestKind::Slip => {
+            match tenant.space.fault_without_waiting(&fault) {
+                Some(outcome) => duty.answer(outcome),
+                None => return Err(duty),
+            }
+        }
+        RequestKind::Prefault => duty.answer(prefault(tenant, fault)),
+        RequestKind::Overwrite { slot } => {
+            let content = match read_landing(&duty, slot, fault.pages) {
+                Ok(content) => content,
+                Err(outcome) => {
+                    duty.answer(outcome);
+                    return Ok(());
+                }
+            };
+            match tenant.space.overwrite_without_waiting(&fault, &content) {
+                Some(done) => answer_overwrite(duty, done),
+                None => return Err(duty),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Serves what [`serve_at_once`] gave back.
+fn serve_waiting(tenant: &Tenant, duty: Duty) {
+    let Some(fault) = tenant.fault(duty.request()) else {
+        duty.answer(FaultOutcome::OutOfRange);
+        return;
+    };
+    if let RequestKind::Overwrite { slot } = duty.request().kind {
+        match read_landing(&duty, slot, fault.pages) {
+            Ok(content) => answer_overwrite(duty, tenant.space.overwrite(&fault, &content)),
+            Err(outcome) => duty.answer(outcome),
+        }
+        return;
+    }
+    let reply = Box::new(move |outcome| duty.answer(outcome));
+    tenant.space.fault(&fault, Some(reply));
+}
+
+/// Makes those pages present that can be without waiting. Nobody waits for the others: they are
+/// asked for again when somebody does.
+fn prefault(tenant: &Tenant, fault: Fault) -> FaultOutcome {
+    let mut start = fault.pages.start;
+    while start < fault.pages.end {
+        let end = PageNo(start.0.saturating_add(PREFAULT_PAGES)).min(fault.pages.end);
+        let part = Fault {
+            pages: PageRange::new(start, end),
+            ..fault
+        };
+        match tenant.space.fault_without_waiting(&part) {
+            Some(FaultOutcome::Present) => {}
+            Some(outcome) => return outcome,
+            None => {
+                tenant.account.drop_prefault();
+                break;
+            }
+        }
+        start = end;
+    }
+    FaultOutcome::Present
+}
+
+/// What the device has written. A request without as much of it makes no sense.
+fn read_landing(duty: &Duty, slot: u32, pages: PageRange) -> Result<Vec<u8>, FaultOutcome> {
+    let mut content = Vec::new();
+    let is_sound = pages.len() <= OVERWRITE_PAGES_MAX
+        && duty.source().read_landing(slot, pages.len(), &mut content)
+        && content.len() as u64 == pages.bytes();
+    if is_sound {
+        Ok(content)
+    } else {
+        Err(FaultOutcome::OutOfRange)
+    }
+}
+
+fn answer_overwrite(duty: Duty, done: Overwritten) {
+    duty.answer_overwrite(done.outcome, done.installed);
+}

@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The service as a whole: against memory of sets, with devices that only ask.
+
+mod crowd;
+mod rig;
+
+use self::rig::{Device, LANDED, PAGES, Rig, Vm};
+use super::{worker::Queue, *};
+use crate::{domain::DomainTable, queue::fault_queue};
+use pagetide_addr::{
+    Access, PAGE_BYTES, PageNo, PageRange, PageRequest, QueueId, RequestId, ResponseCode, Tier,
+};
+use pagetide_sys::{cpu, memory_file::GuestFile};
+use std::os::fd::AsFd;
+
+/// An hour: nothing waits for that.
+const FOR_EVER_US: u32 = 3_600_000_000;
+const FILE_BYTES: u64 = 4 * PAGE_BYTES;
+
+fn bell() -> Arc<Doorbell> {
+    Arc::new(Doorbell::new().unwrap())
+}
+
+#[test]
+fn requests_for_a_retired_domain_are_refused_those_held_before_and_those_that_come_later() {
+    let (device, host) = fault_queue(4, bell(), bell());
+    let service = FaultService::new(vec![host], bell());
+    let table = DomainTable::new(1);
+    let file = GuestFile::new_memfd("retired", FILE_BYTES).unwrap();
+    let open = || table.open(file.as_fd(), file.key().unwrap(), FILE_BYTES);
+    let domain = open().unwrap();
+    let ask = |id: u64| {
+        let (from, page) = ((DPU, QueueId(0)), PageNo(0).single());
+        let request = PageRequest::demand(RequestId(id), from, domain.id(), page, Access::Read);
+        device.submit(request).unwrap();
+        assert!(service.assist(0));
+        device.next().map(|response| response.code)
+    };
+    assert_eq!(ask(1), Some(ResponseCode::Success), "nobody's: read-write");
+    let space = Arc::clone(&domain) as Arc<dyn IoSpace>;
+    service.hold(std::slice::from_ref(&space));
+    assert_eq!(ask(2), None, "held");
+    service.refuse(&space);
+    table.retire(&domain);
+    let refused = Some(ResponseCode::InvalidRequest);
+    assert_eq!(device.next().map(|response| response.code), refused);
+    assert_eq!(ask(3), refused);
+    let bitmap = domain.attributes().bitmap();
+    assert!(!bitmap.allows(PageNo(0).single(), Access::Read));
+    // The file once more is another domain, and nothing of the old one's.
+    let again = open().unwrap();
+    assert_ne!(again.id(), domain.id());
+    let bitmap = again.attributes().bitmap();
+    assert!(bitmap.allows(PageNo(0).single(), Access::Write));
+}
+
+#[test]
+fn demand_is_served_on_the_interrupts_cpu_and_its_answer_tells_tier_and_times() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, tenant) = rig.vm();
+    for cpu in cpu::affinity().unwrap() {
+        tenant.set_cpus(TenantCpus::dedicated(&[cpu]));
+        let page = cpu as u64;
+        let request = PageRequest {
+            vector: Some(3),
+            sent_ns: duty::now_ns() - 1_000_000,
+            ..Device::demand(&vm, page)
+        };
+        rig.device.ask(request);
+        let answer = rig.device.answer();
+        assert_eq!(
+            (answer.code, answer.tier),
+            (ResponseCode::Success, Tier::Zero)
+        );
+        assert!(answer.waited_ns >= 1_000_000 && answer.handling_ns > 0);
+        assert!(vm.is_granted(page));
+        assert_eq!(vm.ram.lock().present[&page], cpu);
+        rig.device.ask(request);
+        let again = rig.device.answer();
+        assert_eq!(
+            (again.code, again.tier),
+            (ResponseCode::Success, Tier::Present)
+        );
+    }
+    let account = tenant.account();
+    let recorded = account.iopf.histogram_ns();
+    assert_eq!(recorded.len(), account.requests());
+    assert!(recorded.min() >= 990_000, "from its sending");
+    assert_eq!(account.outstanding(), 0);
+}
+
+#[test]
+fn fault_that_waits_for_room_keeps_neither_other_tenants_nor_other_cpus_waiting() {
+    let rig = Rig::started(Handling::Affined);
+    let ((vm, tenant), (other, _)) = (rig.vm(), rig.vm());
+    tenant.set_cpus(TenantCpus::dedicated(&[0, 1]));
+    let at = |vector, page| PageRequest {
+        vector: Some(vector),
+        ..Device::demand(&vm, page)
+    };
+    rig.device.ask(at(1, 10));
+    assert_eq!(rig.device.answer().code, ResponseCode::Success);
+    vm.ram.fill_up();
+    let waits = rig.device.ask(at(0, 1));
+    vm.ram.wait_for_waiting(1);
+    let there = rig.device.ask(at(1, 10));
+    assert_eq!(rig.device.answer().id, there, "present, on another CPU");
+    let elsewhere = rig.device.ask(Device::demand(&other, 1));
+    assert_eq!(rig.device.answer().id, elsewhere);
+    assert_eq!(tenant.account().outstanding(), 1);
+    vm.ram.make_room();
+    assert_eq!(rig.device.answer().id, waits);
+}
+
+#[test]
+fn serialized_service_answers_in_the_order_of_arrival_and_waits_where_a_fault_waits() {
+    let rig = Rig::started(Handling::Serialized);
+    let ((vm, _), (other, tenant)) = (rig.vm(), rig.vm());
+    vm.ram.fill_up();
+    let requests = [
+        Device::demand(&vm, 1),
+        Device::prefault(&other, 1),
+        Device::demand(&other, 2),
+    ];
+    let asked = requests.map(|request| rig.device.ask(request));
+    vm.ram.wait_for_waiting(1);
+    while tenant.account().outstanding() < 2 {
+        std::thread::yield_now();
+    }
+    assert_eq!(rig.device.answer_now(), None);
+    assert!(!rig.service.assist(0), "no engine serves beside it");
+    vm.ram.make_room();
+    assert_eq!(asked.map(|_| rig.device.answer().id), asked);
+}
+
+#[test]
+fn prefault_comes_after_demands_and_is_dropped_where_it_would_have_to_wait() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, tenant) = rig.vm();
+    vm.ram.fill_up();
+    let first = rig.device.ask(Device::demand(&vm, 1));
+    vm.ram.wait_for_waiting(1);
+    let prefault = rig.device.ask(Device::prefault(&vm, 2));
+    let demand = rig.device.ask(Device::demand(&vm, 3));
+    while tenant.account().outstanding() < 3 {
+        std::thread::yield_now();
+    }
+    vm.ram.make_room();
+    let order = [first, demand, prefault];
+    assert_eq!(order.map(|_| rig.device.answer().id), order);
+    assert!(vm.is_granted(2));
+    vm.ram.fill_up();
+    rig.device.ask(Device::prefault(&vm, 4));
+    assert_eq!(rig.device.answer().code, ResponseCode::Success);
+    assert!(!vm.is_granted(4));
+    let account = tenant.account();
+    assert_eq!((account.prefaults(), account.dropped_prefaults()), (2, 1));
+    assert_eq!(account.requests(), 4);
+}
+
+#[test]
+fn prefault_of_many_pages_is_done_as_far_as_there_is_room() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, _tenant) = rig.vm();
+    let request = PageRequest {
+        pages: PageRange::new(PageNo(3), PageNo(3 + 300)),
+        ..Device::prefault(&vm, 0)
+    };
+    rig.device.ask(request);
+    assert_eq!(rig.device.answer().code, ResponseCode::Success);
+    let ram = vm.ram.lock();
+    assert!(ram.present.keys().copied().eq(3..303));
+}
+
+#[test]
+fn overwrite_installs_what_the_device_has_written_and_tells_where() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, _tenant) = rig.vm();
+    rig.device.ask(Device::demand(&vm, 6));
+    assert_eq!(rig.device.answer().code, ResponseCode::Success);
+    let overwrite = |slot, first, count| PageRequest {
+        kind: RequestKind::Overwrite { slot },
+        pages: PageRange::new(PageNo(first), PageNo(first + count)),
+        ..Device::demand(&vm, 0)
+    };
+    rig.device.ask(overwrite(0, 5, 3));
+    let answer = rig.device.answer();
+    assert_eq!(
+        (answer.code, answer.installed),
+        (ResponseCode::Success, 0b101)
+    );
+    let bytes = [5, 6, 7].map(|page| vm.ram.lock().bytes[&page]);
+    assert_eq!(bytes, [LANDED, 0, LANDED]);
+    // No such slot, and more pages than one word tells of.
+    for senseless in [overwrite(1, 20, 1), overwrite(0, 20, 65)] {
+        rig.device.ask(senseless);
+        let answer = rig.device.answer();
+        assert_eq!(
+            (answer.code, answer.installed),
+            (ResponseCode::InvalidRequest, 0)
+        );
+    }
+    vm.ram.fill_up();
+    rig.device.ask(overwrite(0, 30, 2));
+    vm.ram.wait_for_waiting(1);
+    vm.ram.make_room();
+    assert_eq!(rig.device.answer().installed, 0b11);
+}
+
+#[test]
+fn pages_beyond_the_memory_are_refused() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, _tenant) = rig.vm();
+    for kind in [
+        RequestKind::Demand,
+        RequestKind::Prefault,
+        RequestKind::Slip,
+    ] {
+        let request = PageRequest {
+            kind,
+            ..Device::demand(&vm, PAGES)
+        };
+        rig.device.ask(request);
+        assert_eq!(rig.device.answer().code, ResponseCode::InvalidRequest);
+    }
+}
+
+#[test]
+fn slips_are_served_and_counted_apart() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, tenant) = rig.vm();
+    let request = PageRequest {
+        kind: RequestKind::Slip,
+        ..Device::demand(&vm, 1)
+    };
+    rig.device.ask(request);
+    assert_eq!(rig.device.answer().code, ResponseCode::Success);
+    assert_eq!((tenant.slips(), tenant.requests()), (1, 0));
+}
+
+#[test]
+fn held_answer_comes_no_sooner_than_asked_and_keeps_nobody_elses() {
+    for handling in [Handling::Affined, Handling::Serialized] {
+        let rig = Rig::started(handling);
+        let (vm, _tenant) = rig.vm();
+        let nobodys = Vm::new(&rig.domains);
+        for whose in [&vm, &nobodys] {
+            let request = PageRequest {
+                hold_us: 2_000,
+                ..Device::demand(whose, 1)
+            };
+            rig.device.ask(request);
+            assert!(rig.device.answer().handling_ns >= 2_000_000);
+        }
+        if handling == Handling::Affined {
+            let for_ever = PageRequest {
+                hold_us: FOR_EVER_US,
+                ..Device::demand(&nobodys, 1)
+            };
+            rig.device.ask(for_ever);
+            let quick = rig.device.ask(Device::demand(&nobodys, 2));
+            assert_eq!(rig.device.answer().id, quick);
+        }
+    }
+}
+
+#[test]
+fn tenant_that_leaves_ends_an_injected_delay_and_its_request_is_held_until_its_release() {
+    for handling in [Handling::Affined, Handling::Serialized] {
+        let rig = Rig::started(handling);
+        let (vm, tenant) = rig.vm();
+        let for_ever = |page| PageRequest {
+            hold_us: FOR_EVER_US,
+            ..Device::demand(&vm, page)
+        };
+        let asked = [for_ever(1), for_ever(2)].map(|request| rig.device.ask(request));
+        while tenant.account().outstanding() < 2 {
+            std::thread::yield_now();
+        }
+        rig.service.remove_tenant(&tenant);
+        while tenant.account().outstanding() > 0 {
+            std::thread::yield_now();
+        }
+        assert_eq!(rig.device.answer_now(), None);
+        rig.service.release(&vm.mmu.domains());
+        let answers = asked.map(|_| rig.device.answer());
+        assert_eq!(
+            answers.map(|answer| answer.code),
+            [ResponseCode::Success; 2]
+        );
+        assert!(!vm.is_granted(1));
+    }
+}
+
+#[test]
+fn sources_come_and_go_while_the_dispatcher_sleeps() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, _tenant) = rig.vm();
+    let late = Device::new(&rig.bell);
+    late.ask(Device::demand(&vm, 1));
+    let id = rig.service.add_source(Arc::clone(&late) as _);
+    assert_eq!(late.answer().code, ResponseCode::Success);
+    rig.service.remove_source(id);
+    late.ask(Device::demand(&vm, 2));
+    // A request of another source passes it.
+    rig.device.ask(Device::demand(&vm, 3));
+    assert_eq!(rig.device.answer().code, ResponseCode::Success);
+    assert_eq!((late.waiting(), late.answer_now()), (1, None));
+}
+
+#[test]
+fn source_that_was_removed_still_gets_answers_to_what_was_taken() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, _tenant) = rig.vm();
+    vm.ram.fill_up();
+    rig.device.ask(Device::demand(&vm, 1));
+    vm.ram.wait_for_waiting(1);
+    rig.service.remove_source(rig.source);
+    vm.ram.make_room();
+    assert_eq!(rig.device.answer().code, ResponseCode::Success);
+}
+
+#[test]
+fn engine_serves_its_own_demands_and_leaves_what_must_wait_to_a_worker() {
+    let (device, host) = fault_queue(8, bell(), bell());
+    let service = FaultService::new(vec![host], bell());
+    let vm = Vm::new(&DomainTable::new(1));
+    let tenant = vm.join(&service);
+    let ask = |id: u64, request: PageRequest| {
+        let id = RequestId(id);
+        device.submit(PageRequest { id, ..request }).unwrap();
+        assert!(service.assist(0));
+    };
+    ask(1, Device::demand(&vm, 1));
+    assert_eq!(device.next().unwrap().tier, Tier::Zero);
+    vm.ram.fill_up();
+    ask(2, Device::demand(&vm, 2));
+    vm.ram.wait_for_waiting(1);
+    assert_eq!(device.next(), None);
+    vm.ram.make_room();
+    let hold = PageRequest {
+        hold_us: 1_000,
+        ..Device::demand(&vm, 1)
+    };
+    ask(3, hold);
+    ask(4, Device::prefault(&vm, 4));
+    let answer = || {
+        loop {
+            match device.next() {
+                Some(answer) => return answer.id.0,
+                None => std::thread::yield_now(),
+            }
+        }
+    };
+    assert_eq!([(); 3].map(|()| answer()), [2, 3, 4]);
+    assert_eq!(tenant.account().requests(), 4);
+}
+
+#[test]
+fn duty_that_is_dropped_answers_itself_with_a_failure() {
+    let rig = Rig::still(Handling::Affined);
+    let (vm, tenant) = rig.vm();
+    let source = Arc::clone(&rig.device) as Arc<dyn FaultSource>;
+    rig.device.ask(Device::demand(&vm, 1));
+    let request = source.next().unwrap();
+    let mut duty = Duty::new(request, &source);
+    duty.open_for(&tenant);
+    assert_eq!(tenant.account().outstanding(), 1);
+    drop(duty);
+    assert_eq!(rig.device.answer().code, ResponseCode::ResponseFailure);
+    assert_eq!(tenant.account().outstanding(), 0);
+}
+
+#[test]
+fn worker_whose_queue_ended_for_want_of_work_is_replaced_by_another() {
+    let rig = Rig::still(Handling::Affined);
+    let (vm, tenant) = rig.vm();
+    tenant.set_cpus(TenantCpus::dedicated(&[0]));
+    for page in 0..2 {
+        rig.device.ask(Device::demand(&vm, page));
+        rig.service.take_in_all();
+        assert_eq!(rig.device.answer().code, ResponseCode::Success);
+        // As its patience would.
+        tenant.close_worker_of(0);
+    }
+    let queue = Queue::new(Order::DemandsFirst);
+    assert!(queue.next(Some(Duration::ZERO)).is_none());
+    let source = Arc::clone(&rig.device) as Arc<dyn FaultSource>;
+    rig.device.ask(Device::demand(&vm, 9));
+    let duty = Duty::new(source.next().unwrap(), &source);
+    let refused = queue.push(duty);
+    refused.unwrap_err().answer(FaultOutcome::Present);
+}
