@@ -97,6 +97,7 @@ pub(super) fn attach(
         mappings: mappings_of(&layout),
     };
     refuse_unseen_pages(&layout)?;
+    refuse_without_dpu(shared)?;
     let claim = Claim::take(&layout, shared)?;
     drain(&claim.mmu.domains(), DRAIN_WAIT)?;
     claim.watch()?;
@@ -176,6 +177,12 @@ pub(super) fn refuse_unseen_pages(layout: &RamLayout) -> Result<(), ControlError
     }
 }
 
+/// Whether DMA is under way cannot be told without the device: RAM is taken from one that is there.
+pub(super) fn refuse_without_dpu(shared: &Shared) -> Result<(), ControlError> {
+    let why = shared.spaces.eviction_bar();
+    why.map_or(Ok(()), |why| Err(ControlError::refused(why)))
+}
+
 fn random_seed() -> Result<u32, ControlError> {
     use std::io::Read;
     let mut bytes = [0; 4];
@@ -187,6 +194,7 @@ fn random_seed() -> Result<u32, ControlError> {
 /// The DMA domains of a VM, taken for it: their bits are cleared and their page requests held.
 struct Claim<'a> {
     mmu: Arc<DmaMmu>,
+    attached: Vec<Arc<dyn IoSpace>>,
     shared: &'a Shared,
     kept: bool,
 }
@@ -202,26 +210,25 @@ impl<'a> Claim<'a> {
                 .map_err(failed)?;
             domains.push((domain, file.pages()));
         }
-        let mut attached = Vec::new();
-        for (domain, _) in &domains {
-            if let Err(error) = domain.attach() {
-                attached
-                    .iter()
-                    .for_each(|domain: &Arc<dyn IoSpace>| domain.detach());
-                return Err(ControlError::refused(error.to_string()));
-            }
-            attached.push(Arc::clone(domain));
-        }
         let mmu = Arc::new(DmaMmu::new(domains));
+        // First of all: a device that is elsewhere finds its pages unmapped as soon as the space is
+        // taken, and asks.
         shared.service.hold(&mmu.domains());
-        for domain in mmu.domains() {
-            domain.unmap_all();
-        }
-        Ok(Self {
+        let mut claim = Self {
             mmu,
+            attached: Vec::new(),
             shared,
             kept: false,
-        })
+        };
+        for domain in claim.mmu.domains() {
+            let attached = domain.attach();
+            attached.map_err(|error| ControlError::refused(error.to_string()))?;
+            claim.attached.push(domain);
+        }
+        for domain in &claim.attached {
+            domain.unmap_all();
+        }
+        Ok(claim)
     }
 
     /// Has DMA into absent pages noticed; none from before the claim may be under way.
@@ -241,9 +248,8 @@ impl<'a> Claim<'a> {
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
         if !self.kept {
-            let domains = self.mmu.domains();
-            domains.iter().for_each(|domain| domain.detach());
-            self.shared.service.release(&domains);
+            self.attached.iter().for_each(|domain| domain.detach());
+            self.shared.service.release(&self.mmu.domains());
         }
     }
 }

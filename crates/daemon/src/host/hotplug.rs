@@ -305,7 +305,14 @@ impl Hotplug {
             .spaces
             .open(file.file().as_fd(), key, pages.bytes());
         let domain = opened.map_err(failed)?;
-        domain.attach().map_err(failed)?;
+        super::attach::refuse_without_dpu(&self.shared)?;
+        // Held before it is taken: see `attach`.
+        let service = &self.shared.service;
+        service.hold(std::slice::from_ref(&domain));
+        if let Err(error) = domain.attach() {
+            service.release(std::slice::from_ref(&domain));
+            return Err(failed(error));
+        }
         let joining = Joining {
             hotplug: self,
             before: &layout,
@@ -343,7 +350,6 @@ impl Joining<'_> {
     fn join(&self, grown: &RamLayout) -> Result<(), ControlError> {
         let vm = &self.hotplug.vm;
         let service = &self.hotplug.shared.service;
-        service.hold(std::slice::from_ref(self.domain));
         self.domain.unmap_all();
         drain(std::slice::from_ref(self.domain), DRAIN_WAIT)?;
         self.domain.watch().map_err(failed)?;

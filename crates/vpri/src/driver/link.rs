@@ -12,20 +12,17 @@
 
 use super::{
     Shared,
-    session::{ConnectError, Ours, Session},
+    session::{ConnectError, Ours, Session, bounded},
     space::Created,
 };
 use crate::wire::Event;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{
-    net::Shutdown,
     os::{fd::AsFd, unix::net::UnixStream},
-    sync::{Arc, atomic::Ordering, mpsc},
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
-/// How long a device may take to agree and start its queues: it may be busy with a disk's leaving.
-const AGREE_PATIENCE: Duration = Duration::from_secs(10);
 /// First wait before another try to connect; then ever longer.
 const RETRY_MIN: Duration = Duration::from_millis(10);
 /// The longest such wait: as long a device that came back may stay unseen.
@@ -65,36 +62,14 @@ fn connect(shared: &Shared, number: u32) -> Result<Session, ConnectError> {
         source,
     })?;
     let closing = stream.try_clone()?;
-    // vhost's front end waits for answers without end, so its end is made here.
-    let (done, is_done) = mpsc::channel();
-    std::thread::scope(|scope| {
-        let ours = Ours {
-            number,
-            bell: shared.bell.as_fd(),
-            next_id: Arc::clone(&shared.next_request),
-            counts: Arc::clone(&shared.counts),
-        };
-        let agreeing = scope.spawn(move || {
-            let session = Session::open(stream, ours);
-            if done.send(()).is_err() {
-                tracing::debug!("a DPU that was given up has agreed after all");
-            }
-            session
-        });
-        let mut left = AGREE_PATIENCE;
-        while is_done.recv_timeout(RETRY_MAX).is_err() {
-            left = left.saturating_sub(RETRY_MAX);
-            if left.is_zero() || shared.is_stopped() {
-                hang_up(&closing);
-                break;
-            }
-        }
-        let session = agreeing.join().map_err(|_| ConnectError::Lost)?;
-        if left.is_zero() {
-            return Err(ConnectError::Silent);
-        }
-        session
-    })
+    let ours = Ours {
+        number,
+        bell: shared.bell.as_fd(),
+        next_id: Arc::clone(&shared.next_request),
+        counts: Arc::clone(&shared.counts),
+    };
+    let is_stopped = || shared.is_stopped();
+    bounded(&closing, is_stopped, || Session::open(stream, ours))
 }
 
 /// Tells a new device everything, and puts it in use.
@@ -182,12 +157,6 @@ fn sleep(shared: &Shared, wait: Duration) {
     // Woken early or not, the socket is tried.
     if let Err(error) = poll(&mut polled, Some(&timeout)) {
         tracing::debug!(%error, "waiting for the DPU");
-    }
-}
-
-fn hang_up(stream: &UnixStream) {
-    if let Err(error) = stream.shutdown(Shutdown::Both) {
-        tracing::debug!(%error, "hanging up on a DPU that does not answer");
     }
 }
 

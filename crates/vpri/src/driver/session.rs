@@ -21,7 +21,7 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64, mpsc},
     time::Duration,
 };
 use vhost::{
@@ -47,6 +47,10 @@ const WANTED: u64 = EVENT_INDEX | feature::OVERWRITE | feature::INJECT | feature
 const CONFIG_LEN: u32 = CONFIG_BYTES as u32;
 /// Longest wait for DMA that is taken from a device: section locks are held meanwhile.
 const LEASE_WAIT_MAX: Duration = Duration::from_secs(1);
+/// How long a device may take to agree and start its queues: it may be busy with a disk's leaving.
+const AGREE_PATIENCE: Duration = Duration::from_secs(10);
+/// Between two looks whether it is wanted still.
+const AGREE_LOOK: Duration = Duration::from_millis(100);
 /// Most outstanding requests that are kept account of; a device that says more has no more.
 const REQUESTS_MAX: u32 = 1 << 16;
 
@@ -145,6 +149,42 @@ impl std::fmt::Debug for Session {
 
 fn failed(message: &'static str) -> impl Fn(vhost::Error) -> ConnectError {
     move |source| ConnectError::Message { message, source }
+}
+
+/// Does `work`, which speaks with a back end on another copy of `closing`, within
+/// [`AGREE_PATIENCE`] or until `is_stopped`. vhost's front end waits for answers without end: what
+/// ends it is that the socket closes.
+pub(crate) fn bounded<T: Send>(
+    closing: &UnixStream,
+    is_stopped: impl Fn() -> bool,
+    work: impl FnOnce() -> Result<T, ConnectError> + Send,
+) -> Result<T, ConnectError> {
+    let (done, is_done) = mpsc::channel();
+    std::thread::scope(|scope| {
+        let working = scope.spawn(move || {
+            let worked = work();
+            if done.send(()).is_err() {
+                tracing::debug!("a back end that was given up has answered after all");
+            }
+            worked
+        });
+        let mut left = AGREE_PATIENCE;
+        while is_done.recv_timeout(AGREE_LOOK) == Err(mpsc::RecvTimeoutError::Timeout) {
+            left = left.saturating_sub(AGREE_LOOK);
+            if left.is_zero() || is_stopped() {
+                left = Duration::ZERO;
+                if let Err(error) = closing.shutdown(std::net::Shutdown::Both) {
+                    tracing::debug!(%error, "hanging up on a back end that does not answer");
+                }
+                break;
+            }
+        }
+        let worked = working.join().map_err(|_| ConnectError::Lost)?;
+        if left.is_zero() {
+            return Err(ConnectError::Silent);
+        }
+        worked
+    })
 }
 
 /// A front end that has agreed with its back end on `wanted`, and what the back end is.
