@@ -350,6 +350,8 @@ pub enum BenchName {
     GmemAsync,
     /// Allocations and frees a second of virtual addresses, beside three other allocators
     GmemVa,
+    /// Look-ups and updates of the PA-bitmap of a terabyte, and what look-ups cost a disk
+    PaBitmap,
     /// Translation requests a second that the performance model gets through
     Sim,
 }

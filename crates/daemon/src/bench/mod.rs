@@ -9,6 +9,7 @@ pub mod blk;
 pub mod fault;
 pub mod gmem_async;
 pub mod gmem_va;
+pub mod pa_bitmap;
 pub mod sim;
 
 use serde::Serialize;
@@ -75,6 +76,7 @@ pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
         BenchName::Blk => blk::run(),
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
+        BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
         BenchName::Sim => sim::run(),
     }
 }

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `pagetide bench pa-bitmap`: what looking pages up and changing them costs (VPRI 7.1, table 2).
+//!
+//! **Look-ups** ([`lookup`]) in the bitmap of a space of 1 TiB, every GiB of which
+//! has its words: 64 MiB, more than caches hold. *Cold* ones are of random pages,
+//! *hot* ones of pages whose words fit the first cache. Which page is next depends
+//! on what was found, so no look-up begins before the last has ended; the peer,
+//! `dram`, does the same in a plain array of the same size, which is one load each.
+//!
+//! **Updates** ([`update`]) by one thread, while an engine on another CPU does DMA
+//! under leases all the time: bits cleared and the heavy fence passed, from where
+//! no further DMA begins. What remains, waiting for DMA that is under way, is
+//! `lease_wait_us` for sections without any and `lease_wait_engine_us` for those
+//! that the engine works on. The paper's update crosses PCIe; ours interrupts the
+//! engines' CPUs.
+//!
+//! **A disk** ([`disk`]): our vhost-user-blk three times over one image, with
+//! look-ups, without, and with look-ups that take 100 ns more each (a request of
+//! 4 KiB does three: its header, its buffer, its status). The three take turns.
+//!
+//! ```text
+//!   alternation = for each cell of (read | write) × (1 | 32 deep):  N F S S F N …  (oN, oFf, Slowed)
+//!   lookup_plus_100ns_over_off = IOPS of S / IOPS of F; geometric mean over the cells of an alternation
+//! ```
+//! `_low95` is the lower end of the two-sided 95% interval of its mean over
+//! alternations, by Student's distribution.
+
+mod disk;
+mod lookup;
+mod rig;
+mod update;
+
+use super::{BenchError, BenchReport};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+const NAME: &str = "pa-bitmap";
+
+/// How much to measure.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PaBitmapBenchOptions {
+    /// log2 of the pages of the space, from 18 (a GiB) on.
+    pub pages_log2: u32,
+    /// Rounds of look-ups.
+    pub rounds: usize,
+    /// Look-ups in each slice of a round.
+    pub look_ups: u32,
+    /// Updates of each size.
+    pub updates: u32,
+    /// Alternations on the disk; none of them if 0.
+    pub alternations: usize,
+    /// Length of a slice on the disk.
+    pub slice: Duration,
+}
+
+impl Default for PaBitmapBenchOptions {
+    /// A minute and a half in all.
+    fn default() -> Self {
+        Self {
+            pages_log2: 28,
+            rounds: 15,
+            look_ups: 200_000,
+            updates: 20_000,
+            alternations: 21,
+            slice: Duration::from_millis(60),
+        }
+    }
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn run(options: &PaBitmapBenchOptions) -> Result<BenchReport, BenchError> {
+    let mut report = BenchReport::new(NAME);
+    let rig = rig::Rig::new(options.pages_log2).map_err(failed)?;
+    eprintln!("bench {NAME}: look-ups");
+    lookup::measure(&rig, options, &mut report);
+    eprintln!("bench {NAME}: updates");
+    update::measure(&rig, options, &mut report).map_err(failed)?;
+    drop(rig);
+    if options.alternations > 0 {
+        disk::measure(options, &mut report)?;
+    }
+    let peers = &mut report.peers;
+    peers.insert("paper_lookup_ns".into(), json!({"mean": 69, "p99": 92}));
+    peers.insert("paper_update_us".into(), json!({"mean": 1.742, "p99": 2.341}));
+    Ok(report)
+}
+
+/// A sequence of pseudo-random numbers, each from the last.
+#[derive(Clone, Copy, Debug)]
+struct Random(u64);
+
+impl Random {
+    /// The next number below `end`, which depends on `found`.
+    #[inline]
+    fn next(&mut self, found: u64, bits: u32) -> u64 {
+        self.0 = (self.0 ^ found)
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> (64 - bits)
+    }
+}
+
+/// Times of single operations, in nanoseconds.
+#[derive(Default)]
+struct Times(Vec<u64>);
+
+impl Times {
+    fn add(&mut self, time: Duration) {
+        self.0.push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+    }
+
+    /// The value that `permille` thousandths are not above.
+    fn at(&self, permille: usize) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort_unstable();
+        let index = (sorted.len() * permille).div_ceil(1000).saturating_sub(1);
+        sorted.get(index).map_or(f64::NAN, |ns| to_f64(*ns))
+    }
+
+    fn mean(&self) -> f64 {
+        to_f64(self.0.iter().sum()) / to_f64(self.0.len().max(1) as u64)
+    }
+
+    /// `{mean, p50, p99}` in microseconds.
+    fn report_us(&self) -> Value {
+        json!({
+            "mean": rounded(self.mean() / 1e3),
+            "p50": rounded(self.at(500) / 1e3),
+            "p99": rounded(self.at(990) / 1e3),
+        })
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_unstable_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// To a thousandth: no clock here is better than that.
+fn rounded(number: f64) -> f64 {
+    (number * 1e3).round() / 1e3
+}
+
+#[expect(clippy::cast_precision_loss, reason = "figures for ratios and people")]
+fn to_f64(number: u64) -> f64 {
+    number as f64
+}
+
+fn failed(reason: impl std::fmt::Display) -> BenchError {
+    BenchError::Failed {
+        name: NAME,
+        reason: reason.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_figure_of_the_bitmap_is_there_after_a_short_run() {
+        let report = run(&PaBitmapBenchOptions {
+            pages_log2: 19,
+            rounds: 1,
+            look_ups: 100,
+            updates: 10,
+            alternations: 0,
+            slice: Duration::from_millis(1),
+        })
+        .unwrap();
+        for name in ["update_4kib_us", "update_2mib_us", "lease_wait_us", "grant_2mib_us"] {
+            for part in ["mean", "p50", "p99"] {
+                assert!(report.figures[name][part].is_number(), "{name}.{part}");
+            }
+        }
+        for name in ["lookup_hot_ns", "lookup_cold_ns"] {
+            for part in ["mean", "p50", "p99"] {
+                assert!(report.figures[name][part].is_number(), "{name}.{part}");
+            }
+        }
+        assert!(report.ratios["cold_over_dram"].as_f64().unwrap() > 0.0);
+        assert_eq!(report.figures["bitmap_bytes"], 2 * (65_536 + 25));
+        assert_eq!(report.peers["paper_lookup_ns"]["p99"], 92);
+    }
+
+    #[test]
+    fn percentiles_are_values_that_were_measured() {
+        let mut times = Times::default();
+        (1..=200).for_each(|us| times.add(Duration::from_micros(us)));
+        assert_eq!(times.report_us()["p99"], 198.0);
+        assert_eq!(times.report_us()["p50"], 100.0);
+        assert_eq!(times.report_us()["mean"], 100.5);
+    }
+}
