@@ -56,6 +56,8 @@ pub mod source;
 pub mod space;
 #[cfg(not(loom))]
 pub mod table;
+#[cfg(all(test, not(loom)))]
+mod tests;
 pub mod tlb;
 
 #[cfg(not(loom))]

@@ -26,6 +26,7 @@ use crate::{queue::Doorbell, source::FaultSource, space::IoSpace};
 use pagetide_addr::{
     DeviceId, PageNo, PageRange, PageRequest, PageResponse, QueueId, RequestId, ResponseCode,
 };
+use pagetide_sys::cpu::{self, Urgency};
 use std::{
     collections::{HashMap, VecDeque},
     io,
@@ -112,15 +113,20 @@ impl PriSource {
         })
     }
 
-    /// Starts the interrupt thread, on `cpus` only if there are any.
+    /// Starts the interrupt thread: on `cpus` only, if there are any, and as urgent as that, if it
+    /// is allowed. Linux' interrupt threads are in the class `SCHED_FIFO`, with priority 50.
     ///
     /// # Errors
     /// When no thread can be had.
-    pub fn start(self: &Arc<Self>, cpus: Vec<usize>) -> io::Result<InterruptThread> {
+    pub fn start(
+        self: &Arc<Self>,
+        cpus: Vec<usize>,
+        urgency: Urgency,
+    ) -> io::Result<InterruptThread> {
         let source = Arc::clone(self);
         let thread = std::thread::Builder::new()
             .name("pt-prq".into())
-            .spawn(move || source.serve_interrupts(&cpus))?;
+            .spawn(move || source.serve_interrupts(&cpus, urgency))?;
         Ok(InterruptThread {
             source: Arc::clone(self),
             thread: Some(thread),
@@ -139,11 +145,14 @@ impl PriSource {
         self.lock().partial.len()
     }
 
-    fn serve_interrupts(&self, cpus: &[usize]) {
+    fn serve_interrupts(&self, cpus: &[usize], urgency: Urgency) {
         if !cpus.is_empty()
-            && let Err(error) = pagetide_sys::cpu::set_affinity(cpus)
+            && let Err(error) = cpu::set_affinity(cpus)
         {
             tracing::debug!(%error, ?cpus, "the interrupt thread stays where it is");
+        }
+        if let Err(error) = cpu::set_urgency(urgency) {
+            tracing::debug!(%error, ?urgency, "the interrupt thread may not be this urgent");
         }
         while !self.stopped.load(Ordering::Acquire) {
             match self.iommu.queue().interrupt().wait() {
