@@ -25,6 +25,7 @@
 //! | [`membarrier`] | a fence whose cost falls on one side |
 //! | [`cpu`] | where this thread runs |
 //! | [`event`] | an eventfd for the vhost crates |
+//! | [`socket`] | a Unix socket with one peer at a time |
 
 pub mod cpu;
 pub mod event;
@@ -36,6 +37,7 @@ pub mod memory_file;
 pub mod pagemap;
 pub mod process;
 pub mod ptrace;
+pub mod socket;
 pub mod uffd;
 pub mod volatile;
 

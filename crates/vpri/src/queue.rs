@@ -235,6 +235,12 @@ impl HostEnd {
         *landing = area;
     }
 
+    /// Most requests that can be outstanding.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.0.requests.capacity()
+    }
+
     /// The next request, if one is there.
     #[must_use]
     pub fn next(&self) -> Option<PageRequest> {

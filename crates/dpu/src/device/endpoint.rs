@@ -2,66 +2,19 @@
 //! The socket of a device and its two threads.
 
 use super::{Connection, Control, session::Session};
+use pagetide_sys::socket;
+pub use pagetide_sys::socket::SocketError;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::{
     io,
     os::{
-        fd::{AsFd, OwnedFd},
-        unix::{
-            fs::FileTypeExt,
-            net::{UnixListener, UnixStream},
-        },
+        fd::OwnedFd,
+        unix::net::{UnixListener, UnixStream},
     },
-    path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread::JoinHandle,
 };
 use vhost::vhost_user::{BackendReqHandler, Error as VhostError};
-
-/// Why a device cannot listen.
-#[derive(Debug, thiserror::Error)]
-pub enum SocketError {
-    /// Somebody else listens there.
-    #[error("socket {0} is in use by another process; choose another path or stop that process")]
-    InUse(PathBuf),
-    /// The path is taken by something that is no socket.
-    #[error("{0} exists and is not a socket; remove it or choose another path")]
-    NotASocket(PathBuf),
-    /// The kernel refused.
-    #[error("socket {path}: {source}")]
-    Kernel {
-        /// The path.
-        path: PathBuf,
-        /// The kernel's answer.
-        source: io::Error,
-    },
-}
-
-/// Listens, and clears away a socket that nobody listens on any more.
-fn bind(path: &Path) -> Result<UnixListener, SocketError> {
-    let failed = |source| SocketError::Kernel {
-        path: path.to_owned(),
-        source,
-    };
-    match std::fs::symlink_metadata(path) {
-        Ok(there) if !there.file_type().is_socket() => {
-            return Err(SocketError::NotASocket(path.to_owned()));
-        }
-        Ok(_) => match UnixStream::connect(path) {
-            Ok(_) => return Err(SocketError::InUse(path.to_owned())),
-            // Left by a daemon that was killed.
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                std::fs::remove_file(path).map_err(failed)?;
-            }
-            Err(error) => return Err(failed(error)),
-        },
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(error) => return Err(failed(error)),
-    }
-    let listener = UnixListener::bind(path).map_err(failed)?;
-    listener.set_nonblocking(true).map_err(failed)?;
-    Ok(listener)
-}
 
 /// A listening device.
 pub(crate) struct Endpoint {
@@ -77,14 +30,14 @@ impl Endpoint {
             path: control.socket.clone(),
             source,
         };
-        let socket = bind(&control.socket)?;
+        let listening = socket::bind(&control.socket)?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| failed(e.into()))?;
         let stop = Arc::new(stop);
         let (its_control, its_stop) = (control.clone(), stop.clone());
         let listener = std::thread::Builder::new()
             .name(format!("blk-{}", control.slot))
-            .spawn(move || listen(&its_control, &socket, &its_stop))
+            .spawn(move || listen(&its_control, &listening, &its_stop))
             .map_err(failed)?;
         Ok(Self {
             control,
@@ -158,7 +111,7 @@ fn listen(control: &Arc<Control>, socket: &UnixListener, stop: &OwnedFd) {
 /// Serves a new front end, unless another is there.
 fn admit(control: &Arc<Control>, old: Option<Served>, stream: UnixStream) -> Option<Served> {
     if let Some(old) = old {
-        if !old.thread.is_finished() && !has_hung_up(&old.stream) {
+        if !old.thread.is_finished() && !socket::has_hung_up(&old.stream) {
             tracing::warn!(
                 socket = %control.socket.display(),
                 "a second front end was turned away: the device has one already"
@@ -221,22 +174,8 @@ fn lock(session: &Mutex<Session>) -> MutexGuard<'_, Session> {
     session.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn has_hung_up(stream: &UnixStream) -> bool {
-    let mut polled = [PollFd::from_borrowed_fd(
-        stream.as_fd(),
-        PollFlags::RDHUP | PollFlags::HUP,
-    )];
-    let now = rustix::event::Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    poll(&mut polled, Some(&now)).is_ok_and(|_| !polled[0].revents().is_empty())
-}
-
 fn shut_down(stream: &UnixStream) {
-    if let Err(error) = stream.shutdown(std::net::Shutdown::Both)
-        && error.kind() != io::ErrorKind::NotConnected
-    {
+    if let Err(error) = socket::hang_up(stream) {
         tracing::debug!(%error, "shutting a front end's connection down");
     }
 }

@@ -14,6 +14,7 @@ use pagetide_sys::memory_file::GuestFile;
 use std::{os::fd::AsFd, sync::Arc};
 
 mod model;
+mod server;
 
 /// Two sections and a bit.
 const PAGES: u64 = 1100;

@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The three queues as the device works on them: chains taken, filled, and given back.
+//!
+//! A ring lies in the driver's memory. One whose indices cannot be is *broken*, and
+//! nothing more is done with it ([`Broken`]); a chain that is no good is given back
+//! empty and counted, and its queue goes on.
+
+use super::memory::FunctionMemory;
+use crate::wire::STATUS_BYTES;
+use rustix::fd::OwnedFd;
+use std::sync::{Arc, atomic::Ordering};
+use virtio_queue::{Queue, QueueOwnedT, QueueT, desc::split::Descriptor};
+use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions};
+
+/// Most entries of a queue.
+pub(super) const QUEUE_SIZE_MAX: u16 = 4096;
+
+/// A ring whose driver has written what cannot be.
+#[derive(Debug, thiserror::Error)]
+#[error("a ring is broken: {0}")]
+pub(super) struct Broken(#[from] virtio_queue::Error);
+
+/// Where a front end has a ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RingAddresses {
+    pub descriptors: u64,
+    pub avail: u64,
+    pub used: u64,
+}
+
+/// What a front end has said of a queue.
+#[derive(Debug, Default)]
+pub(super) struct Vring {
+    pub size: u16,
+    pub addresses: Option<RingAddresses>,
+    pub base: u16,
+    pub kick: Option<Arc<OwnedFd>>,
+    pub call: Option<OwnedFd>,
+    pub error: Option<OwnedFd>,
+    pub is_enabled: bool,
+    /// The ring, while it runs.
+    pub ring: Option<Queue>,
+}
+
+/// A part of a chain.
+#[derive(Debug, Clone, Copy)]
+struct Buffer {
+    address: GuestAddress,
+    len: usize,
+}
+
+/// A chain that was taken and must be given back.
+#[must_use = "a chain that is not given back is lost to its driver"]
+#[derive(Debug)]
+pub(super) struct Chain {
+    pub head: u16,
+    readable: Vec<Buffer>,
+    writable: Vec<Buffer>,
+    readable_bytes: usize,
+    writable_bytes: usize,
+    is_malformed: bool,
+}
+
+impl Chain {
+    fn add(&mut self, descriptor: Descriptor, memory: &FunctionMemory) {
+        let buffer = Buffer {
+            address: descriptor.addr(),
+            len: descriptor.len() as usize,
+        };
+        let (list, bytes, access) = if descriptor.is_write_only() {
+            let bytes = &mut self.writable_bytes;
+            (&mut self.writable, bytes, Permissions::Write)
+        } else {
+            // What the device reads comes before what it writes (virtio 1.2, 2.7.4.2).
+            self.is_malformed |= !self.writable.is_empty();
+            let bytes = &mut self.readable_bytes;
+            (&mut self.readable, bytes, Permissions::Read)
+        };
+        *bytes = bytes.saturating_add(buffer.len);
+        list.push(buffer);
+        let there = memory
+            .mapped()
+            .check_range(buffer.address, buffer.len, access);
+        self.is_malformed |= !there;
+    }
+
+    /// Bytes that may be written.
+    pub fn room(&self) -> usize {
+        if self.is_malformed {
+            0
+        } else {
+            self.writable_bytes
+        }
+    }
+
+    /// True if there is room for a status.
+    pub fn has_room_for_reply(&self) -> bool {
+        self.room() >= STATUS_BYTES
+    }
+
+    /// All that is to be read; `None` if it is more than `limit` bytes, or not all there.
+    pub fn message(&self, memory: &FunctionMemory, limit: usize) -> Option<Vec<u8>> {
+        if self.is_malformed || self.readable_bytes > limit {
+            return None;
+        }
+        let mut message = vec![0; self.readable_bytes];
+        let mut rest = message.as_mut_slice();
+        for buffer in &self.readable {
+            let (part, behind) = rest.split_at_mut_checked(buffer.len)?;
+            if memory.mapped().read_slice(part, buffer.address).is_err() {
+                return None;
+            }
+            rest = behind;
+        }
+        Some(message)
+    }
+
+    /// Writes as much of `bytes` as there is room for. Returns how many bytes that were.
+    pub fn write(&self, memory: &FunctionMemory, bytes: &[u8]) -> u32 {
+        let mut rest = bytes
+            .get(..bytes.len().min(self.room()))
+            .unwrap_or_default();
+        let mut written = 0;
+        for buffer in &self.writable {
+            let (part, behind) = rest.split_at(rest.len().min(buffer.len));
+            if memory.mapped().write_slice(part, buffer.address).is_err() {
+                break;
+            }
+            written += part.len();
+            rest = behind;
+        }
+        // A message, a request, or records of one chain: far below 4 GiB.
+        u32::try_from(written).unwrap_or(u32::MAX)
+    }
+}
+
+impl Vring {
+    /// The next chain, if one is there.
+    pub fn take(&mut self, memory: &FunctionMemory) -> Result<Option<Chain>, Broken> {
+        let Some(ring) = &mut self.ring else {
+            return Ok(None);
+        };
+        let Some(descriptors) = ring.iter(memory.mapped())?.next() else {
+            return Ok(None);
+        };
+        let mut chain = Chain {
+            head: descriptors.head_index(),
+            readable: Vec::new(),
+            writable: Vec::new(),
+            readable_bytes: 0,
+            writable_bytes: 0,
+            is_malformed: false,
+        };
+        for descriptor in descriptors {
+            chain.add(descriptor, memory);
+        }
+        Ok(Some(chain))
+    }
+
+    /// Puts the chain just taken back, unused.
+    pub fn put_back(&mut self, _chain: Chain) {
+        if let Some(ring) = &mut self.ring {
+            ring.go_to_previous_position();
+        }
+    }
+
+    /// Gives a chain back to the driver, with `len` bytes written, and calls it if it wants that.
+    pub fn give_back(
+        &mut self,
+        chain: Chain,
+        len: u32,
+        memory: &FunctionMemory,
+    ) -> Result<(), Broken> {
+        let Some(ring) = &mut self.ring else {
+            return Ok(());
+        };
+        ring.add_used(memory.mapped(), chain.head, len)?;
+        if ring.needs_notification(memory.mapped())? {
+            notify(self.call.as_ref());
+        }
+        Ok(())
+    }
+
+    /// Asks the driver to kick at its next chain; true if there is one already.
+    pub fn arm(&mut self, memory: &FunctionMemory) -> Result<bool, Broken> {
+        match &mut self.ring {
+            Some(ring) => Ok(ring.enable_notification(memory.mapped())?),
+            None => Ok(false),
+        }
+    }
+
+    /// Asks the driver not to kick.
+    pub fn disarm(&mut self, memory: &FunctionMemory) -> Result<(), Broken> {
+        match &mut self.ring {
+            Some(ring) => Ok(ring.disable_notification(memory.mapped())?),
+            None => Ok(()),
+        }
+    }
+
+    /// Tells the driver that its ring is broken.
+    pub fn complain(&self) {
+        notify(self.error.as_ref());
+    }
+
+    /// Starts the ring, if all that it needs is there and in memory.
+    pub fn start(
+        &mut self,
+        memory: &FunctionMemory,
+        event_index: EventIndex,
+    ) -> Result<(), Broken> {
+        let Some(at) = self.addresses else {
+            return Ok(());
+        };
+        if self.ring.is_some() || !self.is_enabled || self.kick.is_none() {
+            return Ok(());
+        }
+        // One outside memory stays stopped: memory may still come.
+        let Some(mut ring) = made(self.size, at, memory)? else {
+            return Ok(());
+        };
+        ring.set_event_idx(event_index == EventIndex::Negotiated);
+        ring.set_next_avail(self.base);
+        ring.set_ready(true);
+        let used = ring.used_idx(memory.mapped(), Ordering::Acquire)?;
+        ring.set_next_used(used.0);
+        self.ring = Some(ring);
+        Ok(())
+    }
+
+    /// Stops the ring; its position is kept.
+    pub fn stop(&mut self) {
+        if let Some(ring) = self.ring.take() {
+            self.base = ring.next_avail();
+        }
+    }
+}
+
+/// Whether notifications are suppressed by index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum EventIndex {
+    Negotiated,
+    Absent,
+}
+
+fn made(size: u16, at: RingAddresses, memory: &FunctionMemory) -> Result<Option<Queue>, Broken> {
+    let entries = u64::from(size);
+    let places = (
+        memory.translate(at.descriptors, 16 * entries),
+        memory.translate(at.avail, 6 + 2 * entries),
+        memory.translate(at.used, 6 + 8 * entries),
+    );
+    let (Some(descriptors), Some(avail), Some(used)) = places else {
+        return Ok(None);
+    };
+    let mut ring = Queue::new(QUEUE_SIZE_MAX)?;
+    ring.try_set_size(size)?;
+    ring.try_set_desc_table_address(descriptors)?;
+    ring.try_set_avail_ring_address(avail)?;
+    ring.try_set_used_ring_address(used)?;
+    Ok(Some(ring))
+}
+
+fn notify(event: Option<&OwnedFd>) {
+    let Some(event) = event else {
+        return;
+    };
+    match rustix::io::write(event, &1_u64.to_ne_bytes()) {
+        // A counter at its limit wakes whoever waits all the same.
+        Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
+        Err(error) => tracing::debug!(%error, "a driver's eventfd cannot be written"),
+    }
+}

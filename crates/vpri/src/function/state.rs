@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`State`]: all that the function's thread and the engines that assist it share, under one lock.
+//!
+//! The thread works on the queues; an engine that has faulted may put its own page
+//! requests into the page fault queue, if the lock is free. Nobody waits for it who
+//! holds a lease: an INVALIDATE waits for leases with the lock held.
+
+use super::{
+    core::{DeviceSide, FunctionCore, Phase},
+    log::AccessLog,
+    memory::FunctionMemory,
+    requests::SourceNo,
+    rings::{Broken, Chain, EventIndex, Vring},
+};
+use crate::{
+    landing::LandingArea,
+    queue::{HostEnd, HostPresence},
+    wire::{
+        ANSWER_BYTES, Code, EVENT_QUEUE, Event, FAULT_QUEUE, HEADER_BYTES, LOG_QUEUE, QUEUE_COUNT,
+        RECORD_BYTES, REQUEST_BYTES, encode_request, feature,
+    },
+};
+use pagetide_addr::{PageRequest, PageResponse, RequestKind};
+use std::sync::Arc;
+
+/// Messages handled in one turn, so that page requests come to their turn, too.
+const EVENTS_A_TURN: usize = 64;
+/// Most records of one chain: 128 KiB.
+const RECORDS_A_CHAIN: usize = 4096;
+
+/// What went wrong on the queues, and who was turned away, since the start.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct QueueFigures {
+    /// Chains of the event queue without room for a status: their messages were dropped.
+    pub dropped_events: u64,
+    /// Chains of the page fault and the access log queue that had no room for a message.
+    pub useless_chains: u64,
+    /// Drivers that were hung up on because a ring was broken, or a message of theirs refused.
+    pub drivers_hung_up_on: u64,
+    /// Drivers that came while another was there.
+    pub drivers_turned_away: u64,
+    /// Drivers there have been.
+    pub drivers: u64,
+}
+
+/// The engines, and the landing slots they have.
+#[derive(Debug)]
+pub(super) struct Outside {
+    pub hosts: Vec<HostEnd>,
+    /// The first so many of them are engines, which may use landing slots.
+    pub engine_count: usize,
+    pub memory: FunctionMemory,
+    /// Number of the area's first slot, and how many it has.
+    landing: Option<(u32, u32)>,
+    /// A slot's number is never used again.
+    next_slot: u32,
+}
+
+impl Outside {
+    fn give_landing(&self, areas: &[Arc<LandingArea>]) {
+        for (index, host) in self.hosts.iter().take(self.engine_count).enumerate() {
+            host.set_landing(areas.get(index).cloned());
+        }
+    }
+
+    /// The request as the driver knows it: it counts slots from the area's begin.
+    fn as_sent(&self, mut request: PageRequest) -> PageRequest {
+        if let (RequestKind::Overwrite { slot }, Some((first, _))) = (request.kind, self.landing) {
+            let slot = slot.saturating_sub(first);
+            request.kind = RequestKind::Overwrite { slot };
+        }
+        request
+    }
+}
+
+impl DeviceSide for Outside {
+    fn respond(&mut self, source: SourceNo, response: PageResponse) {
+        if let Some(host) = self.hosts.get(source.0) {
+            host.respond(response);
+        }
+    }
+
+    fn land(&mut self, area: Option<(u64, u64)>) -> Result<(), Code> {
+        let Some((address, slots)) = area else {
+            self.landing = None;
+            self.give_landing(&[]);
+            return Ok(());
+        };
+        let first = self.next_slot;
+        let engines = u32::try_from(self.engine_count).unwrap_or(u32::MAX);
+        let areas = self.memory.landing((address, slots), first, engines);
+        let areas = areas.map_err(|error| {
+            tracing::warn!(%error, "the driver's landing area is refused");
+            Code::Invalid
+        })?;
+        let count = u32::try_from(slots).unwrap_or(u32::MAX);
+        self.next_slot = first.checked_add(count).ok_or(Code::Full)?;
+        self.landing = Some((first, count));
+        self.give_landing(&areas);
+        Ok(())
+    }
+
+    fn is_landing(&self, slot: u32, count: u64) -> bool {
+        self.landing.is_some_and(|(first, slots)| {
+            let nth = slot.checked_sub(first);
+            nth.is_some_and(|nth| u64::from(nth) + count <= u64::from(slots))
+        })
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct State {
+    pub core: FunctionCore,
+    pub outside: Outside,
+    pub vrings: [Vring; QUEUE_COUNT as usize],
+    pub features: u64,
+    pub log: Arc<AccessLog>,
+    pub figures: QueueFigures,
+    /// What the engines believe.
+    presence: HostPresence,
+}
+
+impl State {
+    pub fn new(
+        core: FunctionCore,
+        (hosts, engine_count): (Vec<HostEnd>, usize),
+        log: Arc<AccessLog>,
+    ) -> Self {
+        for host in &hosts {
+            host.set_host(HostPresence::Away);
+        }
+        Self {
+            core,
+            outside: Outside {
+                hosts,
+                engine_count,
+                memory: FunctionMemory::default(),
+                landing: None,
+                next_slot: 0,
+            },
+            vrings: Default::default(),
+            features: 0,
+            log,
+            figures: QueueFigures::default(),
+            presence: HostPresence::Away,
+        }
+    }
+
+    /// The driver has gone, or lets go of its queues.
+    pub fn hang_up(&mut self) {
+        self.core.hang_up(&mut self.outside);
+        self.follow_phase();
+    }
+
+    /// The connection has ended: nothing of the driver is touched any more.
+    pub fn forget_driver(&mut self) {
+        self.hang_up();
+        self.vrings = Default::default();
+        self.outside.memory = FunctionMemory::default();
+        self.features = 0;
+    }
+
+    pub fn event_index(&self) -> EventIndex {
+        if self.features & super::messages::F_EVENT_INDEX == 0 {
+            EventIndex::Absent
+        } else {
+            EventIndex::Negotiated
+        }
+    }
+
+    /// What must follow a change of the driver's phase or of its queues.
+    pub fn follow_phase(&mut self) {
+        let is_ready = self.core.phase() == Phase::Ready;
+        let presence = match is_ready {
+            true => HostPresence::Here,
+            false => HostPresence::Away,
+        };
+        if presence != self.presence {
+            self.presence = presence;
+            for host in &self.outside.hosts {
+                host.set_host(presence);
+            }
+        }
+        let wants_log = self.features & feature::ACCESS_LOG != 0;
+        if is_ready && wants_log && self.vrings[usize::from(LOG_QUEUE)].ring.is_some() {
+            self.log.turn_on();
+        } else if self.log.is_on() {
+            self.log.turn_off();
+        }
+    }
+
+    /// Does what there is to do, up to a limit. True if there may be more.
+    pub fn work(&mut self) -> Result<bool, Broken> {
+        let more = self.take_events()?;
+        self.send_requests(SourceNo(0)..SourceNo(self.outside.hosts.len()))?;
+        self.send_records()?;
+        Ok(more)
+    }
+
+    /// Asks to be woken; true if there is something to do already.
+    pub fn arm(&mut self) -> Result<bool, Broken> {
+        let memory = &self.outside.memory;
+        if self.vrings[usize::from(EVENT_QUEUE)].arm(memory)? {
+            return Ok(true);
+        }
+        let waits = self.outside.hosts.iter().any(HostEnd::has_request);
+        let wants_chains = self.core.phase() == Phase::Ready && (waits || self.core.has_unsent());
+        let faults = &mut self.vrings[usize::from(FAULT_QUEUE)];
+        // Of no use but to who has something to put into it.
+        Ok(if wants_chains {
+            faults.arm(memory)?
+        } else {
+            false
+        })
+    }
+
+    /// Asks not to be woken.
+    pub fn disarm(&mut self) -> Result<(), Broken> {
+        let memory = &self.outside.memory;
+        self.vrings[usize::from(EVENT_QUEUE)].disarm(memory)?;
+        self.vrings[usize::from(FAULT_QUEUE)].disarm(memory)
+    }
+
+    fn take_events(&mut self) -> Result<bool, Broken> {
+        for _ in 0..EVENTS_A_TURN {
+            let taken = self.vrings[usize::from(EVENT_QUEUE)].take(&self.outside.memory)?;
+            let Some(chain) = taken else {
+                return Ok(false);
+            };
+            self.handle_event(chain)?;
+        }
+        Ok(true)
+    }
+
+    fn handle_event(&mut self, chain: Chain) -> Result<(), Broken> {
+        let limit = HEADER_BYTES + self.core.limits().ranges_max as usize * ANSWER_BYTES;
+        let memory = &self.outside.memory;
+        let written = if chain.has_room_for_reply() {
+            let message = chain.message(memory, limit).unwrap_or_default();
+            let reply = match Event::decode(&message) {
+                // A message of which not all that it asks for can be told is not begun.
+                Ok(event) if event.reply_bytes() <= chain.room() => {
+                    self.core.event(&event, &mut self.outside)
+                }
+                Ok(_) => self.core.refuse(crate::wire::Status::of(Code::Invalid)),
+                Err(error) => self.core.refuse(error.status()),
+            };
+            chain.write(&self.outside.memory, &reply.encode())
+        } else {
+            self.figures.dropped_events += 1;
+            0
+        };
+        self.follow_phase();
+        let memory = &self.outside.memory;
+        self.vrings[usize::from(EVENT_QUEUE)].give_back(chain, written, memory)
+    }
+
+    /// Gives the driver page requests of `sources`, as long as there are chains for them.
+    pub fn send_requests(&mut self, sources: std::ops::Range<SourceNo>) -> Result<(), Broken> {
+        if self.core.phase() != Phase::Ready {
+            return Ok(());
+        }
+        loop {
+            let faults = &mut self.vrings[usize::from(FAULT_QUEUE)];
+            let Some(chain) = faults.take(&self.outside.memory)? else {
+                return Ok(());
+            };
+            if chain.room() < REQUEST_BYTES {
+                self.figures.useless_chains += 1;
+                faults.give_back(chain, 0, &self.outside.memory)?;
+                continue;
+            }
+            let Some(request) = self.next_request(&sources) else {
+                self.vrings[usize::from(FAULT_QUEUE)].put_back(chain);
+                return Ok(());
+            };
+            let bytes = encode_request(&self.outside.as_sent(request));
+            let memory = &self.outside.memory;
+            let written = chain.write(memory, &bytes);
+            self.vrings[usize::from(FAULT_QUEUE)].give_back(chain, written, memory)?;
+        }
+    }
+
+    fn next_request(&mut self, sources: &std::ops::Range<SourceNo>) -> Option<PageRequest> {
+        if let Some(request) = self.core.next_unsent() {
+            return Some(request);
+        }
+        for source in sources.start.0..sources.end.0 {
+            while self.core.has_room()
+                && let Some(request) = self.outside.hosts.get(source).and_then(HostEnd::next)
+            {
+                let source = SourceNo(source);
+                let sent = self.core.request(source, request, &mut self.outside);
+                if sent.is_some() {
+                    return sent;
+                }
+            }
+        }
+        None
+    }
+
+    fn send_records(&mut self) -> Result<(), Broken> {
+        while self.log.has_any() {
+            let vring = &mut self.vrings[usize::from(LOG_QUEUE)];
+            let Some(chain) = vring.take(&self.outside.memory)? else {
+                self.log.drop_waiting();
+                break;
+            };
+            let room = (chain.room() / RECORD_BYTES).min(RECORDS_A_CHAIN);
+            if room == 0 {
+                self.figures.useless_chains += 1;
+                vring.give_back(chain, 0, &self.outside.memory)?;
+                continue;
+            }
+            let records = std::iter::from_fn(|| self.log.next()).take(room);
+            let bytes: Vec<u8> = records.flat_map(|record| record.encode()).collect();
+            let written = chain.write(&self.outside.memory, &bytes);
+            vring.give_back(chain, written, &self.outside.memory)?;
+        }
+        Ok(())
+    }
+}
