@@ -14,7 +14,10 @@ use crate::{
     lock::{self, LockError},
     ring::DEVICES_MAX,
     shared::DeviceShared,
-    slo::{course::now_ns, report::SloReport},
+    slo::{
+        course::now_ns,
+        report::{Accounting, SloReport},
+    },
 };
 use hdrhistogram::Histogram;
 use pagetide_addr::{DeviceId, FileKey};
@@ -480,6 +483,15 @@ impl Dpu {
         let account = device.account.lock();
         let mut account = account.unwrap_or_else(PoisonError::into_inner);
         Ok(account.report(now_ns()))
+    }
+
+    /// Keeps a device's account, or not, to measure what it costs.
+    ///
+    /// # Errors
+    /// [`DpuError::NoSuchDevice`].
+    pub fn set_accounting(&self, id: DeviceId, accounting: Accounting) -> Result<(), DpuError> {
+        self.shared(id)?.set_accounting(accounting);
+        Ok(())
     }
 
     /// Injects faults into a device from now on; an injection that goes on there is replaced.

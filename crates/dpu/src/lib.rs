@@ -57,6 +57,6 @@ pub use lock::{LockError, wait_for_dead_engines};
 pub use memory::{MemoryError, OutsideMemory};
 pub use shared::StopReason;
 pub use slo::{
-    report::{SloReport, SloWindow},
+    report::{Accounting, SloReport, SloWindow},
     slow::{SlowCause, SlowRequest},
 };

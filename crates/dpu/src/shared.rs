@@ -12,7 +12,7 @@ use crate::{
     chain::ChainError,
     engine::queue::OnFault,
     inject::Injector,
-    slo::{account::Account, course::now_ns},
+    slo::{account::Account, course::now_ns, report::Accounting},
 };
 use pagetide_addr::DeviceId;
 use std::sync::{
@@ -108,6 +108,7 @@ pub(crate) struct DeviceShared {
     pub counters: Box<[Counters]>,
     /// What all its engines tell.
     pub account: Mutex<Account>,
+    accounted: AtomicBool,
     pub injector: Injector,
     stopped: AtomicBool,
     reason: Mutex<Option<StopReason>>,
@@ -128,6 +129,7 @@ impl DeviceShared {
             on_fault,
             counters: (0..engine_count).map(|_| Counters::default()).collect(),
             account: Mutex::new(Account::new(engine_count, now_ns())),
+            accounted: AtomicBool::new(true),
             injector: Injector::default(),
             stopped: AtomicBool::new(false),
             reason: Mutex::new(None),
@@ -140,6 +142,18 @@ impl DeviceShared {
             sectors: self.image.sectors,
             writes: self.image.writes,
         }
+    }
+
+    /// True while engines tell its account.
+    #[inline]
+    pub fn is_accounted(&self) -> bool {
+        self.accounted.load(Ordering::Relaxed)
+    }
+
+    /// Whether engines are to tell its account.
+    pub fn set_accounting(&self, accounting: Accounting) {
+        let accounted = accounting == Accounting::On;
+        self.accounted.store(accounted, Ordering::Relaxed);
     }
 
     /// True once [`Self::stop`] was called.

@@ -17,13 +17,16 @@ impl Io {
 
     /// There is something to be told of the device in that slot.
     pub fn has_news(&mut self, device: &mut Device, slot: usize) {
-        if !std::mem::replace(&mut device.has_news, true) {
+        if device.shared.is_accounted() && !std::mem::replace(&mut device.has_news, true) {
             self.news.push(slot);
         }
     }
 
     /// A chain has its place in the used ring.
     pub fn tell_done(&mut self, device: &mut Device, queue: &EngineQueue, answer: &Answer) {
+        if !device.shared.is_accounted() {
+            return;
+        }
         let number = queue.key.queue;
         device
             .recorder
@@ -39,6 +42,9 @@ impl Io {
         requests: usize,
         course: &Course,
     ) {
+        if !device.shared.is_accounted() {
+            return;
+        }
         let count = u32::try_from(requests).unwrap_or(u32::MAX);
         // A chain that parks again is not injected again.
         let injected = match course.is_first_parking() {

@@ -536,6 +536,10 @@ impl Scratch {
     }
 }
 
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one a request, handed on at once: a box would cost more than the copy"
+)]
 enum Prepared {
     Ready(Ready),
     Absent(Vec<Wanted>),
@@ -544,6 +548,10 @@ enum Prepared {
 }
 
 /// What became of a chain that was to be prepared.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one a request, handed on at once: a box would cost more than the copy"
+)]
 enum Outcome {
     Ready(Ready),
     Parked,

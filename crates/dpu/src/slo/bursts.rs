@@ -8,7 +8,8 @@ use super::bins::{BIN_NS, BINS_PER_SECOND};
 
 /// More faults than this within a second are a burst (VPRI 3.4).
 pub(crate) const BURST_ABOVE: u32 = 5;
-const STEPS: usize = BINS_PER_SECOND as usize;
+const STEPS: usize = 10;
+const _: () = assert!(STEPS as u64 == BINS_PER_SECOND);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Burst {

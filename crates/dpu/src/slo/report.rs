@@ -4,6 +4,15 @@
 use super::slow::{SlowCause, SlowRequest};
 use std::time::Duration;
 
+/// Whether a device's account is kept. It always is, but where what it costs is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accounting {
+    /// As ever.
+    On,
+    /// Nothing is told: windows stay as they are and age.
+    Off,
+}
+
 /// A window that reaches back from now.
 ///
 /// Latencies count from the moment a chain is taken from its ring until it is in the used ring; they
