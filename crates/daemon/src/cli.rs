@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::control::{DEFAULT_BLK_QUEUES, OnFault};
+use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
 use crate::settings::{GivenDpuSettings, GivenSettings};
 use crate::sim::args::SimCommand;
 use crate::size::ByteSize;
@@ -34,6 +35,9 @@ pub enum Command {
     Vm(VmCommand),
     /// Run the software DPU as a process of its own, or look at its devices and steer them
     Dpu(DpuArgs),
+    /// I/O page faults of devices
+    #[command(subcommand)]
+    Iopf(IopfCommand),
     /// Say what taking over a VM would save, without taking it over
     Estimate(EstimateArgs),
     /// Measure, beside a peer in the same run
@@ -210,6 +214,15 @@ pub enum DpuCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Show the accounts of service levels: latencies, throughput, faults, what held slow requests
+    Slo {
+        /// Socket or serial number of a device; without it all are shown
+        #[arg(long, value_name = "SOCKET|SERIAL")]
+        device: Option<String>,
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
     /// Drain and remove a device
     Remove {
         /// Socket of the device
@@ -219,6 +232,57 @@ pub enum DpuCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+}
+
+/// Commands about I/O page faults.
+#[derive(Subcommand, Debug)]
+pub enum IopfCommand {
+    /// Let requests of a live device fault as if their pages were absent
+    Inject(InjectArgs),
+    /// Show how far the last injection into a device is
+    Show {
+        /// Socket or serial number of the device
+        #[arg(long, value_name = "SOCKET|SERIAL")]
+        device: String,
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// End the injection into a device
+    Stop {
+        /// Socket or serial number of the device
+        #[arg(long, value_name = "SOCKET|SERIAL")]
+        device: String,
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+}
+
+/// Arguments of `iopf inject`.
+#[derive(Args, Debug)]
+pub struct InjectArgs {
+    /// Socket or serial number of the device
+    #[arg(long, value_name = "SOCKET|SERIAL")]
+    pub device: String,
+    /// Arrivals a second, evenly spaced; at most 10000
+    #[arg(long, value_name = "R", allow_negative_numbers = true)]
+    pub rate: f64,
+    /// How long the host holds each fault, such as 5ms or 800us; at most 10s
+    #[arg(long, value_name = "TIME", allow_negative_numbers = true)]
+    pub latency: TimeUs,
+    /// Faults back to back at each arrival, at most 128
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_BURST)]
+    pub burst: u32,
+    /// How long the injection lasts, at most 3600 s
+    #[arg(long, value_name = "S", default_value_t = DEFAULT_SECONDS)]
+    pub seconds: u64,
+    /// Wait until it is over, then say how many were injected and how long they took
+    #[arg(long)]
+    pub wait: bool,
+    /// Of every client.
+    #[command(flatten)]
+    pub client: ClientArgs,
 }
 
 /// Arguments of `dpu blk`.
@@ -350,6 +414,8 @@ pub enum BenchName {
     GmemAsync,
     /// Allocations and frees a second of virtual addresses, beside three other allocators
     GmemVa,
+    /// What page faults do to the throughput and the tail of a disk, pause against out of order
+    IopfImpact,
     /// Look-ups and updates of the PA-bitmap of a terabyte, and what look-ups cost a disk
     PaBitmap,
     /// Translation requests a second that the performance model gets through
@@ -377,6 +443,29 @@ mod tests {
             vec!["pagetide", "estimate", "--pid", "1", "--minutes", "0"],
             vec!["pagetide", "bench", "nothing"],
             vec!["pagetide", "run", "--engines", "0"],
+            vec!["pagetide", "iopf", "inject", "--device", "d", "--rate", "1"],
+            vec![
+                "pagetide",
+                "iopf",
+                "inject",
+                "--device",
+                "d",
+                "--rate",
+                "1",
+                "--latency",
+                "5x",
+            ],
+            vec![
+                "pagetide",
+                "iopf",
+                "inject",
+                "--device",
+                "d",
+                "--rate",
+                "1",
+                "--latency",
+                "-5ms",
+            ],
         ] {
             let error = Cli::try_parse_from(&line).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{line:?}");

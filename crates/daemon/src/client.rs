@@ -150,6 +150,27 @@ pub fn vm_path(name: &str) -> String {
     format!("/v1/vms/{}", utf8_percent_encode(name, NON_ALPHANUMERIC))
 }
 
+/// Path of the account of a device, or of all, in the API.
+#[must_use]
+pub fn slo_path(device: Option<&str>) -> String {
+    match device {
+        Some(device) => format!(
+            "/v1/slo?device={}",
+            utf8_percent_encode(device, NON_ALPHANUMERIC)
+        ),
+        None => "/v1/slo".to_owned(),
+    }
+}
+
+/// Path of the injection into `device` in the API.
+#[must_use]
+pub fn injection_path(device: &str) -> String {
+    format!(
+        "/v1/injection?device={}",
+        utf8_percent_encode(device, NON_ALPHANUMERIC)
+    )
+}
+
 /// Path of the device on `socket` in the API.
 #[must_use]
 pub fn device_path(socket: &str) -> String {

@@ -2,6 +2,7 @@
 //! What each command does: the clients here, the long ones in their own modules.
 
 use std::path::Path;
+use std::time::Duration;
 
 use hyper::Method;
 use serde::Serialize;
@@ -10,16 +11,18 @@ use serde::de::DeserializeOwned;
 use crate::api::{self, AttachBody, DeviceList, DeviceSocket, LimitBody, ReclaimBody, VmList};
 use crate::bench;
 use crate::cli::{
-    AttachArgs, BenchArgs, BenchPart, BlkArgs, Cli, ClientArgs, Command, DpuCommand, Limit,
-    VmCommand,
+    AttachArgs, BenchArgs, BenchPart, BlkArgs, Cli, ClientArgs, Command, DpuCommand, InjectArgs,
+    IopfCommand, Limit, VmCommand,
 };
-use crate::client::{Client, ClientError, device_path, vm_path};
+use crate::client::{Client, ClientError, device_path, injection_path, slo_path, vm_path};
 use crate::control::{BlkRequest, DetachReport, DeviceReport, ReclaimReport, VmReport};
 use crate::estimate;
+use crate::injection::{InjectionReport, InjectionRequest};
 use crate::name::check_name;
 use crate::outcome::{CommandError, print, print_report};
 use crate::run;
 use crate::sim;
+use crate::slo::SloList;
 use crate::text::Text;
 use crate::trace;
 
@@ -33,6 +36,7 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
             Some(command) => dpu(command),
             None => run::run_dpu(args.run),
         },
+        Command::Iopf(command) => iopf(command),
         Command::Estimate(args) => estimate::run(&args),
         Command::Bench(args) => run_bench(&args),
         Command::Sim(command) => sim::execute(command),
@@ -55,6 +59,12 @@ impl Call<'_> {
         self,
         body: Option<&B>,
     ) -> Result<(), CommandError> {
+        let form = self.client.json.into();
+        print_report(&self.fetch::<B, T>(body)?, form)
+    }
+
+    /// Sends `body` if there is one, gives back the answer.
+    fn fetch<B: Serialize, T: DeserializeOwned>(self, body: Option<&B>) -> Result<T, CommandError> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
@@ -66,11 +76,10 @@ impl Call<'_> {
                 None => client.ask(self.method, &self.path).await,
             }
         });
-        let report = answer.map_err(|error| match error {
+        answer.map_err(|error| match error {
             ClientError::Refused(error) => error.into(),
             other => CommandError::failed(other),
-        })?;
-        print_report(&report, self.client.json.into())
+        })
     }
 
     fn ask<T: DeserializeOwned + Serialize + Text>(self) -> Result<(), CommandError> {
@@ -150,6 +159,15 @@ fn dpu(command: DpuCommand) -> Result<(), CommandError> {
             path: "/v1/devices".into(),
         }
         .ask::<DeviceList>(),
+        DpuCommand::Slo { device, client } => {
+            let device = device.as_deref().map(named_device).transpose()?;
+            Call {
+                client: &client,
+                method: Method::GET,
+                path: slo_path(device.as_deref()),
+            }
+            .ask::<SloList>()
+        }
         DpuCommand::Remove { socket, client } => {
             let socket = absolute(&socket)?;
             let Some(socket) = socket.to_str() else {
@@ -163,6 +181,71 @@ fn dpu(command: DpuCommand) -> Result<(), CommandError> {
             .ask::<DeviceSocket>()
         }
     }
+}
+
+fn iopf(command: IopfCommand) -> Result<(), CommandError> {
+    let ask = |method, device: &str, client: &ClientArgs| {
+        let path = injection_path(&named_device(device)?);
+        Call {
+            client,
+            method,
+            path,
+        }
+        .ask::<InjectionReport>()
+    };
+    match command {
+        IopfCommand::Inject(args) => inject(&args),
+        IopfCommand::Show { device, client } => ask(Method::GET, &device, &client),
+        IopfCommand::Stop { device, client } => ask(Method::DELETE, &device, &client),
+    }
+}
+
+/// How often `iopf inject --wait` looks whether it is over.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+fn inject(args: &InjectArgs) -> Result<(), CommandError> {
+    let request = InjectionRequest {
+        device: named_device(&args.device)?,
+        rate: args.rate,
+        latency_us: args.latency.0,
+        burst: args.burst,
+        seconds: args.seconds,
+    };
+    let client = &args.client;
+    let mut report: InjectionReport = Call {
+        client,
+        method: Method::POST,
+        path: "/v1/injection".into(),
+    }
+    .fetch(Some(&request))?;
+    // The last faults go on some time after the injection's end, or never, if their device stops.
+    let patience = Duration::from_micros(request.latency_us) + Duration::from_secs(1);
+    let mut looks_left = patience.div_duration_f64(LOOK_EVERY);
+    while args.wait && looks_left > 0.0 {
+        let is_over = report.left_seconds <= 0.0;
+        if is_over && report.resumed >= report.injected_iopfs {
+            break;
+        }
+        looks_left -= f64::from(u8::from(is_over));
+        std::thread::sleep(LOOK_EVERY);
+        report = Call {
+            client,
+            method: Method::GET,
+            path: injection_path(&request.device),
+        }
+        .fetch::<(), _>(None)?;
+    }
+    print_report(&report, client.json.into())
+}
+
+/// A device as a person names it: a path is made absolute, a serial number left as it is.
+fn named_device(name: &str) -> Result<String, CommandError> {
+    if !name.contains('/') && !Path::new(name).exists() {
+        return Ok(name.to_owned());
+    }
+    let path = absolute(Path::new(name))?;
+    let path = path.into_os_string().into_string();
+    path.map_err(|_| CommandError::refused("the path of the socket is not UTF-8"))
 }
 
 fn add_blk(args: BlkArgs) -> Result<(), CommandError> {

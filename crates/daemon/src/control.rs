@@ -20,6 +20,8 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::figure::{LatencyUs, report};
+use crate::injection::{InjectionReport, InjectionRequest};
+use crate::slo::SloList;
 
 /// The running system behind the API.
 ///
@@ -46,6 +48,14 @@ pub trait Control: Send + Sync {
     fn devices(&self) -> Vec<DeviceReport>;
     /// Drains and removes the device that listens on `socket`.
     fn remove_device(&self, socket: &Path) -> Result<(), ControlError>;
+    /// Accounts of service levels, by socket; of one device, named by socket or serial, or of all.
+    fn slo(&self, device: Option<&str>) -> Result<SloList, ControlError>;
+    /// Lets requests of a live device fault from now on; replaces an injection that goes on there.
+    fn inject(&self, request: InjectionRequest) -> Result<InjectionReport, ControlError>;
+    /// How far the last injection into a device is.
+    fn injection(&self, device: &str) -> Result<InjectionReport, ControlError>;
+    /// Ends the injection into a device.
+    fn stop_injection(&self, device: &str) -> Result<InjectionReport, ControlError>;
     /// Detaches every VM and stops every device; called once, last.
     fn shut_down(&self) -> Result<(), ControlError>;
 }
@@ -333,6 +343,8 @@ report! {
         failed_requests: u64 => counter,
         /// I/O page faults: page requests sent to the host.
         iopfs: u64 => counter,
+        /// Requests made to fault by injection.
+        injected_iopfs: u64 => counter,
         /// Page requests sent ahead of need, for requests that stood behind one that waited.
         prefaults: u64 => counter,
         /// Requests failed because their pages did not come in time (`iopf-timeout-ms`).

@@ -14,6 +14,7 @@ use prometheus_client::registry::Registry;
 
 use crate::control::{DeviceReport, VmReport, VmState};
 use crate::figure::{BUCKET_BOUNDS_US, Figure, FigureKind, LatencyUs, Reading, Report};
+use crate::slo::{SloList, SloWindowReport};
 
 /// Content type of the page.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -25,9 +26,17 @@ const EVICTING: (&str, &str) = (
 );
 
 /// The page.
-pub fn page(vms: Vec<VmReport>, devices: Vec<DeviceReport>) -> Result<String, fmt::Error> {
+pub fn page(
+    vms: Vec<VmReport>,
+    devices: Vec<DeviceReport>,
+    accounts: SloList,
+) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(Reports { vms, devices }));
+    registry.register_collector(Box::new(Reports {
+        vms,
+        devices,
+        accounts,
+    }));
     let mut page = String::new();
     prometheus_client::encoding::text::encode(&mut page, &registry)?;
     Ok(page)
@@ -37,12 +46,14 @@ pub fn page(vms: Vec<VmReport>, devices: Vec<DeviceReport>) -> Result<String, fm
 struct Reports {
     vms: Vec<VmReport>,
     devices: Vec<DeviceReport>,
+    accounts: SloList,
 }
 
 impl Collector for Reports {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         encode_all(&mut encoder, &self.vms)?;
         encode_all(&mut encoder, &self.devices)?;
+        encode_accounts(&mut encoder, &self.accounts)?;
         if self.vms.is_empty() {
             return Ok(());
         }
@@ -76,6 +87,33 @@ fn encode_all<R: Report>(encoder: &mut DescriptorEncoder, reports: &[R]) -> fmt:
         )?;
         for (label, reading) in readings {
             encode_one(&mut metric, label, (figure.kind, reading))?;
+        }
+    }
+    Ok(())
+}
+
+/// Figures of windows have two labels: the device and the window.
+fn encode_accounts(encoder: &mut DescriptorEncoder, accounts: &SloList) -> fmt::Result {
+    for figure in SloWindowReport::FIGURES {
+        let windows = accounts.devices.iter().flat_map(|account| {
+            let device = ("device", account.device.as_str());
+            let windows = account.windows.iter();
+            windows.filter_map(move |w| Some((device, w.label(), (figure.read)(w)?)))
+        });
+        let mut windows = windows.peekable();
+        if windows.peek().is_none() {
+            continue;
+        }
+        let (name, help) = (metric_name(figure), figure.help.trim_ascii());
+        let mut metric = encoder.encode_descriptor(&name, help, None, metric_type(figure))?;
+        for (device, window, reading) in windows {
+            let labels = [device, window];
+            let mut one = metric.encode_family(&labels)?;
+            match reading {
+                Reading::Whole(number) => one.encode_gauge(&number)?,
+                Reading::Real(number) => one.encode_gauge(&number)?,
+                Reading::Latency(_) | Reading::Sets(_) => {}
+            }
         }
     }
     Ok(())
@@ -138,14 +176,15 @@ pub fn documentation() -> String {
         "# Metrics\n\n\
          Made from `crates/daemon/src/control.rs`; do not edit.\n\n\
          `GET /metrics` on the API socket answers with OpenMetrics text. Names carry their unit;\n\
-         counters end in `_total`. The same figures stand in `pagetide vm show --json` and\n\
-         `pagetide dpu list --json`, there latencies as percentiles.\n\n\
+         counters end in `_total`. The same figures stand in `pagetide vm show --json`,\n\
+         `pagetide dpu list --json` and `pagetide dpu slo --json`, there latencies as percentiles.\n\n\
          | metric | kind | labels | meaning |\n|---|---|---|---|\n",
     );
     document::<VmReport>(&mut page);
     let (name, help) = EVICTING;
     page += &format!("| `{name}` | gauge | `vm` | {help}. |\n");
     document::<DeviceReport>(&mut page);
+    document_accounts(&mut page);
     page += "\nBuckets of latencies, in microseconds: ";
     page += &BUCKET_BOUNDS_US.map(|bound| bound.to_string()).join(", ");
     page += ".\n";
@@ -168,10 +207,18 @@ fn document<R: Report + Default>(page: &mut String) {
     }
 }
 
+fn document_accounts(page: &mut String) {
+    for figure in SloWindowReport::FIGURES {
+        let (name, help) = (metric_name(figure), figure.help.trim_ascii());
+        *page += &format!("| `{name}` | gauge | `device`, `window` | {help} |\n");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::control::SetReport;
+    use crate::slo::SloReport;
 
     fn vm(name: &str) -> VmReport {
         let mut histogram = hdrhistogram::Histogram::<u64>::new(3).unwrap();
@@ -192,7 +239,7 @@ mod tests {
 
     #[test]
     fn page_tells_each_kind_of_figure_in_its_form() {
-        let page = page(vec![vm("a"), vm("b")], vec![]).unwrap();
+        let page = page(vec![vm("a"), vm("b")], vec![], SloList::default()).unwrap();
         for line in [
             "pagetide_vm_resident_bytes{vm=\"a\"} 4096",
             "pagetide_vm_vcpu_faults_total{vm=\"b\"} 17",
@@ -213,13 +260,38 @@ mod tests {
     }
 
     #[test]
+    fn windows_of_accounts_are_told_with_device_and_window_and_without_what_is_absent() {
+        let window = |name: &str, least_iops| SloWindowReport {
+            window: name.into(),
+            p999_us: Some(88.5),
+            least_iops,
+            ..SloWindowReport::default()
+        };
+        let account = SloReport {
+            device: "/d".into(),
+            windows: vec![window("minute", Some(40)), window("hour", None)],
+            ..SloReport::default()
+        };
+        let devices = vec![account];
+        let page = page(vec![], vec![], SloList { devices }).unwrap();
+        for line in [
+            "pagetide_slo_p999_us{device=\"/d\",window=\"hour\"} 88.5",
+            "pagetide_slo_least_iops{device=\"/d\",window=\"minute\"} 40",
+        ] {
+            assert!(page.lines().any(|l| l == line), "no {line} in\n{page}");
+        }
+        assert!(!page.contains("least_iops{device=\"/d\",window=\"hour\"}"));
+    }
+
+    #[test]
     fn page_without_vms_holds_nothing() {
-        assert_eq!(page(vec![], vec![]).unwrap(), "# EOF\n");
+        let page = page(vec![], vec![], SloList::default()).unwrap();
+        assert_eq!(page, "# EOF\n");
     }
 
     #[test]
     fn label_that_needs_quoting_is_quoted() {
-        let page = page(vec![vm("a\"b\n")], vec![]).unwrap();
+        let page = page(vec![vm("a\"b\n")], vec![], SloList::default()).unwrap();
         assert!(page.contains(r#"vm="a\"b\n""#), "{page}");
     }
 }

@@ -109,9 +109,14 @@ fn misfit(document: &Value, schema: &Value, value: &Value) -> Option<String> {
         })
 }
 
+type Step = (&'static str, &'static str, &'static str, Value);
+
 /// Method, route, path and body of each step, good ones and refused ones.
-fn steps() -> Vec<(&'static str, &'static str, &'static str, Value)> {
-    let blk = json!({"socket": "/tmp/d.sock", "image": "/tmp/i"});
+fn steps() -> Vec<Step> {
+    [device_steps(), vm_steps()].concat()
+}
+
+fn vm_steps() -> Vec<Step> {
     vec![
         (
             "post",
@@ -155,6 +160,16 @@ fn steps() -> Vec<(&'static str, &'static str, &'static str, Value)> {
             "/v1/vms/b/reclaim",
             json!({}),
         ),
+        ("get", "/v1/health", "/v1/health", json!(null)),
+        ("get", "/openapi.json", "/openapi.json", json!(null)),
+        ("delete", "/v1/vms/{name}", "/v1/vms/a", json!(null)),
+        ("delete", "/v1/vms/{name}", "/v1/vms/a", json!(null)),
+    ]
+}
+
+fn device_steps() -> Vec<Step> {
+    let blk = json!({"socket": "/tmp/d.sock", "image": "/tmp/i"});
+    vec![
         ("post", "/v1/devices", "/v1/devices", blk),
         (
             "post",
@@ -163,6 +178,51 @@ fn steps() -> Vec<(&'static str, &'static str, &'static str, Value)> {
             json!({"socket": "x", "image": "/i"}),
         ),
         ("get", "/v1/devices", "/v1/devices", json!(null)),
+        ("get", "/v1/slo", "/v1/slo", json!(null)),
+        (
+            "get",
+            "/v1/slo",
+            "/v1/slo?device=%2Ftmp%2Fd.sock",
+            json!(null),
+        ),
+        ("get", "/v1/slo", "/v1/slo?device=x", json!(null)),
+        (
+            "get",
+            "/v1/injection",
+            "/v1/injection?device=x",
+            json!(null),
+        ),
+        ("get", "/v1/injection", "/v1/injection", json!(null)),
+        (
+            "post",
+            "/v1/injection",
+            "/v1/injection",
+            json!({"device": "/tmp/d.sock", "rate": 1.5, "latency_us": 5000}),
+        ),
+        (
+            "post",
+            "/v1/injection",
+            "/v1/injection",
+            json!({"device": "/tmp/d.sock", "rate": 0, "latency_us": 5000}),
+        ),
+        (
+            "post",
+            "/v1/injection",
+            "/v1/injection",
+            json!({"device": "x", "rate": 1, "latency_us": 5000}),
+        ),
+        (
+            "get",
+            "/v1/injection",
+            "/v1/injection?device=%2Ftmp%2Fd.sock",
+            json!(null),
+        ),
+        (
+            "delete",
+            "/v1/injection",
+            "/v1/injection?device=%2Ftmp%2Fd.sock",
+            json!(null),
+        ),
         (
             "delete",
             "/v1/devices",
@@ -176,10 +236,6 @@ fn steps() -> Vec<(&'static str, &'static str, &'static str, Value)> {
             json!(null),
         ),
         ("delete", "/v1/devices", "/v1/devices", json!(null)),
-        ("get", "/v1/health", "/v1/health", json!(null)),
-        ("get", "/openapi.json", "/openapi.json", json!(null)),
-        ("delete", "/v1/vms/{name}", "/v1/vms/a", json!(null)),
-        ("delete", "/v1/vms/{name}", "/v1/vms/a", json!(null)),
     ]
 }
 

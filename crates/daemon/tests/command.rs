@@ -117,6 +117,57 @@ fn paths_of_devices_are_made_absolute_by_the_client() {
 }
 
 #[test]
+fn accounts_and_injections_are_asked_for_by_a_device_s_socket_or_serial() {
+    let server = Server::start();
+    let run = |arguments: &[&str]| told(&pagetide(&server.socket, arguments));
+    let blk = ["dpu", "blk", "--socket", "/tmp/i.sock", "--image", "i.raw"];
+    assert_eq!(run(&blk).0, Some(0));
+    let (status, out, err) = run(&["dpu", "slo", "--device", "/tmp/i.sock"]);
+    assert_eq!((status, err.as_str()), (Some(0), ""));
+    assert!(out.starts_with("/tmp/i.sock (serial -)"), "{out}");
+    let (_, out, _) = run(&["dpu", "slo", "--json"]);
+    let list: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(list["devices"][0]["windows"][0]["p999_us"], 88.5);
+    let inject = ["iopf", "inject", "--device", "/tmp/i.sock", "--rate", "2"];
+    let with = |more: &[&str]| run(&[&inject[..], more].concat());
+    let (status, out, _) = with(&["--latency", "5ms", "--burst", "3", "--json"]);
+    assert_eq!(status, Some(0));
+    let report: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(
+        (&report["burst"], &report["seconds"]),
+        (&3.into(), &10.into())
+    );
+    let (status, out, _) = with(&["--latency", "5ms", "--wait"]);
+    assert_eq!(status, Some(0));
+    assert!(
+        out.contains("7 injected so far; 7 of them went on"),
+        "{out}"
+    );
+    for command in ["show", "stop"] {
+        let (status, _, _) = run(&["iopf", command, "--device", "/tmp/i.sock"]);
+        assert_eq!(status, Some(0));
+    }
+    for wrong in [
+        vec!["--latency", "5 fortnights"],
+        vec!["--latency", "5ms", "--rate", "0"],
+        vec!["--latency", "5ms", "--rate=-1"],
+        vec!["--latency", "5ms", "--device", "serial-9"],
+    ] {
+        let mut arguments = vec!["iopf", "inject"];
+        if !wrong.contains(&"--device") {
+            arguments.extend(["--device", "/tmp/i.sock"]);
+        }
+        if !wrong.iter().any(|word| word.starts_with("--rate")) {
+            arguments.extend(["--rate", "1"]);
+        }
+        arguments.extend(&wrong);
+        let (status, out, err) = run(&arguments);
+        assert_eq!((status, out.as_str()), (Some(2), ""), "{wrong:?}: {err}");
+        assert!(!err.is_empty(), "{wrong:?}");
+    }
+}
+
+#[test]
 fn refusal_ends_with_2_and_failure_with_1_each_with_one_sentence() {
     let server = Server::start();
     let (no_vmm, broken) = (NO_VMM_PID.to_string(), BROKEN_PID.to_string());

@@ -13,7 +13,9 @@ use pagetide::control::{
     AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, ReclaimReport,
     VmReport,
 };
+use pagetide::injection::{InjectionReport, InjectionRequest};
 use pagetide::run::serve;
+use pagetide::slo::SloList;
 
 /// A system of which only the end matters.
 #[derive(Default)]
@@ -51,6 +53,18 @@ impl Control for Ending {
         vec![]
     }
     fn remove_device(&self, _: &Path) -> Result<(), ControlError> {
+        never()
+    }
+    fn slo(&self, _: Option<&str>) -> Result<SloList, ControlError> {
+        never()
+    }
+    fn inject(&self, _: InjectionRequest) -> Result<InjectionReport, ControlError> {
+        never()
+    }
+    fn injection(&self, _: &str) -> Result<InjectionReport, ControlError> {
+        never()
+    }
+    fn stop_injection(&self, _: &str) -> Result<InjectionReport, ControlError> {
         never()
     }
     fn shut_down(&self) -> Result<(), ControlError> {

@@ -81,6 +81,25 @@ pub struct DeviceSocket {
     pub socket: String,
 }
 
+/// The device a request is about, by its socket or its serial number.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, ToSchema, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceNamed {
+    /// Socket of the device, absolute, or its serial number if no other has that.
+    pub device: String,
+}
+
+/// The device a request is about, by its socket or its serial number; all without one.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, ToSchema, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceOrAll {
+    /// Socket of the device, absolute, or its serial number if no other has that.
+    #[serde(default)]
+    pub device: Option<String>,
+}
+
 /// The daemon lives.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Health {

@@ -13,7 +13,8 @@ mod message;
 mod socket;
 
 pub use message::{
-    AttachBody, BODY_BYTES_MAX, DeviceList, DeviceSocket, Health, LimitBody, ReclaimBody, VmList,
+    AttachBody, BODY_BYTES_MAX, DeviceList, DeviceNamed, DeviceOrAll, DeviceSocket, Health,
+    LimitBody, ReclaimBody, VmList,
 };
 pub use socket::{ApiSocket, SocketError};
 
@@ -34,8 +35,10 @@ use crate::control::{
     AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, ReclaimReport,
     VmReport,
 };
+use crate::injection::{InjectionReport, InjectionRequest};
 use crate::metrics;
 use crate::name::{check_name, default_name};
+use crate::slo::SloList;
 use message::{Body, Failure, Query, VmName};
 
 /// What a route's function gets to work with.
@@ -104,6 +107,8 @@ fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
         .routes(routes!(show_vm, set_limit, detach))
         .routes(routes!(reclaim))
         .routes(routes!(list_devices, add_device, remove_device))
+        .routes(routes!(slo))
+        .routes(routes!(inject, show_injection, stop_injection))
         .routes(routes!(health))
         .routes(routes!(metrics_page))
         .routes(routes!(document_page))
@@ -272,6 +277,66 @@ async fn remove_device(
     Ok(Json(device))
 }
 
+/// Accounts of service levels, by the sockets of the devices.
+#[utoipa::path(get, path = "/v1/slo", params(DeviceOrAll), responses(
+    (status = 200, body = SloList),
+    (status = 400, body = ControlError, description = "The serial number is of several devices"),
+    (status = 404, body = ControlError),
+))]
+async fn slo(
+    State(state): State<ApiState>,
+    Query(DeviceOrAll { device }): Query<DeviceOrAll>,
+) -> Answer<SloList> {
+    let list = state
+        .run(move |control| control.slo(device.as_deref()))
+        .await?;
+    Ok(Json(list))
+}
+
+/// Let requests of a live device fault from now on; replaces an injection that goes on there.
+#[utoipa::path(post, path = "/v1/injection", request_body = InjectionRequest, responses(
+    (status = 202, body = InjectionReport),
+    (status = 400, body = ControlError, description = "Makes no sense"),
+    (status = 404, body = ControlError),
+))]
+async fn inject(
+    State(state): State<ApiState>,
+    Body(request): Body<InjectionRequest>,
+) -> Result<(StatusCode, Json<InjectionReport>), Failure> {
+    let report = state.run(move |control| control.inject(request)).await?;
+    Ok((StatusCode::ACCEPTED, Json(report)))
+}
+
+/// How far the last injection into a device is.
+#[utoipa::path(get, path = "/v1/injection", params(DeviceNamed), responses(
+    (status = 200, body = InjectionReport),
+    (status = 400, body = ControlError),
+    (status = 404, body = ControlError, description = "No such device, or nothing was injected"),
+))]
+async fn show_injection(
+    State(state): State<ApiState>,
+    Query(DeviceNamed { device }): Query<DeviceNamed>,
+) -> Answer<InjectionReport> {
+    let report = state.run(move |control| control.injection(&device)).await?;
+    Ok(Json(report))
+}
+
+/// End the injection into a device.
+#[utoipa::path(delete, path = "/v1/injection", params(DeviceNamed), responses(
+    (status = 200, body = InjectionReport, description = "It is over"),
+    (status = 400, body = ControlError),
+    (status = 404, body = ControlError, description = "No such device, or nothing was injected"),
+))]
+async fn stop_injection(
+    State(state): State<ApiState>,
+    Query(DeviceNamed { device }): Query<DeviceNamed>,
+) -> Answer<InjectionReport> {
+    let report = state
+        .run(move |control| control.stop_injection(&device))
+        .await?;
+    Ok(Json(report))
+}
+
 /// A path of the client means nothing in the daemon's working directory.
 fn check_absolute(what: &str, path: &Path) -> Result<(), ControlError> {
     if path.is_absolute() {
@@ -309,7 +374,7 @@ async fn health(State(state): State<ApiState>) -> Answer<Health> {
 async fn metrics_page(State(state): State<ApiState>) -> Result<Response, Failure> {
     let page = state
         .run(|control| {
-            metrics::page(control.vms(), control.devices())
+            metrics::page(control.vms(), control.devices(), control.slo(None)?)
                 .map_err(|error| ControlError::failed(format!("no metrics page: {error}")))
         })
         .await?;

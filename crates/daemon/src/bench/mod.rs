@@ -9,6 +9,7 @@ pub mod blk;
 pub mod fault;
 pub mod gmem_async;
 pub mod gmem_va;
+pub mod iopf_impact;
 pub mod pa_bitmap;
 pub mod sim;
 
@@ -76,6 +77,9 @@ pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
         BenchName::Blk => blk::run(),
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
+        BenchName::IopfImpact => {
+            iopf_impact::run(&iopf_impact::IopfImpactOptions::default())
+        }
         BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
         BenchName::Sim => sim::run(),
     }

@@ -2,6 +2,7 @@
 //! The software DPU: its devices ([`DeviceSet`]), in the daemon itself or in a
 //! process of their own ([`process`]).
 
+mod account;
 pub mod process;
 mod set;
 

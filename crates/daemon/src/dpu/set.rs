@@ -162,6 +162,10 @@ impl DeviceSet {
         })
     }
 
+    pub(super) fn dpu(&self) -> &Dpu {
+        &self.dpu
+    }
+
     pub(crate) fn reports(&self, vms: &[(FileKey, String)]) -> Vec<DeviceReport> {
         let mut reports: Vec<_> = self
             .dpu
@@ -256,9 +260,9 @@ fn config_of(request: &BlkRequest) -> BlkConfig {
     }
 }
 
-fn wrong_or_failed(error: &DpuError) -> ControlError {
+pub(super) fn wrong_or_failed(error: &DpuError) -> ControlError {
     match error {
-        DpuError::Setting { .. } | DpuError::Serial(_) => {
+        DpuError::Setting { .. } | DpuError::Serial(_) | DpuError::Injection(_) => {
             ControlError::wrong_use(error.to_string())
         }
         DpuError::Image(_) | DpuError::Socket(_) | DpuError::TooManyDevices => {
@@ -299,6 +303,7 @@ fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> D
         inflight_requests: device.inflight_requests,
         failed_requests: device.failed_requests,
         iopfs: device.iopfs,
+        injected_iopfs: device.injected_iopfs,
         prefaults: device.prefaults,
         timed_out_requests: device.timed_out_requests,
         parked_chains: device.parked_chains,

@@ -13,7 +13,9 @@ use crate::{
     control::{BlkRequest, ControlError, DeviceReport},
     dpu::DeviceSet,
     figure::LatencyUs,
+    injection::{InjectionReport, InjectionRequest},
     settings::RunSettings,
+    slo::SloList,
 };
 use pagetide_addr::FileKey;
 use pagetide_vpri::{DomainTable, FaultAssist, FaultService, IoSpaces, ServiceThread};
@@ -86,6 +88,26 @@ impl Devices {
         match &self.place {
             Place::Here(set) => set.iopf_us(files),
         }
+    }
+
+    pub(super) fn slo(&self, device: Option<&str>) -> Result<SloList, ControlError> {
+        let devices = self.set()?.slo(device)?;
+        Ok(SloList { devices })
+    }
+
+    pub(super) fn inject(
+        &self,
+        request: &InjectionRequest,
+    ) -> Result<InjectionReport, ControlError> {
+        self.set()?.inject(request)
+    }
+
+    pub(super) fn injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
+        self.set()?.injection(device)
+    }
+
+    pub(super) fn stop_injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
+        self.set()?.stop_injection(device)
     }
 
     /// The devices, if they are in this process.

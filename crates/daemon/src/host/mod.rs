@@ -34,7 +34,9 @@ use crate::{
         AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport,
         ReclaimReport, VmReport,
     },
+    injection::{InjectionReport, InjectionRequest},
     settings::RunSettings,
+    slo::SloList,
 };
 use pagetide_addr::PAGE_BYTES;
 use std::{
@@ -267,6 +269,22 @@ impl Control for Host {
 
     fn remove_device(&self, socket: &Path) -> Result<(), ControlError> {
         self.devices.remove(socket)
+    }
+
+    fn slo(&self, device: Option<&str>) -> Result<SloList, ControlError> {
+        self.devices.slo(device)
+    }
+
+    fn inject(&self, request: InjectionRequest) -> Result<InjectionReport, ControlError> {
+        self.devices.inject(&request)
+    }
+
+    fn injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
+        self.devices.injection(device)
+    }
+
+    fn stop_injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
+        self.devices.stop_injection(device)
     }
 
     fn shut_down(&self) -> Result<(), ControlError> {

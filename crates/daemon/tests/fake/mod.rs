@@ -11,6 +11,9 @@ use pagetide::control::{
     SetReport, VmReport,
 };
 
+use pagetide::injection::{InjectionReport, InjectionRequest};
+use pagetide::slo::{SloList, SloReport, SloWindowReport, SlowRequestReport};
+
 /// Pid of which the fake says that it is no VMM.
 pub const NO_VMM_PID: u32 = 1;
 /// Pid at which the fake breaks.
@@ -22,6 +25,7 @@ pub const PANIC_PID: u32 = 3;
 pub struct FakeControl {
     vms: Mutex<BTreeMap<String, VmReport>>,
     devices: Mutex<BTreeMap<PathBuf, DeviceReport>>,
+    injections: Mutex<BTreeMap<String, InjectionReport>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -30,6 +34,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 fn no_vm(name: &str) -> ControlError {
     ControlError::not_found(format!("there is no VM '{name}': see `pagetide vm list`"))
+}
+
+fn no_device(name: &str) -> ControlError {
+    ControlError::not_found(format!(
+        "no device has the socket or serial number '{name}'"
+    ))
 }
 
 impl Control for FakeControl {
@@ -125,6 +135,59 @@ impl Control for FakeControl {
                 socket.display()
             ))),
         }
+    }
+
+    fn slo(&self, device: Option<&str>) -> Result<SloList, ControlError> {
+        let devices = lock(&self.devices);
+        let of = |d: &DeviceReport| device.is_none_or(|name| name == d.socket);
+        let devices: Vec<SloReport> = devices
+            .values()
+            .filter(|d| of(d))
+            .map(|d| SloReport {
+                device: d.socket.clone(),
+                windows: vec![SloWindowReport {
+                    window: "minute".into(),
+                    p999_us: Some(88.5),
+                    ..SloWindowReport::default()
+                }],
+                slow: vec![SlowRequestReport::default()],
+                ..SloReport::default()
+            })
+            .collect();
+        match device {
+            Some(name) if devices.is_empty() => Err(no_device(name)),
+            _ => Ok(SloList { devices }),
+        }
+    }
+
+    fn inject(&self, request: InjectionRequest) -> Result<InjectionReport, ControlError> {
+        if !lock(&self.devices).contains_key(Path::new(&request.device)) {
+            return Err(no_device(&request.device));
+        }
+        if request.rate <= 0.0 {
+            return Err(ControlError::wrong_use("the rate of faults is not above 0"));
+        }
+        let report = InjectionReport {
+            device: request.device.clone(),
+            rate: request.rate,
+            latency_us: 5_000.0,
+            burst: request.burst,
+            seconds: request.seconds,
+            injected_iopfs: 7,
+            resumed: 7,
+            ..InjectionReport::default()
+        };
+        lock(&self.injections).insert(request.device, report.clone());
+        Ok(report)
+    }
+
+    fn injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
+        let report = lock(&self.injections).get(device).cloned();
+        report.ok_or_else(|| no_device(device))
+    }
+
+    fn stop_injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
+        self.injection(device)
     }
 
     fn shut_down(&self) -> Result<(), ControlError> {

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Accounts of service levels and fault injection, of devices that people name by socket or serial.
+
+use super::set::{DeviceSet, wrong_or_failed};
+use crate::{
+    control::ControlError,
+    injection::{InjectionReport, InjectionRequest},
+    slo::{SloReport, SloWindowReport, SlowCauseReport, SlowRequestReport},
+};
+use pagetide_dpu::{
+    DeviceReport, DpuError,
+    inject::{self, Injection},
+};
+use std::{path::Path, time::Duration};
+
+impl DeviceSet {
+    /// Accounts of one device, or of all by socket.
+    pub(crate) fn slo(&self, device: Option<&str>) -> Result<Vec<SloReport>, ControlError> {
+        let mut devices = match device {
+            Some(name) => vec![self.named(name)?],
+            None => self.dpu().devices(),
+        };
+        devices.sort_by(|one, other| one.socket.cmp(&other.socket));
+        let mut reports = Vec::with_capacity(devices.len());
+        for device in &devices {
+            match self.dpu().slo(device.id) {
+                Ok(account) => reports.push(report_of(device, &account)),
+                // Removed meanwhile.
+                Err(DpuError::NoSuchDevice(_)) => {}
+                Err(error) => return Err(wrong_or_failed(&error)),
+            }
+        }
+        Ok(reports)
+    }
+
+    /// Injects faults from now on.
+    pub(crate) fn inject(
+        &self,
+        request: &InjectionRequest,
+    ) -> Result<InjectionReport, ControlError> {
+        let injection = Injection {
+            rate: request.rate,
+            latency: Duration::from_micros(request.latency_us),
+            burst: request.burst,
+            seconds: request.seconds,
+        };
+        injection
+            .check()
+            .map_err(|error| ControlError::wrong_use(error.to_string()))?;
+        let device = self.named(&request.device)?;
+        let begun = self.dpu().inject(device.id, injection);
+        begun.map_err(|error| wrong_or_failed(&error))?;
+        self.injection_of(&device)
+    }
+
+    /// How far the last injection into a device is.
+    pub(crate) fn injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
+        self.injection_of(&self.named(device)?)
+    }
+
+    /// Ends the injection into a device.
+    pub(crate) fn stop_injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
+        let device = self.named(device)?;
+        let stopped = self.dpu().stop_injection(device.id);
+        stopped.map_err(|error| wrong_or_failed(&error))?;
+        self.injection_of(&device)
+    }
+
+    fn injection_of(&self, device: &DeviceReport) -> Result<InjectionReport, ControlError> {
+        let report = self.dpu().injection(device.id);
+        let report = report.map_err(|error| wrong_or_failed(&error))?;
+        report
+            .map(|report| injection_report(device, &report))
+            .ok_or_else(|| {
+                ControlError::not_found(format!(
+                    "no faults were ever injected into {}: see `pagetide iopf inject`",
+                    device.socket.display()
+                ))
+            })
+    }
+
+    /// The device with that socket, or else with that serial number if there is only one.
+    fn named(&self, name: &str) -> Result<DeviceReport, ControlError> {
+        let mut devices = self.dpu().devices();
+        let by_socket = devices.iter().position(|d| d.socket == Path::new(name));
+        if let Some(at) = by_socket {
+            return Ok(devices.swap_remove(at));
+        }
+        devices.retain(|device| device.serial == name);
+        match (devices.pop(), devices.len()) {
+            (Some(device), 0) => Ok(device),
+            (Some(_), others) => Err(ControlError::wrong_use(format!(
+                "{} devices have the serial number '{name}': name one by its socket",
+                others + 1
+            ))),
+            (None, _) => Err(ControlError::not_found(format!(
+                "no device has the socket or serial number '{name}': see `pagetide dpu list`"
+            ))),
+        }
+    }
+}
+
+fn us(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}
+
+fn report_of(device: &DeviceReport, account: &pagetide_dpu::SloReport) -> SloReport {
+    let windows = [
+        ("minute", &account.minute),
+        ("hour", &account.hour),
+        ("day", &account.day),
+    ];
+    SloReport {
+        device: device.socket.display().to_string(),
+        serial: Some(device.serial.clone()),
+        windows: windows.map(|(name, w)| window_report(name, w)).into(),
+        slow_threshold_us: us(account.slow_threshold),
+        slow_requests: account.slow_requests,
+        slow: account.slow.iter().map(slow_report).collect(),
+        memory_bytes: account.memory_bytes,
+    }
+}
+
+fn window_report(name: &str, window: &pagetide_dpu::SloWindow) -> SloWindowReport {
+    let of_some = |time: Duration| (window.requests > 0).then(|| us(time));
+    let slow = window.slow.iter().map(|(cause, requests)| SlowCauseReport {
+        cause: cause.to_string(),
+        requests: u64::from(*requests),
+    });
+    SloWindowReport {
+        window: name.to_owned(),
+        covers_seconds: window.covers.as_secs_f64(),
+        requests: window.requests,
+        bytes: window.bytes,
+        p50_us: of_some(window.p50),
+        p99_us: of_some(window.p99),
+        p999_us: of_some(window.p999),
+        p9999_us: of_some(window.p9999),
+        worst_us: of_some(window.worst),
+        demand_seconds: window.demand.as_secs_f64(),
+        least_iops: window.least_iops,
+        least_bytes_per_second: window.least_bytes_per_second,
+        iopfs: window.iopfs,
+        injected_iopfs: window.injected_iopfs,
+        iopf_peak_per_second: u64::from(window.iopf_peak_per_second),
+        iopf_bursts: u64::from(window.iopf_bursts),
+        slow_requests: window.slow.iter().map(|(_, n)| u64::from(*n)).sum(),
+        slow_causes: slow.collect(),
+    }
+}
+
+fn slow_report(slow: &pagetide_dpu::SlowRequest) -> SlowRequestReport {
+    SlowRequestReport {
+        ago_seconds: slow.ago.as_secs_f64(),
+        queue: slow.queue,
+        bytes: u64::from(slow.bytes),
+        latency_us: us(slow.latency),
+        cause: slow.cause.to_string(),
+        held_us: us(slow.held),
+        injected: slow.injected,
+    }
+}
+
+fn injection_report(device: &DeviceReport, report: &inject::InjectionReport) -> InjectionReport {
+    let injection = &report.injection;
+    InjectionReport {
+        device: device.socket.display().to_string(),
+        rate: injection.rate,
+        latency_us: us(injection.latency),
+        burst: injection.burst,
+        seconds: injection.seconds,
+        left_seconds: report.left.as_secs_f64(),
+        injected_iopfs: report.injected,
+        resumed: report.resumed,
+        skipped: report.skipped,
+        parked_p50_us: us(report.parked_p50),
+        parked_p99_us: us(report.parked_p99),
+        parked_max_us: us(report.parked_max),
+    }
+}
