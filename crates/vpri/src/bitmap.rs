@@ -15,11 +15,11 @@
 //!
 //! ```text
 //!   GiB        0        1         2      …     1023
-//!   uniform    RW      (stale)    –               RW        one byte each
-//!   chunk      none      ●       none             none      24 bytes each
+//!   uniform    RW      (stale)    –               RW
+//!   chunk      none      ●       none             none      32 bytes both
 //!                        └──► 8,192 words
 //! ```
-//! An empty terabyte is 25 KiB, and is mapped or unmapped by 1,024 stores. The
+//! An empty terabyte is 32 KiB, and is mapped or unmapped by 1,024 stores. The
 //! first change of a part of a GiB makes its chunk; chunks stay while the bitmap
 //! lives, also when all their pages are alike again, because look-ups take no
 //! lock and nobody knows when the last one has left. A terabyte that was busy all
@@ -42,7 +42,7 @@
 //! R1, that the bitmap comes and goes with its memory, is the domain's duty.
 
 use crate::{
-    sparse::{PAGES_PER_GIB, Sparse, by_gib, gib_count, pages_of},
+    sparse::{PAGES_PER_GIB, Sparse, by_gib, gib_of, pages_of},
     sync::{AtomicU8, AtomicU64, Mutex, Ordering},
 };
 use pagetide_addr::{Access, PageNo, PageRange, PageSet, SectionNo};
@@ -76,9 +76,8 @@ impl Attribute {
 #[derive(Debug)]
 pub struct PaBitmap {
     page_count: u64,
-    chunks: Sparse<AtomicU64>,
-    /// The bits of all pages of a GiB that has no chunk.
-    uniform: Box<[AtomicU8]>,
+    /// The chunks, and the bits of all pages of each GiB that has none.
+    gibs: Sparse<AtomicU64, AtomicU8>,
     /// Held while a chunk is made or a uniform state changes.
     making: Mutex<()>,
 }
@@ -96,11 +95,9 @@ impl PaBitmap {
     /// A bitmap of `page_count` pages, all `attribute`.
     #[must_use]
     pub fn new(page_count: u64, attribute: Attribute) -> Self {
-        let gibs = 0..gib_count(page_count);
         Self {
             page_count,
-            chunks: Sparse::new(page_count),
-            uniform: gibs.map(|_| AtomicU8::new(attribute.bits())).collect(),
+            gibs: Sparse::new(page_count, || AtomicU8::new(attribute.bits())),
             making: Mutex::new(()),
         }
     }
@@ -111,16 +108,16 @@ impl PaBitmap {
         self.page_count
     }
 
-    /// Memory it takes now, in bytes: 25 a GiB, and 65,536 more for each GiB that has a chunk.
+    /// Memory it takes now, in bytes: 32 a GiB, and 65,536 more for each GiB that has a chunk.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.chunks.bytes() + self.uniform.len() as u64
+        self.gibs.bytes()
     }
 
     /// Number of GiBs whose pages are not, or were not once, all alike: those that have a chunk.
     #[must_use]
     pub fn chunk_count(&self) -> usize {
-        self.chunks.made().count()
+        self.gibs.made().count()
     }
 
     /// True if every page of `range` allows `access`. A range past the end is not allowed.
@@ -168,13 +165,17 @@ impl PaBitmap {
     /// GiB without a chunk is told by one.
     #[inline]
     fn look(&self, page: u64) -> (u64, u64) {
-        let gib = PageNo(page / PAGES_PER_GIB).index();
-        if let Some(words) = self.chunks.get(gib) {
-            let word = &words[word_of(page)];
-            return (word.load(Ordering::Acquire), next_word(page));
+        let next_gib = (page / PAGES_PER_GIB + 1) * PAGES_PER_GIB;
+        let Some(gib) = self.gibs.slot(gib_of(PageNo(page))) else {
+            return (pattern(Attribute::Unmapped.bits()), next_gib);
+        };
+        match gib.get() {
+            Some(words) => {
+                let word = &words[word_of(page)];
+                (word.load(Ordering::Acquire), next_word(page))
+            }
+            None => (pattern(gib.beside.load(Ordering::Acquire)), next_gib),
         }
-        let bits = self.uniform[gib].load(Ordering::Acquire);
-        (pattern(bits), (page / PAGES_PER_GIB + 1) * PAGES_PER_GIB)
     }
 
     /// Allows `access` to all of `range`; pages past the end stay unmapped. Read-write pages stay so
@@ -223,7 +224,9 @@ impl PaBitmap {
     /// The chunk in which `change` of `part` is to be made; `None` if it is done already, by the
     /// uniform state.
     fn chunk_for(&self, gib: usize, part: PageRange, change: Change) -> Option<&[AtomicU64]> {
-        if let Some(words) = self.chunks.get(gib) {
+        let whole = pages_of(gib, self.page_count);
+        let gib = self.gibs.slot(gib)?;
+        if let Some(words) = gib.get() {
             return Some(words);
         }
         let _making = self
@@ -231,20 +234,19 @@ impl PaBitmap {
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
         // Who held it before us may have made the chunk.
-        if let Some(words) = self.chunks.get(gib) {
+        if let Some(words) = gib.get() {
             return Some(words);
         }
-        let now = self.uniform[gib].load(Ordering::Relaxed);
+        let now = gib.beside.load(Ordering::Relaxed);
         let next = change.of(now);
-        let whole = pages_of(gib, self.page_count);
         if next == now || part == whole {
             // Release, also of the same value: whoever sees the bits sees the page.
-            self.uniform[gib].store(next, Ordering::Release);
+            gib.beside.store(next, Ordering::Release);
             return None;
         }
         let word_count = whole.len().div_ceil(PAGES_PER_WORD);
         let words = (0..word_count).map(|_| AtomicU64::new(pattern(now)));
-        self.chunks.get_or_make(gib, || words.collect())
+        gib.get_or_make(|| words.collect())
     }
 }
 
@@ -536,10 +538,10 @@ mod tests {
         // What changes nothing makes nothing.
         bitmap.unmap_range(PageNo(77).single());
         assert_eq!(bitmap.chunk_count(), 0);
-        assert_eq!(bitmap.bytes(), 25 * 1024);
+        assert_eq!(bitmap.bytes(), 32 * 1024);
         bitmap.grant(PageNo(5 * PAGES_PER_GIB).single(), Access::Read);
         assert_eq!(bitmap.chunk_count(), 1);
-        assert_eq!(bitmap.bytes(), 25 * 1024 + 64 * 1024);
+        assert_eq!(bitmap.bytes(), 32 * 1024 + 64 * 1024);
         bitmap.grant(all, Access::Write);
         assert!(bitmap.allows(all, Access::Write));
         assert_eq!(bitmap.chunk_count(), 1);

@@ -74,7 +74,7 @@ impl PageAttributes {
     /// Attributes of `page_count` pages for `engine_count` engines, all pages `attribute`.
     #[must_use]
     pub fn new(page_count: u64, engine_count: usize, attribute: Attribute) -> Self {
-        let counters = (0..engine_count).map(|_| Sparse::new(page_count));
+        let counters = (0..engine_count).map(|_| Sparse::new(page_count, || ()));
         Self {
             bitmap: PaBitmap::new(page_count, attribute),
             leases: counters.collect(),
@@ -140,10 +140,11 @@ impl PageAttributes {
     #[cold]
     fn make_counters(&self, engine: usize, gib: usize) -> &[AtomicU32] {
         let sections = SectionNo::count_for(pages_of(gib, self.bitmap.page_count()).len());
-        let made = self.leases[engine]
-            .get_or_make(gib, || (0..sections).map(|_| AtomicU32::new(0)).collect());
+        let counters = || (0..sections).map(|_| AtomicU32::new(0)).collect();
+        let slot = self.leases[engine].slot(gib);
         // A lease lies within the domain: checked before anything is counted.
-        made.unwrap_or_default()
+        slot.and_then(|slot| slot.get_or_make(counters))
+            .unwrap_or_default()
     }
 
     /// True while any engine holds a lease on `section`.
@@ -160,7 +161,7 @@ impl PageAttributes {
     #[must_use]
     pub fn is_any_leased(&self) -> bool {
         let made = self.leases.iter().flat_map(Sparse::made);
-        made.flat_map(|(_, counters)| counters)
+        made.flatten()
             .any(|counter| counter.load(Ordering::Acquire) != 0)
     }
 

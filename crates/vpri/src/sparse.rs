@@ -2,7 +2,7 @@
 //! Something for every page of a space, of which only the GiBs that need it have any.
 //!
 //! ```text
-//!   slot      0        1        2        …        1023      24 bytes each
+//!   slot      0        1        2        …        1023      24 or 32 bytes each
 //!          ┌──────┬─────────┬───────┬─────────┬────────┐
 //!          │ none │    ●    │ none  │    …    │  none  │    a space of 1 TiB
 //!          └──────┴────│────┴───────┴─────────┴────────┘
@@ -11,6 +11,9 @@
 //! Looking takes no lock, so what was made once stays until the whole goes: there
 //! is no instant at which nobody looks. A space that was busy all over keeps its
 //! elements when it is quiet again; they are few (64 KiB a GiB of the PA-bitmap).
+//!
+//! A slot may have a small state beside: what is to be known of a GiB without
+//! elements lies in the cache line that told that it has none.
 
 use crate::sync::OnceLock;
 use pagetide_addr::{PAGE_BYTES, PageNo, PageRange, SECTION_PAGES};
@@ -20,51 +23,73 @@ pub(crate) const PAGES_PER_GIB: u64 = (1 << 30) / PAGE_BYTES;
 /// Sections of a GiB.
 pub(crate) const SECTIONS_PER_GIB: u64 = PAGES_PER_GIB / SECTION_PAGES;
 
-/// Elements of a space by GiB.
-pub(crate) struct Sparse<T> {
-    slots: Box<[OnceLock<Box<[T]>>]>,
+/// Elements of a space by GiB, with a state `S` of each GiB beside.
+pub(crate) struct Sparse<T, S = ()> {
+    slots: Box<[Slot<T, S>]>,
 }
 
-impl<T> Sparse<T> {
+/// What there is of one GiB.
+pub(crate) struct Slot<T, S> {
+    elements: OnceLock<Box<[T]>>,
+    /// The state.
+    pub beside: S,
+}
+
+impl<T, S> Slot<T, S> {
+    /// The elements, if there are any.
+    #[inline]
+    pub fn get(&self) -> Option<&[T]> {
+        self.elements.get().map(|elements| &**elements)
+    }
+
+    /// The elements, made by `make` if there are none; `None` never. One thread at a time may call
+    /// this: the caller sees to that.
+    #[cold]
+    pub fn get_or_make(&self, make: impl FnOnce() -> Box<[T]>) -> Option<&[T]> {
+        if self.get().is_none() && self.elements.set(make()).is_err() {
+            debug_assert!(false, "two threads made the elements of a GiB");
+        }
+        self.get()
+    }
+}
+
+impl<T, S> Sparse<T, S> {
     /// Slots for a space of `page_count` pages, all empty.
-    pub fn new(page_count: u64) -> Self {
-        let slots = (0..gib_count(page_count)).map(|_| OnceLock::new());
+    pub fn new(page_count: u64, mut beside: impl FnMut() -> S) -> Self {
+        let slots = (0..gib_count(page_count)).map(|_| Slot {
+            elements: OnceLock::new(),
+            beside: beside(),
+        });
         Self {
             slots: slots.collect(),
         }
     }
 
+    /// The slot of a GiB; `None` past the end.
+    #[inline]
+    pub fn slot(&self, gib: usize) -> Option<&Slot<T, S>> {
+        self.slots.get(gib)
+    }
+
     /// The elements of a GiB, if it has any.
     #[inline]
     pub fn get(&self, gib: usize) -> Option<&[T]> {
-        self.slots.get(gib)?.get().map(|elements| &**elements)
+        self.slot(gib)?.get()
     }
 
-    /// The elements of a GiB, made by `make` if there are none; `None` past the end. One thread at
-    /// a time may call this for a slot: the caller sees to that.
-    #[cold]
-    pub fn get_or_make(&self, gib: usize, make: impl FnOnce() -> Box<[T]>) -> Option<&[T]> {
-        let slot = self.slots.get(gib)?;
-        if slot.get().is_none() && slot.set(make()).is_err() {
-            debug_assert!(false, "two threads made the elements of GiB {gib}");
-        }
-        self.get(gib)
-    }
-
-    /// The GiBs that have elements, ascending.
-    pub fn made(&self) -> impl Iterator<Item = (usize, &[T])> {
-        let slots = self.slots.iter().enumerate();
-        slots.filter_map(|(gib, slot)| Some((gib, &**slot.get()?)))
+    /// The elements of all GiBs that have any, ascending.
+    pub fn made(&self) -> impl Iterator<Item = &[T]> {
+        self.slots.iter().filter_map(Slot::get)
     }
 
     /// Memory it takes, in bytes.
     pub fn bytes(&self) -> u64 {
-        let made: usize = self.made().map(|(_, e)| std::mem::size_of_val(e)).sum();
+        let made: usize = self.made().map(std::mem::size_of_val).sum();
         (std::mem::size_of_val(&*self.slots) + made) as u64
     }
 }
 
-impl<T> std::fmt::Debug for Sparse<T> {
+impl<T, S> std::fmt::Debug for Sparse<T, S> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
@@ -115,16 +140,16 @@ mod tests {
 
     #[test]
     fn empty_space_of_a_terabyte_takes_a_slot_a_gib_and_no_element() {
-        let sparse: Sparse<u64> = Sparse::new(1 << 28);
+        let sparse: Sparse<u64> = Sparse::new(1 << 28, || ());
         assert_eq!(sparse.made().count(), 0);
         assert_eq!(sparse.bytes(), 1024 * 24);
         assert!(sparse.get(1023).is_none());
-        let made = sparse.get_or_make(5, || Box::new([7]));
-        assert_eq!(made, Some(&[7][..]));
-        let again = sparse.get_or_make(5, || Box::new([8]));
-        assert_eq!(again, Some(&[7][..]));
+        let slot = sparse.slot(5).unwrap();
+        assert_eq!(slot.get_or_make(|| Box::new([7])), Some(&[7][..]));
+        assert_eq!(slot.get_or_make(|| Box::new([8])), Some(&[7][..]));
+        assert_eq!(sparse.get(5), Some(&[7][..]));
         assert_eq!(sparse.bytes(), 1024 * 24 + 8);
-        assert!(sparse.get_or_make(1024, || Box::new([7])).is_none());
+        assert!(sparse.slot(1024).is_none());
     }
 
     #[test]
