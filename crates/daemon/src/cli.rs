@@ -386,6 +386,15 @@ pub enum BenchPart {
         #[arg(long)]
         cpu: usize,
     },
+    /// The device of `bench iopf-rtt` that is in another process
+    IopfRttDevice {
+        /// Socket of its VPRI function
+        #[arg(long)]
+        socket: PathBuf,
+        /// CPU it stays on
+        #[arg(long)]
+        cpu: usize,
+    },
     /// One run of `bench sim`
     SimRun {
         /// Configuration of table IV
@@ -418,6 +427,8 @@ pub enum BenchName {
     IopfImpact,
     /// Look-ups and updates of the PA-bitmap of a terabyte, and what look-ups cost a disk
     PaBitmap,
+    /// An I/O page fault there and back, idle and busy, by VPRI and by a model of ATS and PRI
+    IopfRtt,
     /// Translation requests a second that the performance model gets through
     Sim,
 }

@@ -299,6 +299,9 @@ fn bench_part(part: BenchPart) -> Result<(), CommandError> {
         BenchPart::FaultGuest { pages, cpu } => {
             bench::fault::guest::run(pages, cpu).map_err(CommandError::failed)
         }
+        BenchPart::IopfRttDevice { socket, cpu } => {
+            bench::iopf_rtt::across::serve(&socket, cpu).map_err(CommandError::failed)
+        }
         BenchPart::SimRun { preset, trace } => {
             let figures = bench::sim::part::run(&preset, &trace).map_err(CommandError::failed)?;
             print(&serde_json::to_string(&figures).map_err(CommandError::failed)?)

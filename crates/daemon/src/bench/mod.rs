@@ -9,6 +9,7 @@ pub mod blk;
 pub mod fault;
 pub mod gmem_async;
 pub mod gmem_va;
+pub mod iopf_rtt;
 pub mod iopf_impact;
 pub mod pa_bitmap;
 pub mod sim;
@@ -81,6 +82,7 @@ pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
             iopf_impact::run(&iopf_impact::IopfImpactOptions::default())
         }
         BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
+        BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
         BenchName::Sim => sim::run(),
     }
 }

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A tenant's memory: RAM in a memfd, an lz4 store, an address space over both, and one
+//! kind of I/O address space as its device. It has no vCPU, so nothing but the fault service
+//! and the bench itself touches it.
+
+use std::{
+    os::fd::AsFd as _,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use pagetide_addr::{FileKey, PAGE_BYTES, PageNo, PageRange, PageSet, Va};
+use pagetide_gmem::{
+    Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Fault, FaultOutcome,
+    Incidents, Installed, MemoryParts, Mode, PageTable, PagedMemory, Place, PlaceError,
+    RegionRequest, StoreError, Unlimited, VolatileWords,
+};
+use pagetide_swap::tier::{PAGE, Packer, Seed, unpack};
+use pagetide_sys::{cpu, memory_file::GuestFile};
+use pagetide_vpri::{DPU, DmaMmu, IoSpace, IoSpaces};
+
+/// Pages of a tenant.
+pub(super) const PAGES: u64 = 512;
+const SEED: Seed = Seed(0x10bf);
+/// Longest wait for a page to go.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// First word of `page`.
+pub(super) const fn stamp(page: PageNo) -> u64 {
+    (page.0 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// Place and store in one: page `n` is stored as content `n + 1`.
+struct Ram {
+    file: GuestFile,
+    stored: Mutex<Vec<Option<Box<[u8]>>>>,
+}
+
+fn kernel(
+    operation: &'static str,
+    pages: PageRange,
+) -> impl Fn(pagetide_sys::memory_file::FileError) -> PlaceError {
+    move |error| PlaceError::Kernel {
+        operation,
+        start: pages.start,
+        end: pages.end,
+        source: std::io::Error::other(error),
+    }
+}
+
+impl Place for Ram {
+    fn install(&self, page: PageNo, content: &[u8; PAGE]) -> Result<Installed, PlaceError> {
+        if self.is_present(page)? {
+            return Ok(Installed::AlreadyThere);
+        }
+        let written = self.file.write_at(page.byte_offset(), content);
+        written.map_err(kernel("pwrite", page.single()))?;
+        Ok(Installed::Installed)
+    }
+
+    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
+        self.install(page, &[0; PAGE])
+    }
+
+    fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
+        let mut done = 0;
+        for (page, bytes) in pages.iter().zip(content.as_chunks::<PAGE>().0) {
+            if self.install(page, bytes)? == Installed::AlreadyThere {
+                break;
+            }
+            done += 1;
+        }
+        Ok(done)
+    }
+
+    fn read(&self, pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
+        let read = self.file.read_at(pages.start.byte_offset(), into);
+        read.map_err(kernel("pread", pages))
+    }
+
+    fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
+        let punched = self.file.punch(pages.start.byte_offset(), pages.bytes());
+        punched.map_err(kernel("fallocate", pages))
+    }
+
+    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
+        let is_data = self.file.is_data(page.byte_offset());
+        is_data.map_err(kernel("lseek", page.single()))
+    }
+
+    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
+        let mut runs = Vec::new();
+        for page in pages.iter() {
+            if self.is_present(page)? {
+                runs.push(page.single());
+            }
+        }
+        Ok(runs)
+    }
+
+    fn wake(&self, _pages: PageRange) -> Result<(), PlaceError> {
+        Ok(())
+    }
+
+    fn poison(&self, _page: PageNo) -> Result<(), PlaceError> {
+        Err(PlaceError::Gone)
+    }
+}
+
+impl Ram {
+    fn with_stored<R>(&self, page: PageNo, act: impl FnOnce(&mut Option<Box<[u8]>>) -> R) -> R {
+        let mut stored = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
+        if stored.len() <= page.index() {
+            stored.resize_with(page.index() + 1, || None);
+        }
+        act(&mut stored[page.index()])
+    }
+}
+
+impl ContentStore for Ram {
+    fn load(&self, page: PageNo, _: Content, into: &mut [u8; PAGE]) -> Result<(), StoreError> {
+        let loaded = self.with_stored(page, |stored| match stored {
+            Some(stored) => unpack(SEED, page, stored, into),
+            None => Err("nothing is stored"),
+        });
+        loaded.map_err(|why| StoreError::Damaged { page, why })
+    }
+
+    fn free(&self, content: Content) {
+        if let Some(page) = content.bits().checked_sub(1) {
+            self.with_stored(PageNo(page), |stored| *stored = None);
+        }
+    }
+}
+
+impl Incidents for Ram {
+    fn intruder(&self, page: PageNo) {
+        tracing::error!(%page, "bench: an intruder");
+    }
+
+    fn poisoned(&self, page: PageNo, why: &StoreError) {
+        tracing::error!(%page, %why, "bench: a page is poisoned");
+    }
+
+    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
+        tracing::error!(%page, %why, "bench: a page cannot be poisoned");
+    }
+
+    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
+        tracing::error!(%page, %why, "bench: a fill failed");
+    }
+}
+
+/// See the module.
+pub(super) struct Tenant {
+    ram: Arc<Ram>,
+    pub(super) io: Arc<dyn IoSpace>,
+    pub(super) mmu: Arc<DmaMmu>,
+    pub(super) space: Arc<AddressSpace>,
+    packer: Packer,
+}
+
+/// How to speak of a failure.
+pub(super) fn failed(what: &str) -> impl Fn(&dyn std::fmt::Display) -> String + '_ {
+    move |error| format!("{what}: {error}")
+}
+
+impl Tenant {
+    /// A tenant whose I/O address space is of `spaces`; all its pages are present, none is granted.
+    pub(super) fn new(spaces: &dyn IoSpaces) -> Result<Self, String> {
+        let wrong = failed("the tenant's memory");
+        let bytes = PAGES * PAGE_BYTES;
+        let file = GuestFile::new_memfd("pagetide-iopf-rtt", bytes).map_err(|e| wrong(&e))?;
+        let models = models()?;
+        for (page, model) in (0..PAGES).map(PageNo).zip(models.iter().cycle()) {
+            let mut content = *model;
+            content[..8].copy_from_slice(&stamp(page).to_ne_bytes());
+            let written = file.write_at(page.byte_offset(), &content);
+            written.map_err(|e| wrong(&e))?;
+        }
+        let key: FileKey = file.key().map_err(|e| wrong(&e))?;
+        let io = spaces
+            .open(file.as_fd(), key, bytes)
+            .map_err(|e| wrong(&e))?;
+        io.attach().map_err(|e| wrong(&e))?;
+        io.unmap_all();
+        let ram = Arc::new(Ram {
+            file,
+            stored: Mutex::default(),
+        });
+        let memory = PagedMemory::new(MemoryParts {
+            table: PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES))),
+            place: Arc::clone(&ram) as _,
+            store: Arc::clone(&ram) as _,
+            admission: Arc::new(Unlimited),
+            incidents: Arc::clone(&ram) as _,
+            neighbours_max: 0,
+        });
+        let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default());
+        let space = space.map_err(|e| wrong(&e))?;
+        let all = PageRange::new(PageNo(0), PageNo(PAGES));
+        let mmu = Arc::new(DmaMmu::new([(Arc::clone(&io), all)]));
+        let device = Device::with_id(DPU, Arc::clone(&mmu) as _);
+        let attached = space.attach(&device, Mode::Coherent, Activation::Now);
+        attached.map_err(|e| wrong(&e))?;
+        let region = space.alloc(&RegionRequest::of_bytes(bytes));
+        region.map_err(|e| wrong(&e))?;
+        Ok(Self {
+            ram,
+            io,
+            mmu,
+            space,
+            packer: Packer::default(),
+        })
+    }
+
+    /// The file of its RAM.
+    pub(super) fn file(&self) -> &GuestFile {
+        &self.ram.file
+    }
+
+    /// Its page `page` is absent for devices from now on, and present in memory.
+    pub(super) fn hide(&self, page: PageNo) -> Result<(), String> {
+        let one = PageSet::of_range(page.section(), page.single());
+        until("a device lets go of a page", || {
+            Ok(self.io.unmap(page.section(), &one))
+        })
+    }
+
+    /// Its page `page` is compressed and absent from now on.
+    pub(super) fn evict(&mut self, page: PageNo) -> Result<(), String> {
+        let (ram, packer) = (Arc::clone(&self.ram), &mut self.packer);
+        let Some(memory) = self.space.memory() else {
+            return Err("an address space without memory".into());
+        };
+        let one = PageSet::of_range(page.section(), page.single());
+        until("a page goes", || {
+            let Ok(mut round) = memory.begin_eviction(page.section(), &one) else {
+                return Ok(false);
+            };
+            let mut bytes = [0; PAGE];
+            let read = round.read(page.single(), &mut bytes);
+            read.map_err(|e| failed("reading a page")(&e))?;
+            let stored = packer.pack(SEED, page, &bytes);
+            let stored = stored.ok_or("a page of zeros")?.into();
+            ram.with_stored(page, |place| *place = Some(stored));
+            let content = Content::at(page.0 + 1).ok_or("too many pages")?;
+            let committed = round.commit(&[(page, content)]);
+            Ok(committed.evicted.contains(page))
+        })
+    }
+
+    /// Makes pages present and grants them, as a plain work queue does; calls `reply` once.
+    pub(super) fn fault(
+        space: &AddressSpace,
+        fault: &Fault,
+        reply: impl FnOnce(FaultOutcome) + Send + 'static,
+    ) {
+        match space.fault_without_waiting(fault) {
+            Some(outcome) => reply(outcome),
+            None => space.fault(fault, Some(Box::new(reply))),
+        }
+    }
+}
+
+fn until(what: &str, mut done: impl FnMut() -> Result<bool, String>) -> Result<(), String> {
+    let begun = Instant::now();
+    while !done()? {
+        if begun.elapsed() > PATIENCE {
+            return Err(format!("waited in vain: {what}"));
+        }
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
+/// Pages of this very program that lz4 compresses as it does most: they stand for a guest's.
+fn models() -> Result<Vec<[u8; PAGE]>, String> {
+    let program = std::fs::read("/proc/self/exe").map_err(|e| failed("this program")(&e))?;
+    let mut packer = Packer::default();
+    let compresses = |page: &&[u8; PAGE]| {
+        let stored = packer.pack(SEED, PageNo(0), page).map(<[u8]>::len);
+        stored.is_some_and(|bytes| (PAGE / 8..PAGE * 3 / 4).contains(&bytes))
+    };
+    let pages = program.as_chunks::<PAGE>().0.iter();
+    let models: Vec<_> = pages.filter(compresses).take(64).copied().collect();
+    if models.is_empty() {
+        return Err("no page of this program compresses".into());
+    }
+    Ok(models)
+}
+
+/// Runs this thread on one CPU.
+pub(super) fn move_to(cpu: usize) -> Result<(), String> {
+    cpu::set_affinity(&[cpu]).map_err(|e| failed("moving to a CPU")(&e))
+}

@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `bench iopf-rtt`: how long an I/O page fault takes there and back (VPRI 2.1 and 3.2,
+//! figures 2 and 3).
+//!
+//! One device faults, 1,000 times one after the other, by each of these ways:
+//!
+//! | way | its request goes |
+//! |---|---|
+//! | `vpri_in_process` | engine's queue → dispatcher → worker on the tenant's CPU → response queue |
+//! | `vpri_engine_itself` | engine's queue, which the engine serves itself, as one does that has nothing else to do |
+//! | `vpri_across_processes` | the same through a VPRI function whose device is in another process ([`across`]) |
+//! | `ats_pri` | device TLB, ATS, page request queue → interrupt thread → the same service → invalidation queue, ATS again |
+//! | `ats_pri_work_queue` | the same, but handled by a thread of the ordinary class, as Linux does |
+//!
+//! and by each of these hosts and handlers:
+//! - *idle*, and *busy*: a thread that compresses by lz4 and one that scans page
+//!   tables run all the time on the tenant's CPU;
+//! - a handler that only answers: the page is present, and is granted (figure 3's, which does not
+//!   even that); and, as `fill`, one that brings the page back from lz4.
+//!
+//! Each round trip is taken apart: *pre* from the moment the device sees that the page
+//! is absent until its handling begins, *handling*, and *post* from there until the
+//! device may touch the page. All ways take turns in each round.
+//!
+//! **Two CPUs**: one is the device's, which keeps it while it waits, as hardware would; on the
+//! other are the tenant's vCPUs (none runs here), all threads of the host and the load. A
+//! device of the paper is hardware beyond PCIe, which the ways of VPRI do not cross here;
+//! the model of ATS and PRI spins for [`sides::CROSSING`] each way where it would cross,
+//! four times between *absent* and *usable*: `ats_pri_less_crossings_over_…` is without.
+
+pub mod across;
+mod busy;
+mod memory;
+mod sides;
+
+use std::time::{Duration, Instant};
+
+use pagetide_addr::PageNo;
+use serde_json::{Map, Value, json};
+
+use self::{
+    across::AcrossProcesses,
+    busy::Busy,
+    memory::{PAGES, move_to},
+    sides::{AtsPri, Bottom, CROSSING, InProcess, Side, Split, Taker, cpus},
+};
+use super::{BenchError, BenchReport};
+
+const NAME: &str = "iopf-rtt";
+/// Crossings of PCIe between *absent* and *usable* by ATS and PRI: request, response, and both ways
+/// of the second translation.
+const CROSSINGS: u32 = 4;
+/// Faults of each slice that are not counted: the first wakes what has slept for long.
+const WARM_UP: usize = 5;
+
+/// How much is measured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct IopfRttBenchOptions {
+    /// Rounds of all ways, hosts and handlers.
+    pub rounds: usize,
+    /// Faults of each in a round.
+    pub faults: usize,
+    /// Pause before each fault, so that the host's threads sleep.
+    pub pause: Duration,
+    /// Whether the way across processes is among them.
+    pub across: Across,
+}
+
+/// Whether a device process is started.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Across {
+    /// It is: this program once more.
+    Measured,
+    /// It is not: this program is not the one that users run.
+    LeftOut,
+}
+
+impl Default for IopfRttBenchOptions {
+    /// 1,000 of each.
+    fn default() -> Self {
+        Self {
+            rounds: 5,
+            faults: 200,
+            pause: Duration::from_micros(500),
+            across: Across::Measured,
+        }
+    }
+}
+
+/// What the host does beside.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Host {
+    Idle,
+    Busy,
+}
+
+/// What the handler does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Handler {
+    Answer,
+    Fill,
+}
+
+const CASES: [(Host, Handler, &str); 4] = [
+    (Host::Idle, Handler::Answer, "idle"),
+    (Host::Idle, Handler::Fill, "idle_fill"),
+    (Host::Busy, Handler::Answer, "busy"),
+    (Host::Busy, Handler::Fill, "busy_fill"),
+];
+
+/// A way with its name and what was measured of it, by case.
+struct Way {
+    name: &'static str,
+    side: Box<dyn Side>,
+    samples: [Vec<Split>; CASES.len()],
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn run(options: &IopfRttBenchOptions) -> Result<BenchReport, BenchError> {
+    let unable = |reason| BenchError::Unable { name: NAME, reason };
+    let failed = |reason| BenchError::Failed { name: NAME, reason };
+    let (device_cpu, host_cpu) = cpus().map_err(unable)?;
+    // What is started from here on stays on the host's CPU.
+    move_to(host_cpu).map_err(failed)?;
+    let measured = ways(options.across, (device_cpu, host_cpu)).and_then(|mut ways| {
+        let mut work = 0;
+        for round in 0..options.rounds {
+            eprintln!("bench {NAME}: round {} of {}", round + 1, options.rounds);
+            work += one_round(&mut ways, round, options, (device_cpu, host_cpu))?;
+        }
+        Ok(report(&ways, work, options))
+    });
+    pagetide_sys::cpu::set_affinity(&[device_cpu, host_cpu]).map_err(|e| failed(e.to_string()))?;
+    measured.map_err(failed)
+}
+
+fn ways(across: Across, (device_cpu, host_cpu): (usize, usize)) -> Result<Vec<Way>, String> {
+    let in_process = |taker| InProcess::new(taker, host_cpu);
+    let ats_pri = |bottom| AtsPri::new(bottom, host_cpu);
+    let mut sides: Vec<(&'static str, Box<dyn Side>)> = vec![
+        ("vpri_in_process", Box::new(in_process(Taker::Service)?)),
+        ("vpri_engine_itself", Box::new(in_process(Taker::Engine)?)),
+        ("ats_pri", Box::new(ats_pri(Bottom::Service)?)),
+        ("ats_pri_work_queue", Box::new(ats_pri(Bottom::WorkQueue)?)),
+    ];
+    if across == Across::Measured {
+        let side = AcrossProcesses::new((device_cpu, host_cpu))?;
+        sides.push(("vpri_across_processes", Box::new(side)));
+    }
+    let way = |(name, side)| Way {
+        name,
+        side,
+        samples: Default::default(),
+    };
+    Ok(sides.into_iter().map(way).collect())
+}
+
+/// One slice of each way in each case; how many turns of work the load did.
+fn one_round(
+    ways: &mut [Way],
+    round: usize,
+    options: &IopfRttBenchOptions,
+    (device_cpu, host_cpu): (usize, usize),
+) -> Result<u64, String> {
+    let mut work = 0;
+    for (case, (host, handler, _)) in CASES.into_iter().enumerate() {
+        move_to(host_cpu)?;
+        let busy = match host {
+            Host::Idle => None,
+            Host::Busy => Some(Busy::start(host_cpu)?),
+        };
+        move_to(device_cpu)?;
+        for turn in 0..ways.len() {
+            let number = (turn + round) % ways.len();
+            let way = &mut ways[number];
+            for fault in 0..WARM_UP + options.faults {
+                let page = PageNo((fault * 37 + round) as u64 % PAGES);
+                let split = one_fault(&mut *way.side, page, handler, options.pause)
+                    .map_err(|error| format!("{}: {error}", way.name))?;
+                if fault >= WARM_UP {
+                    way.samples[case].push(split);
+                }
+            }
+        }
+        work += busy.map_or(0, |busy| busy.work());
+    }
+    Ok(work)
+}
+
+fn one_fault(
+    side: &mut dyn Side,
+    page: PageNo,
+    handler: Handler,
+    pause: Duration,
+) -> Result<Split, String> {
+    match handler {
+        Handler::Answer => side.tenant().hide(page)?,
+        Handler::Fill => side.tenant().evict(page)?,
+    }
+    let begun = Instant::now();
+    while begun.elapsed() < pause {
+        std::hint::spin_loop();
+    }
+    side.fault(page)
+}
+
+/// Percentiles of one part, in microseconds.
+fn part(splits: &[Split], of: impl Fn(&Split) -> u64) -> Value {
+    let mut sorted: Vec<u64> = splits.iter().map(of).collect();
+    sorted.sort_unstable();
+    let us = |permille| rounded(at(&sorted, permille));
+    json!({ "p50": us(500), "p90": us(900), "p99": us(990), "worst": us(1000) })
+}
+
+/// The value that `permille` thousandths are not above, in microseconds.
+fn at(sorted_ns: &[u64], permille: usize) -> f64 {
+    let index = (sorted_ns.len() * permille)
+        .div_ceil(1000)
+        .saturating_sub(1);
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^53 ns")]
+    let us = |ns: &u64| *ns as f64 / 1e3;
+    sorted_ns.get(index).map_or(f64::NAN, us)
+}
+
+fn total_us(ways: &[Way], name: &str, case: &str, permille: usize) -> f64 {
+    let case = CASES.iter().position(|(_, _, known)| *known == case);
+    let way = ways.iter().find(|way| way.name == name);
+    let (Some(case), Some(way)) = (case, way) else {
+        return f64::NAN;
+    };
+    let mut sorted: Vec<u64> = way.samples[case].iter().map(Split::total_ns).collect();
+    sorted.sort_unstable();
+    at(&sorted, permille)
+}
+
+fn report(ways: &[Way], work: u64, options: &IopfRttBenchOptions) -> BenchReport {
+    let mut report = BenchReport::new(NAME);
+    let figures = &mut report.figures;
+    figures.insert(
+        "faults_of_each".into(),
+        (options.rounds * options.faults).into(),
+    );
+    figures.insert(
+        "pause_us".into(),
+        rounded(options.pause.as_secs_f64() * 1e6),
+    );
+    figures.insert(
+        "ats_pri_crossing_us".into(),
+        rounded(CROSSING.as_secs_f64() * 1e6),
+    );
+    figures.insert("ats_pri_crossings".into(), CROSSINGS.into());
+    figures.insert("device_cpus".into(), 1.into());
+    figures.insert("host_and_tenant_cpus".into(), 1.into());
+    figures.insert("load_turns".into(), work.into());
+    for way in ways {
+        for (samples, (_, _, case)) in way.samples.iter().zip(CASES) {
+            let parts = json!({
+                "pre": part(samples, |split| split.pre_ns),
+                "handling": part(samples, |split| split.handling_ns),
+                "post": part(samples, |split| split.post_ns),
+                "total": part(samples, Split::total_ns),
+            });
+            figures.insert(format!("{}_{case}_us", way.name), parts);
+        }
+    }
+    let peers = &mut report.peers;
+    peers.insert("paper_ats_pri_idle_us".into(), "10 to 40 (figure 3)".into());
+    peers.insert("paper_ats_pri_busy_p99_us".into(), 427.into());
+    peers.insert(
+        "paper_ats_translation_us".into(),
+        "about 1 on PCIe, both ways".into(),
+    );
+    peers.insert("model".into(), MODEL.into());
+    report.ratios = ratios(ways);
+    report
+}
+
+const MODEL: &str = "ats_pri is a model: its device is a thread, an interrupt is the wake-up of a \
+    thread, and a crossing of PCIe is a spin of the time given";
+
+fn ratios(ways: &[Way]) -> Map<String, Value> {
+    let total = |name: &str, case: &str, permille| total_us(ways, name, case, permille);
+    let ours = |case, permille| total("vpri_in_process", case, permille);
+    let mut ratios = Map::new();
+    let mut put = |name: &str, ratio: f64| {
+        ratios.insert(name.into(), rounded(ratio));
+    };
+    for (peer, over) in [
+        ("ats_pri", "ats_pri_over_vpri"),
+        ("ats_pri_work_queue", "ats_pri_work_queue_over_vpri"),
+        ("vpri_engine_itself", "engine_itself_over_service"),
+        ("vpri_across_processes", "across_over_in_process"),
+    ] {
+        for case in ["idle", "busy"] {
+            for (permille, name) in [(500, "p50"), (990, "p99")] {
+                let ratio = total(peer, case, permille) / ours(case, permille);
+                put(&format!("{over}_{case}_{name}"), ratio);
+            }
+        }
+    }
+    let crossings_us = (CROSSING * CROSSINGS).as_secs_f64() * 1e6;
+    let less = total("ats_pri", "idle", 500) - crossings_us;
+    put(
+        "ats_pri_less_crossings_over_vpri_idle_p50",
+        less / ours("idle", 500),
+    );
+    ratios
+}
+
+/// To a thousandth.
+fn rounded(value: f64) -> Value {
+    ((value * 1e3).round() / 1e3).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_and_case_is_there_with_its_parts_after_a_short_run() {
+        let options = IopfRttBenchOptions {
+            rounds: 1,
+            faults: 3,
+            pause: Duration::ZERO,
+            across: Across::LeftOut,
+        };
+        let report = match run(&options) {
+            Err(BenchError::Unable { reason, .. }) => {
+                eprintln!("SKIPPED: {reason}");
+                return;
+            }
+            ran => ran.unwrap(),
+        };
+        let ways = [
+            "vpri_in_process",
+            "vpri_engine_itself",
+            "ats_pri",
+            "ats_pri_work_queue",
+        ];
+        for way in ways {
+            for (_, _, case) in CASES {
+                let figure = &report.figures[&format!("{way}_{case}_us")];
+                let p50 = |part: &str| figure[part]["p50"].as_f64().unwrap();
+                assert!(p50("total") > 0.0, "{way} {case}");
+                assert!(p50("handling") <= p50("total"), "{way} {case}");
+                assert!(figure["pre"]["worst"].is_f64() && figure["post"]["p99"].is_f64());
+            }
+        }
+        for ratio in ["ats_pri_over_vpri_idle_p50", "ats_pri_over_vpri_busy_p99"] {
+            assert!(report.ratios[ratio].is_f64(), "{ratio}");
+        }
+        assert!(report.figures["load_turns"].as_u64().unwrap() > 0);
+    }
+
+    #[test]
+    fn percentiles_are_of_the_part_asked_for() {
+        let split = |pre_ns| Split {
+            pre_ns,
+            handling_ns: 500,
+            post_ns: 1000,
+        };
+        let splits: Vec<Split> = (1..=100).rev().map(|us| split(us * 1000)).collect();
+        let pre = part(&splits, |split| split.pre_ns);
+        assert_eq!(
+            (&pre["p50"], &pre["p99"], &pre["worst"]),
+            (&50.0.into(), &99.0.into(), &100.0.into())
+        );
+        let total = part(&splits, Split::total_ns);
+        assert_eq!(total["p90"], 91.5);
+    }
+}
