@@ -271,6 +271,10 @@ report! {
         iopfs: u64 => counter,
         /// Time from a device's page request to its response.
         iopf_us: LatencyUs => histogram,
+        /// Time from a device's page request until its handling began.
+        iopf_waited_us: LatencyUs => histogram,
+        /// Time from handing a page request to a worker that slept until that ran on the CPU chosen for it.
+        iopf_preempt_us: LatencyUs => histogram,
         /// Pages brought back with a faulting neighbour.
         neighbour_pages: u64 => counter,
         /// Pages the VM discarded (balloon, free page reporting, virtio-mem).

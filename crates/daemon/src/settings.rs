@@ -54,6 +54,28 @@ pub enum SettingsError {
     },
 }
 
+/// Where I/O page faults are handled (VPRI 6.1).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum IopfHandling {
+    /// On the CPUs of the VM that faulted.
+    Affined,
+    /// By one thread for all VMs, in the order of arrival.
+    Serialized,
+}
+
+/// What the threads that handle I/O page faults preempt vCPUs by.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum IopfPreempt {
+    /// `SCHED_FIFO`, where allowed; else as by `Nice`.
+    Fifo,
+    /// Niceness -20, where allowed.
+    Nice,
+    /// Nothing.
+    Off,
+}
+
 /// Form of the log on stderr.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -204,6 +226,10 @@ settings! {
     engine_poll_us: u32 = "50",
     /// Milliseconds a device's request waits for its pages before it fails with an I/O error; 0 waits for ever
     iopf_timeout_ms: u32 = "30000",
+    /// Where I/O page faults are handled: affined to the CPUs of the VM that faulted, or, for comparison, serialized by one thread for all
+    iopf_handling: IopfHandling = "affined",
+    /// What the threads that handle I/O page faults preempt vCPUs by: fifo (SCHED_FIFO, where allowed), nice (niceness -20), or off
+    iopf_preempt: IopfPreempt = "fifo",
     /// Microseconds a VM's fault reader polls before it sleeps, on a CPU of its own; 0 sleeps at once, on the CPU of the vCPU that faults
     reader_poll_us: u32 = "0",
     /// Most pages that a vCPU's fault brings along when it reads in sequence, at most 16; 0 for none
@@ -326,6 +352,22 @@ impl std::str::FromStr for Count {
 }
 
 impl std::str::FromStr for LogFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        <Self as ValueEnum>::from_str(text, false)
+    }
+}
+
+impl std::str::FromStr for IopfHandling {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        <Self as ValueEnum>::from_str(text, false)
+    }
+}
+
+impl std::str::FromStr for IopfPreempt {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {

@@ -25,10 +25,15 @@ use pagetide_sys::memory_file::{FileError, GuestFile};
 use pagetide_sys::uffd::{FillOutcome, ProtectOutcome, UffdError, Userfaultfd, WriteProtection};
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
-/// Tries of a call that says the address space is changing. Each takes a microsecond or more and
-/// yields in between; such a change lasts as long as one `mmap` or `munmap` of the VMM.
-const MOST_TRIES: u32 = 10_000;
+/// Tries of a call that says the address space is changing; such a change lasts as long as one `mmap`
+/// or `munmap` of the VMM. A twentieth of a second at least, most of it asleep.
+const MOST_TRIES: u32 = 1_000;
+/// The first of them, a microsecond or more each, with no more than a yield in between.
+const QUICK_TRIES: u32 = 16;
+/// Between later ones.
+const PAUSE: Duration = Duration::from_micros(50);
 
 /// The RAM of a VM that has been taken over.
 #[derive(Clone, Debug)]
@@ -61,13 +66,13 @@ impl VmPlace {
         piece: &Piece,
         call: impl Fn() -> Result<FillOutcome, UffdError>,
     ) -> Result<u64, PlaceError> {
-        for _ in 0..MOST_TRIES {
+        for tried in 0..MOST_TRIES {
             match call().map_err(|e| kernel(operation, piece.pages)(source_of(e)))? {
                 FillOutcome::Filled { bytes } => return Ok(bytes >> PAGE_SHIFT),
                 // Whoever waits goes on waiting: it may be an intruder's page.
                 FillOutcome::AlreadyThere => return Ok(0),
                 FillOutcome::Gone => return Err(PlaceError::Gone),
-                FillOutcome::Retry => std::thread::yield_now(),
+                FillOutcome::Retry => rest(tried),
             }
         }
         Err(kernel(operation, piece.pages)(io::Error::from(
@@ -77,14 +82,14 @@ impl VmPlace {
 
     fn clear_marker(&self, piece: &Piece) -> Result<(), PlaceError> {
         let failed = |source| kernel("UFFDIO_WRITEPROTECT", piece.pages)(source);
-        for _ in 0..MOST_TRIES {
+        for tried in 0..MOST_TRIES {
             let outcome = self
                 .userfaultfd
                 .unprotect_quietly(piece.hva, piece.pages.bytes());
             match outcome.map_err(|e| failed(source_of(e)))? {
                 ProtectOutcome::Done => return Ok(()),
                 ProtectOutcome::Gone => return Err(PlaceError::Gone),
-                ProtectOutcome::Retry => std::thread::yield_now(),
+                ProtectOutcome::Retry => rest(tried),
             }
         }
         Err(failed(io::Error::from(io::ErrorKind::TimedOut)))
@@ -94,6 +99,16 @@ impl VmPlace {
         self.userfaultfd
             .wake(piece.hva, piece.pages.bytes())
             .map_err(|e| kernel("UFFDIO_WAKE", piece.pages)(source_of(e)))
+    }
+}
+
+/// Lets whoever changes the address space go on. He may have been preempted by this very thread, and
+/// be of a class that a yield does not make room for: then only sleeping does.
+fn rest(tried: u32) {
+    if tried < QUICK_TRIES {
+        std::thread::yield_now();
+    } else {
+        std::thread::sleep(PAUSE);
     }
 }
 
@@ -251,14 +266,14 @@ impl VcpuMmu {
             operation: "UFFDIO_WRITEPROTECT",
             source,
         };
-        for _ in 0..MOST_TRIES {
+        for tried in 0..MOST_TRIES {
             let outcome =
                 self.userfaultfd
                     .write_protect(piece.hva, piece.pages.bytes(), protection);
             match outcome.map_err(|e| failed(source_of(e)))? {
                 ProtectOutcome::Done => return Ok(()),
                 ProtectOutcome::Gone => return Err(MmuError::Gone),
-                ProtectOutcome::Retry => std::thread::yield_now(),
+                ProtectOutcome::Retry => rest(tried),
             }
         }
         Err(failed(io::Error::from(io::ErrorKind::TimedOut)))

@@ -8,7 +8,6 @@
 
 use crate::{
     control::{BlkRequest, ControlError, DeviceReport, DeviceState, OnFault},
-    figure::LatencyUs,
     settings::EngineSettings,
 };
 use pagetide_addr::{DeviceId, FileKey};
@@ -198,20 +197,6 @@ impl DeviceSet {
             .into_iter()
             .find(|device| device.socket == socket)
             .map(|device| device.id)
-    }
-
-    /// Time from parking a chain to its pages being there, over the engines that serve these files.
-    pub(crate) fn iopf_us(&self, files: &[FileKey]) -> LatencyUs {
-        let serves = self
-            .dpu
-            .devices()
-            .iter()
-            .any(|device| device.files.iter().any(|key| files.contains(key)));
-        if serves {
-            LatencyUs::from_ns(&self.dpu.iopf_latency_ns())
-        } else {
-            LatencyUs::default()
-        }
     }
 
     /// Ends the devices and the engines. Whoever answers page requests goes on until this is done.

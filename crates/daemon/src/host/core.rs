@@ -3,7 +3,6 @@
 
 use super::{
     identity::{self, Identity},
-    latency::Latencies,
     sink::VmIncidents,
     space::VmSpace,
 };
@@ -18,7 +17,7 @@ use pagetide_vmm::{
     layout::{LiveLayout, RamLayout},
     process::VmmProcess,
 };
-use pagetide_vpri::{DmaMmu, IoSpaces, Tenant};
+use pagetide_vpri::{DmaMmu, IoSpaces, Latencies, Tenant};
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
     atomic::{AtomicBool, Ordering::Relaxed},

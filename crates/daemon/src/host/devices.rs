@@ -12,13 +12,15 @@ use super::{core::lock, vm::failed};
 use crate::{
     control::{BlkRequest, ControlError, DeviceReport},
     dpu::DeviceSet,
-    figure::LatencyUs,
     injection::{InjectionReport, InjectionRequest},
-    settings::RunSettings,
+    settings::{IopfHandling, IopfPreempt, RunSettings},
     slo::SloList,
 };
 use pagetide_addr::FileKey;
-use pagetide_vpri::{DomainTable, FaultAssist, FaultService, IoSpaces, ServiceThread};
+use pagetide_vpri::{
+    DomainTable, FaultAssist, FaultService, Handling, IoSpaces, Preempt, ServiceConfig,
+    ServiceThread,
+};
 use std::{
     path::Path,
     sync::{Arc, Mutex},
@@ -42,7 +44,7 @@ impl Devices {
         let engines = settings.engines();
         let domains = Arc::new(DomainTable::new(engines.count.get()));
         let (set, hosts) = DeviceSet::start(&settings.state_dir, &engines, &domains)?;
-        let service = FaultService::new(hosts.ends, hosts.bell);
+        let service = FaultService::with(service_config(settings), hosts.ends, hosts.bell);
         let assist: Arc<dyn FaultAssist> = Arc::clone(&service) as _;
         set.set_assist(&assist)?;
         let devices = Self {
@@ -83,13 +85,6 @@ impl Devices {
         self.set()?.remove(socket)
     }
 
-    /// Time from parking a chain to its pages being there, for devices that serve these files.
-    pub(super) fn iopf_us(&self, files: &[FileKey]) -> LatencyUs {
-        match &self.place {
-            Place::Here(set) => set.iopf_us(files),
-        }
-    }
-
     pub(super) fn slo(&self, device: Option<&str>) -> Result<SloList, ControlError> {
         let devices = self.set()?.slo(device)?;
         Ok(SloList { devices })
@@ -125,5 +120,19 @@ impl Devices {
         if let Some(thread) = lock(&self.thread).take() {
             thread.stop();
         }
+    }
+}
+
+fn service_config(settings: &RunSettings) -> ServiceConfig {
+    ServiceConfig {
+        handling: match settings.iopf_handling {
+            IopfHandling::Affined => Handling::Affined,
+            IopfHandling::Serialized => Handling::Serialized,
+        },
+        preempt: match settings.iopf_preempt {
+            IopfPreempt::Fifo => Preempt::Fifo,
+            IopfPreempt::Nice => Preempt::Nice,
+            IopfPreempt::Off => Preempt::Off,
+        },
     }
 }

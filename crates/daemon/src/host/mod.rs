@@ -14,7 +14,6 @@ mod devices;
 mod earlier_tests;
 mod hotplug;
 mod identity;
-mod latency;
 mod report;
 mod roster;
 mod rounds;
@@ -192,7 +191,7 @@ impl Control for Host {
         match attach::attach(&request, &self.state_dir, &self.shared) {
             Ok(vm) => {
                 let vm = Arc::new(vm);
-                let report = vm.report(&self.devices);
+                let report = vm.report();
                 self.vms.put(request.name, vm);
                 Ok(report)
             }
@@ -204,22 +203,18 @@ impl Control for Host {
     }
 
     fn vms(&self) -> Vec<VmReport> {
-        self.vms
-            .all()
-            .iter()
-            .map(|vm| vm.report(&self.devices))
-            .collect()
+        self.vms.all().iter().map(|vm| vm.report()).collect()
     }
 
     fn vm(&self, name: &str) -> Result<VmReport, ControlError> {
-        Ok(self.vms.get(name)?.report(&self.devices))
+        Ok(self.vms.get(name)?.report())
     }
 
     fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmReport, ControlError> {
         let vm = self.vms.get(name)?;
         attach::check_limit(limit_bytes, vm.core.layout.look().len_bytes())?;
         vm.set_limit(limit_bytes);
-        Ok(vm.report(&self.devices))
+        Ok(vm.report())
     }
 
     fn reclaim(&self, name: &str, bytes: Option<u64>) -> Result<ReclaimReport, ControlError> {
@@ -238,9 +233,9 @@ impl Control for Host {
     fn detach(&self, name: &str) -> Result<DetachReport, ControlError> {
         let vm = self.vms.get(name)?;
         let begun = Instant::now();
-        let before = vm.report(&self.devices);
+        let before = vm.report();
         let filled_pages = vm.detach(&self.shared)?;
-        let after = vm.report(&self.devices);
+        let after = vm.report();
         // What was stored is told as it last was, not as it is now that everything is back.
         let report = VmReport {
             resident_bytes: after.resident_bytes,

@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What is told of a VM.
 
-use super::{core::lock, devices::Devices, vm::Vm};
-use crate::control::{RegionReport, SetReport, VmReport};
+use super::{core::lock, vm::Vm};
+use crate::{
+    control::{RegionReport, SetReport, VmReport},
+    figure::LatencyUs,
+};
 use pagetide_addr::{PAGE_BYTES, PageRange};
 use pagetide_gmem::State;
 use pagetide_swap::{Counter, sets::Level};
 use pagetide_vmm::layout::RamFile;
+use pagetide_vpri::Latencies;
 use std::sync::atomic::Ordering::Relaxed;
 
 impl Vm {
     /// State and figures now.
-    pub(super) fn report(&self, devices: &Devices) -> VmReport {
+    pub(super) fn report(&self) -> VmReport {
         let core = &self.core;
         core.sync_counters();
         let count = |counter| core.pool.counter(counter).load(Relaxed);
@@ -30,11 +34,7 @@ impl Vm {
         bars.extend(core.incidents.stopped());
         bars.extend(lock(&core.suspended).clone());
         let sets = lock(&core.sets).clone();
-        let files = layout
-            .files()
-            .iter()
-            .map(|file| file.key())
-            .collect::<Vec<_>>();
+        let iopfs = core.tenant.account();
         VmReport {
             name: core.name.clone(),
             pid: core.vmm.pid(),
@@ -51,9 +51,11 @@ impl Vm {
             stored_bytes: tiers.stored_bytes.load(Relaxed),
             evicted_pages: count(Counter::EvictedPages),
             vcpu_faults: count(Counter::VcpuFaults),
-            vcpu_fault_us: core.latencies.report(),
+            vcpu_fault_us: latency_us(&core.latencies),
             iopfs: count(Counter::DeviceFaults),
-            iopf_us: devices.iopf_us(&files),
+            iopf_us: latency_us(&iopfs.iopf),
+            iopf_waited_us: latency_us(&iopfs.waited),
+            iopf_preempt_us: latency_us(&iopfs.preempt),
             neighbour_pages: count(Counter::NeighbourPages),
             discarded_pages: count(Counter::DiscardedPages),
             over_limit_fills: count(Counter::OverLimitFills),
@@ -96,6 +98,10 @@ impl Vm {
             stored_pages: file.pages().by_section().map(stored).sum(),
         }
     }
+}
+
+fn latency_us(latencies: &Latencies) -> LatencyUs {
+    LatencyUs::from_ns(&latencies.histogram_ns())
 }
 
 fn set_reports(sets: Vec<(Level, u64)>) -> Vec<SetReport> {

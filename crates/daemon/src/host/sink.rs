@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Who the fault reader and the address space report to: one VM's [`VmSink`] and [`VmIncidents`].
 
-use super::latency::Latencies;
 use pagetide_addr::{DeviceId, PageNo};
 use pagetide_gmem::{AddressSpace, Fault, Incidents, PlaceError, StoreError};
 use pagetide_swap::{Counter, Pool};
@@ -9,6 +8,7 @@ use pagetide_vmm::{
     process::{VmmIdentity, VmmProcess},
     reader::{FaultSink, ReaderError, VcpuFault},
 };
+use pagetide_vpri::Latencies;
 use rustix::process::Signal;
 use std::{
     error::Error,

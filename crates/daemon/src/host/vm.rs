@@ -14,7 +14,6 @@ use super::{
     core::{Orders, ReclaimOrder, VmCore, lock},
     hotplug::{self, Hotplug},
     identity::Identity,
-    latency::Latencies,
     rounds::Rounds,
     sink::{VmEvent, VmIncidents, VmSink},
     space::VmSpace,
@@ -33,7 +32,7 @@ use pagetide_vmm::{
     takeover,
     tracker::UnmapAndLook,
 };
-use pagetide_vpri::{DPU, DmaMmu, FaultService, IoSpaces};
+use pagetide_vpri::{DPU, DmaMmu, FaultService, IoSpaces, Latencies};
 use std::{
     sync::{
         Arc, Mutex,
