@@ -377,6 +377,17 @@ pub enum BenchPart {
         #[arg(long, default_value_t = 0)]
         look_up_extra_ns: u64,
     },
+    /// Our back end of `bench head-of-line`
+    HeadOfLineBackend(crate::bench::head_of_line::backend::BackendOptions),
+    /// The client of `bench head-of-line`
+    HeadOfLineFrontend {
+        /// Socket of A's disk
+        #[arg(long)]
+        socket_a: PathBuf,
+        /// Socket of B's disk
+        #[arg(long)]
+        socket_b: PathBuf,
+    },
     /// The guest of `bench fault`
     FaultGuest {
         /// Pages of its memory
@@ -429,6 +440,8 @@ pub enum BenchName {
     PaBitmap,
     /// An I/O page fault there and back, idle and busy, by VPRI and by a model of ATS and PRI
     IopfRtt,
+    /// What one tenant's page faults do to another's requests on the same engine
+    HeadOfLine,
     /// Translation requests a second that the performance model gets through
     Sim,
 }

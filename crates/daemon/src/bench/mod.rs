@@ -9,6 +9,7 @@ pub mod blk;
 pub mod fault;
 pub mod gmem_async;
 pub mod gmem_va;
+pub mod head_of_line;
 pub mod iopf_rtt;
 pub mod iopf_impact;
 pub mod pa_bitmap;
@@ -83,6 +84,9 @@ pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
         }
         BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
+        BenchName::HeadOfLine => {
+            head_of_line::run(&head_of_line::HeadOfLineOptions::default())
+        }
         BenchName::Sim => sim::run(),
     }
 }

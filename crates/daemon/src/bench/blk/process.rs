@@ -68,7 +68,7 @@ impl Placement {
 }
 
 /// A process that is ended when it is dropped.
-struct Part {
+pub(in crate::bench) struct Part {
     program: String,
     child: Child,
     input: Option<ChildStdin>,
@@ -76,7 +76,7 @@ struct Part {
 }
 
 impl Part {
-    fn start(program: &str, arguments: &[&str], cpu: usize) -> Result<Self, PartError> {
+    pub fn start(program: &str, arguments: &[&str], cpu: usize) -> Result<Self, PartError> {
         let mut child = Command::new("taskset")
             .args(["-c", &cpu.to_string(), program])
             .args(arguments)
@@ -97,7 +97,7 @@ impl Part {
     }
 
     /// Ourselves with a hidden command.
-    fn ourselves(arguments: &[&str], cpu: usize) -> Result<Self, PartError> {
+    pub fn ourselves(arguments: &[&str], cpu: usize) -> Result<Self, PartError> {
         let program = std::env::current_exe().map_err(|source| PartError::Start {
             program: "pagetide".into(),
             source,
@@ -112,7 +112,7 @@ impl Part {
         }
     }
 
-    fn read_line(&mut self) -> Result<String, PartError> {
+    pub fn read_line(&mut self) -> Result<String, PartError> {
         let mut line = String::new();
         let read = match &mut self.output {
             Some(output) => output.read_line(&mut line),
@@ -125,7 +125,7 @@ impl Part {
         }
     }
 
-    fn ask<T: DeserializeOwned>(&mut self, line: &str) -> Result<T, PartError> {
+    pub fn ask<T: DeserializeOwned>(&mut self, line: &str) -> Result<T, PartError> {
         if let Some(input) = &mut self.input {
             let sent = writeln!(input, "{line}").and_then(|()| input.flush());
             sent.map_err(|error| self.silent(error))?;

@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The back end of `bench head-of-line`: one engine, two disks, and a tier that takes its time.
+//!
+//! It says `ready`, then takes lines of JSON: a [`FileKey`] names the memory of which pages
+//! are to be absent; `"absent"` and `"present"` make them so; `"report"` asks for a
+//! [`TierReport`]. The end of input ends it.
+//!
+//! The tier is a thread that sleeps for as long as a page takes. It brings one
+//! page after the other, which is enough: the next fault comes long after.
+
+use super::frontend::Pages;
+use clap::ValueEnum;
+use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PageNo, PageRange, PageResponse, ResponseCode};
+use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, Writes};
+use pagetide_sys::{
+    cpu,
+    uffd::{FillOutcome, Userfaultfd, Watch, page_of},
+};
+use pagetide_vpri::{DmaDomain, DomainTable, Doorbell, HostEnd, LookUp};
+use rustix::event::{PollFd, PollFlags, poll};
+use serde::{Deserialize, Serialize};
+use std::{
+    io::{self, BufRead as _, Write as _},
+    os::fd::AsFd as _,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+/// What an engine does about an absent page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum FaultMode {
+    /// Looks before DMA, and parks the chain.
+    Park,
+    /// Touches it, and waits.
+    Touch,
+}
+
+impl FaultMode {
+    /// As it is written on the command line.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Park => "park",
+            Self::Touch => "touch",
+        }
+    }
+}
+
+/// Where and what to serve.
+#[derive(Debug, Clone, clap::Args)]
+pub struct BackendOptions {
+    /// Socket of A's disk
+    #[arg(long)]
+    pub socket_a: PathBuf,
+    /// Socket of B's disk
+    #[arg(long)]
+    pub socket_b: PathBuf,
+    /// A's image
+    #[arg(long)]
+    pub image_a: PathBuf,
+    /// B's image
+    #[arg(long)]
+    pub image_b: PathBuf,
+    /// Directory for the engine's lock
+    #[arg(long)]
+    pub state_dir: PathBuf,
+    /// CPU of the engine
+    #[arg(long)]
+    pub engine_cpu: usize,
+    /// CPU of all else
+    #[arg(long)]
+    pub tier_cpu: usize,
+    /// Time that a page takes, in microseconds
+    #[arg(long)]
+    pub hold_us: u64,
+    /// What the engine does about an absent page
+    #[arg(long, value_enum)]
+    pub mode: FaultMode,
+}
+
+/// What the tier has done since it was last asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TierReport {
+    /// Pages that were waited for.
+    pub waited_for: u64,
+}
+
+/// A line of the input.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Order {
+    /// The memory with these identity numbers is A's.
+    Memory(MemoryName),
+    /// Its pages are to be so.
+    Pages(Pages),
+    /// Report.
+    Word(Word),
+}
+
+/// The one word that is no state of pages.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Word {
+    Report,
+}
+
+/// Names a memory file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryName {
+    /// Device number.
+    pub dev: u64,
+    /// Inode number.
+    pub ino: u64,
+}
+
+/// Why the back end ended.
+#[derive(Debug, thiserror::Error)]
+pub enum BackendError {
+    /// The DPU.
+    #[error(transparent)]
+    Dpu(#[from] DpuError),
+    /// Its lines, or a thread.
+    #[error("the bench's lines: {0}")]
+    Lines(#[from] io::Error),
+    /// A line that makes no sense.
+    #[error("the bench's lines: {0}")]
+    Json(#[from] serde_json::Error),
+    /// The CPU.
+    #[error(transparent)]
+    Cpu(#[from] cpu::CpuError),
+}
+
+/// Serves until the end of input.
+///
+/// # Errors
+/// [`BackendError`].
+pub fn serve(options: &BackendOptions) -> Result<(), BackendError> {
+    let domains = Arc::new(DomainTable::new(1));
+    let bell = Arc::new(Doorbell::new()?);
+    let mut config = DpuConfig::new(options.state_dir.clone());
+    config.cpus = vec![options.engine_cpu];
+    let (dpu, ends) = Dpu::start(&config, domains.clone(), &bell)?;
+    for (socket, image) in [
+        (&options.socket_a, &options.image_a),
+        (&options.socket_b, &options.image_b),
+    ] {
+        dpu.add_blk(BlkConfig {
+            socket: socket.clone(),
+            image: image.clone(),
+            queue_count: 1,
+            writes: Writes::Refused,
+            look_up: match options.mode {
+                FaultMode::Park => LookUp::On,
+                FaultMode::Touch => LookUp::Off,
+            },
+            serial: "bench".into(),
+            // Through the page cache, where the image is.
+            direct_io: DirectIo::Off,
+            on_fault: OnFault::OutOfOrder,
+        })?;
+    }
+    cpu::set_affinity(&[options.tier_cpu])?;
+    let mut tier = Tier {
+        domains,
+        mode: options.mode,
+        hold: Duration::from_micros(options.hold_us),
+        waited_for: Arc::default(),
+        // Of the one engine; what follows is the queue of slips.
+        end: ends.into_iter().next(),
+        bell,
+        memory: None,
+    };
+    say(&"ready")?;
+    for line in io::stdin().lock().lines() {
+        match serde_json::from_str(&line?)? {
+            Order::Memory(name) => {
+                let taken = tier.take(name);
+                if let Err(reason) = &taken {
+                    eprintln!("bench head-of-line: {reason}");
+                }
+                say(&taken.is_ok())?;
+            }
+            Order::Pages(pages) => {
+                tier.set(pages);
+                say(&true)?;
+            }
+            Order::Word(Word::Report) => say(&TierReport {
+                waited_for: tier.waited_for.swap(0, Ordering::Relaxed),
+            })?,
+        }
+    }
+    dpu.shut_down();
+    Ok(())
+}
+
+fn say<T: Serialize>(answer: &T) -> Result<(), BackendError> {
+    let mut out = io::stdout().lock();
+    serde_json::to_writer(&mut out, answer)?;
+    writeln!(out)?;
+    out.flush()?;
+    Ok(())
+}
+
+/// Where A's absent pages are.
+struct Tier {
+    domains: Arc<DomainTable>,
+    mode: FaultMode,
+    hold: Duration,
+    waited_for: Arc<AtomicU64>,
+    end: Option<HostEnd>,
+    bell: Arc<Doorbell>,
+    memory: Option<Arc<DmaDomain>>,
+}
+
+impl Tier {
+    /// Takes charge of A's memory.
+    fn take(&mut self, name: MemoryName) -> Result<(), String> {
+        let key = FileKey {
+            dev: name.dev,
+            ino: name.ino,
+        };
+        let domain = self.domains.find(key);
+        let domain = domain.ok_or("no disk has that memory")?;
+        let (hold, waited_for) = (self.hold, self.waited_for.clone());
+        let serve: Box<dyn FnOnce() + Send> = match self.mode {
+            FaultMode::Park => {
+                let end = self.end.take().ok_or("the memory is known already")?;
+                let (domain, bell) = (domain.clone(), self.bell.clone());
+                Box::new(move || bring_parked(&end, &bell, &domain, (hold, &waited_for)))
+            }
+            FaultMode::Touch => {
+                let userfaultfd = watch(&domain)?;
+                Box::new(move || bring_touched(&userfaultfd, hold, &waited_for))
+            }
+        };
+        // It ends with the process.
+        let thread = std::thread::Builder::new().name("tier".into());
+        thread.spawn(serve).map_err(|error| error.to_string())?;
+        self.memory = Some(domain);
+        Ok(())
+    }
+
+    /// Says what the bitmap is to know of A's pages. What is in the file is the client's affair,
+    /// and that is all there is for an engine that does not look.
+    fn set(&self, pages: Pages) {
+        let Some(domain) = &self.memory else {
+            return;
+        };
+        let page_count = domain.len_bytes() / PAGE_BYTES;
+        let all = PageRange::new(PageNo(0), PageNo(page_count));
+        match (self.mode, pages) {
+            (FaultMode::Touch, _) => {}
+            (FaultMode::Park, Pages::Present) => domain.attributes().grant_all(),
+            (FaultMode::Park, Pages::Absent) => {
+                // Nothing is under way between two runs.
+                let busy = domain.attributes().unmap_ranges(&[all]);
+                debug_assert!(busy.is_empty());
+            }
+        }
+    }
+}
+
+fn bring_parked(
+    end: &HostEnd,
+    bell: &Doorbell,
+    domain: &DmaDomain,
+    (hold, waited_for): (Duration, &AtomicU64),
+) {
+    loop {
+        while let Some(request) = end.next() {
+            std::thread::sleep(hold);
+            domain.attributes().grant(request.pages, request.access);
+            waited_for.fetch_add(request.pages.len(), Ordering::Relaxed);
+            end.respond(PageResponse::to(&request, ResponseCode::Success));
+        }
+        bell.arm();
+        if !end.has_request()
+            && let Err(error) = poll(&mut [PollFd::new(bell, PollFlags::IN)], None)
+        {
+            eprintln!("bench head-of-line: waiting for page requests: {error}");
+            return;
+        }
+        if let Err(error) = bell.disarm() {
+            eprintln!("bench head-of-line: the doorbell: {error}");
+            return;
+        }
+    }
+}
+
+fn watch(domain: &DmaDomain) -> Result<Userfaultfd, String> {
+    let mapping = domain.mapping().ok_or("no disk maps that memory")?;
+    let userfaultfd = Userfaultfd::create_here().map_err(|error| error.to_string())?;
+    let api = userfaultfd.api(pagetide_sys::uffd::Features::WANTED);
+    api.map_err(|error| error.to_string())?;
+    let start = Hva(mapping.address() as u64);
+    let registered = userfaultfd.register(start, domain.len_bytes(), Watch::Missing);
+    registered.map_err(|error| error.to_string())?;
+    Ok(userfaultfd)
+}
+
+fn bring_touched(userfaultfd: &Userfaultfd, hold: Duration, waited_for: &AtomicU64) {
+    let mut faults = Vec::new();
+    loop {
+        let mut polled = [PollFd::from_borrowed_fd(userfaultfd.as_fd(), PollFlags::IN)];
+        if let Err(error) = poll(&mut polled, None) {
+            eprintln!("bench head-of-line: waiting for touched pages: {error}");
+            return;
+        }
+        if let Err(error) = userfaultfd.read_faults(&mut faults) {
+            eprintln!("bench head-of-line: reading touched pages: {error}");
+            return;
+        }
+        for fault in &faults {
+            std::thread::sleep(hold);
+            waited_for.fetch_add(1, Ordering::Relaxed);
+            let at = page_of(fault.address);
+            match userfaultfd.zeropage(at, PAGE_BYTES) {
+                Ok(FillOutcome::Filled { .. }) => {}
+                Ok(_) => {
+                    if let Err(error) = userfaultfd.wake(at, PAGE_BYTES) {
+                        eprintln!("bench head-of-line: waking the engine: {error}");
+                    }
+                }
+                Err(error) => eprintln!("bench head-of-line: bringing a page: {error}"),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_told_apart() {
+        let order = |line| serde_json::from_str::<Order>(line).unwrap();
+        let memory = order(r#"{"dev":1,"ino":2}"#);
+        assert!(matches!(
+            memory,
+            Order::Memory(MemoryName { dev: 1, ino: 2 })
+        ));
+        assert!(matches!(order("\"absent\""), Order::Pages(Pages::Absent)));
+        assert!(matches!(order("\"report\""), Order::Word(Word::Report)));
+        assert!(serde_json::from_str::<Order>("\"nonsense\"").is_err());
+    }
+}

@@ -1,0 +1,423 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `pagetide bench head-of-line`: what one tenant's page faults do to another's requests on the
+//! same engine thread.
+//!
+//! Tenants A and B have a disk each, both served by one engine thread. Pages of
+//! A come from a tier that takes 5 ms. B reads 4 KiB at a steady pace.
+//!
+//! ```text
+//!   CPU x   engine thread           of ours:     A's chain parks, B goes on
+//!                                   touching:    stands in A's page for 5 ms, B waits
+//!   CPU y   client of A and B, and the tier (asleep but for microseconds)
+//! ```
+//! - *ours* looks every page up before DMA and parks what is absent.
+//! - *touching* is the same engine without the look-up: it touches guest memory, as
+//!   vhost-user back ends do today; where a page is absent, a userfaultfd has it wait
+//!   for the tier as kernel swap would. All else is equal, so the difference is
+//!   the fault's alone.
+//!
+//! Each side runs with A's pages *absent* and, to compare with, the same load with
+//! A's pages *present*: a ratio is B's p99.9 of the one over that of the other,
+//! next to one another in time, in turn first and second. B's time is counted from when
+//! a request was due, not from when it could be sent (an open loop), so that waiting
+//! requests hide nobody's wait. The image is in the page cache: a disk's own
+//! tail would drown what is asked for here, in both alike.
+//!
+//! Engine, client and tier run in the real-time class where that is allowed, so
+//! that whatever else the machine does makes no tail in either.
+//!
+//! Faults come ten a second: more often than B's p99.9 can overlook if they hold
+//! the engine (they take 5% of its time), and seldom enough that the client's CPU, which
+//! here stands for those of both tenants and of the host, does not make a
+//! tail of its own by serving them (some 50 µs each, 0.05%).
+
+pub mod backend;
+pub mod frontend;
+
+use super::{
+    BenchError, BenchReport,
+    blk::process::{Part, PartError, Placement},
+};
+use backend::{FaultMode, TierReport};
+use frontend::{Pages, Run, RunResult};
+use serde_json::{Value, json};
+use std::{
+    io::Write as _,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+const NAME: &str = "head-of-line";
+/// Bytes of each image: fits into any page cache.
+const IMAGE_BYTES: u64 = 64 << 20;
+/// Priority within the real-time class: above none but the idle threads of it.
+const PRIORITY: &str = "10";
+/// How long a back end may take to listen.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Whether the parts go before all else on the machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Class {
+    /// `SCHED_FIFO`; they sleep most of the time, so the machine goes on.
+    RealTime,
+    Ordinary,
+}
+
+impl Class {
+    /// The best that is to be had.
+    fn choose() -> Self {
+        let tried = Command::new("chrt").args(["-f", PRIORITY, "true"]).output();
+        if tried.is_ok_and(|output| output.status.success()) {
+            Self::RealTime
+        } else {
+            Self::Ordinary
+        }
+    }
+
+    /// Starts ourselves with a hidden command.
+    fn start(self, arguments: &[&str], cpu: usize) -> Result<Part, PartError> {
+        match self {
+            Self::Ordinary => Part::ourselves(arguments, cpu),
+            Self::RealTime => {
+                let program = std::env::current_exe().map_err(|source| PartError::Start {
+                    program: "pagetide".into(),
+                    source,
+                })?;
+                let program = program.to_string_lossy();
+                let all = [&["-f", PRIORITY, &*program], arguments].concat();
+                Part::start("chrt", &all, cpu)
+            }
+        }
+    }
+}
+
+fn failed(reason: impl std::fmt::Display) -> BenchError {
+    BenchError::Failed {
+        name: NAME,
+        reason: reason.to_string(),
+    }
+}
+
+/// How much to measure.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadOfLineOptions {
+    /// Pairs of runs (present, absent) of each side.
+    pub pairs: usize,
+    /// Length of a run.
+    pub time: Duration,
+    /// B's requests a second.
+    pub requests_per_s: u32,
+    /// A's requests a second, each to a page that is absent, if they are to be.
+    pub faults_per_s: u32,
+    /// How long a page takes.
+    pub hold: Duration,
+}
+
+impl Default for HeadOfLineOptions {
+    fn default() -> Self {
+        Self {
+            pairs: 5,
+            time: Duration::from_secs(4),
+            requests_per_s: 4000,
+            faults_per_s: 10,
+            hold: Duration::from_millis(5),
+        }
+    }
+}
+
+/// What one side did in its pairs.
+#[derive(Debug, Default)]
+struct Cell {
+    present: Vec<RunResult>,
+    absent: Vec<RunResult>,
+    tier: Vec<TierReport>,
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
+    let dir = tempfile::Builder::new()
+        .prefix("pagetide-bench-hol-")
+        .tempdir()
+        .map_err(failed)?;
+    let images = [make_image(dir.path(), "a")?, make_image(dir.path(), "b")?];
+    let placement = Placement::choose();
+    eprintln!(
+        "bench {NAME}: engine on CPU {}, clients on CPU {}",
+        placement.backend, placement.frontend
+    );
+    let class = Class::choose();
+    let start = |mode| {
+        Side::start(
+            dir.path(),
+            &images,
+            (mode, options.hold),
+            (placement, class),
+        )
+    };
+    let mut report = BenchReport::new(NAME);
+    let mut sides = vec![start(FaultMode::Park)?];
+    match start(FaultMode::Touch) {
+        Ok(side) => sides.push(side),
+        Err(error) => {
+            report
+                .peers
+                .insert("touching".into(), error.to_string().into());
+        }
+    }
+    let mut cells: Vec<Cell> = sides.iter().map(|_| Cell::default()).collect();
+    for side in &mut sides {
+        // Warms code, caches and the schedule up.
+        side.run(options, Pages::Present, Duration::from_millis(300))?;
+    }
+    for pair in 0..options.pairs {
+        for (side, cell) in sides.iter_mut().zip(&mut cells) {
+            let order = match pair % 2 {
+                0 => [Pages::Present, Pages::Absent],
+                _ => [Pages::Absent, Pages::Present],
+            };
+            for pages in order {
+                let (result, tier) = side.run(options, pages, options.time)?;
+                match pages {
+                    Pages::Present => cell.present.push(result),
+                    Pages::Absent => {
+                        cell.absent.push(result);
+                        cell.tier.push(tier);
+                    }
+                }
+            }
+        }
+        sides.rotate_left(1);
+        cells.rotate_left(1);
+    }
+    describe(&mut report, &sides, &cells);
+    let figures = &mut report.figures;
+    for (name, value) in [
+        ("engine_cpu", json!(placement.backend)),
+        ("clients_cpu", json!(placement.frontend)),
+        ("real_time", json!(class == Class::RealTime)),
+        ("pairs", json!(options.pairs)),
+        ("run_s", json!(options.time.as_secs_f64())),
+        ("b_requests_per_s", json!(options.requests_per_s)),
+        ("a_requests_per_s", json!(options.faults_per_s)),
+        ("page_ms", json!(options.hold.as_secs_f64() * 1e3)),
+    ] {
+        figures.insert(name.into(), value);
+    }
+    Ok(report)
+}
+
+fn make_image(dir: &Path, name: &str) -> Result<PathBuf, BenchError> {
+    let path = dir.join(format!("image-{name}"));
+    let mut file = std::fs::File::create(&path).map_err(failed)?;
+    let block = vec![0x5a_u8; 1 << 20];
+    for _ in 0..IMAGE_BYTES >> 20 {
+        file.write_all(&block).map_err(failed)?;
+    }
+    // Nothing is to be written back while it is measured.
+    file.sync_all().map_err(failed)?;
+    Ok(path)
+}
+
+/// A back end and the client that drives its two disks.
+struct Side {
+    mode: FaultMode,
+    backend: Part,
+    client: Part,
+}
+
+impl Side {
+    fn start(
+        dir: &Path,
+        images: &[PathBuf; 2],
+        (mode, hold): (FaultMode, Duration),
+        (at, class): (Placement, Class),
+    ) -> Result<Self, BenchError> {
+        let state_dir = dir.join(mode.name());
+        std::fs::create_dir(&state_dir).map_err(failed)?;
+        let socket = |tenant: &str| dir.join(format!("{}-{tenant}.sock", mode.name()));
+        let (a, b) = (socket("a"), socket("b"));
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        let arguments = [
+            "bench-part".to_owned(),
+            "head-of-line-backend".to_owned(),
+            format!("--state-dir={}", text(&state_dir)),
+            format!("--socket-a={}", text(&a)),
+            format!("--socket-b={}", text(&b)),
+            format!("--image-a={}", text(&images[0])),
+            format!("--image-b={}", text(&images[1])),
+            format!("--engine-cpu={}", at.backend),
+            format!("--tier-cpu={}", at.frontend),
+            format!("--hold-us={}", hold.as_micros()),
+            format!("--mode={}", mode.name()),
+        ];
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let mut backend = class.start(&arguments, at.frontend).map_err(failed)?;
+        backend.read_line().map_err(failed)?;
+        let (a, b) = (text(&a), text(&b));
+        let arguments = [
+            "bench-part",
+            "head-of-line-frontend",
+            "--socket-a",
+            &a,
+            "--socket-b",
+            &b,
+        ];
+        let client = wait_listening(&[&a, &b])
+            .and_then(|()| class.start(&arguments, at.frontend))
+            .map_err(failed)?;
+        let mut side = Self {
+            mode,
+            backend,
+            client,
+        };
+        let named = side.client.read_line().map_err(failed)?;
+        // The client names the memory that A's pages are in.
+        let ready: bool = side.backend.ask(named.trim()).map_err(failed)?;
+        if ready {
+            Ok(side)
+        } else {
+            Err(failed(
+                "A's memory cannot be made absent; see the message above",
+            ))
+        }
+    }
+
+    fn run(
+        &mut self,
+        options: &HeadOfLineOptions,
+        pages: Pages,
+        time: Duration,
+    ) -> Result<(RunResult, TierReport), BenchError> {
+        let run = Run {
+            pages,
+            time,
+            requests_per_s: options.requests_per_s,
+            faults_per_s: options.faults_per_s,
+        };
+        let line = serde_json::to_string(&run).map_err(failed)?;
+        // The client empties or fills its pages, then the back end forgets or knows them.
+        let prepared: bool = self.client.ask(&line).map_err(failed)?;
+        let word = serde_json::to_string(&pages).map_err(failed)?;
+        let told: bool = self.backend.ask(&word).map_err(failed)?;
+        debug_assert!(prepared && told);
+        let result: RunResult = self.client.ask("\"go\"").map_err(failed)?;
+        let tier: TierReport = self.backend.ask("\"report\"").map_err(failed)?;
+        if result.errors > 0 {
+            return Err(failed(format!("{} requests failed", result.errors)));
+        }
+        eprintln!(
+            "bench {NAME}: {} {}: B p99.9 {:.0} us, A {:.0} us, {} pages waited for",
+            self.mode.name(),
+            pages.name(),
+            result.b.p999_us,
+            result.a.p50_us,
+            tier.waited_for
+        );
+        Ok((result, tier))
+    }
+}
+
+fn wait_listening(sockets: &[&str]) -> Result<(), PartError> {
+    let began = Instant::now();
+    while !sockets.iter().all(|socket| Path::new(socket).exists()) {
+        if began.elapsed() > START_TIMEOUT {
+            return Err(PartError::NotListening {
+                program: "the back end".into(),
+                socket: sockets[0].into(),
+            });
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+/// The middle of some figures.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_unstable_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(0.0)
+}
+
+fn middle(runs: &[RunResult], of: impl Fn(&RunResult) -> f64) -> f64 {
+    median(runs.iter().map(of).collect())
+}
+
+/// Median over the pairs of B's p99.9 with A's faults over that without.
+fn ratio(cell: &Cell) -> f64 {
+    let pairs = cell.absent.iter().zip(&cell.present);
+    median(pairs.map(|(a, p)| a.b.p999_us / p.b.p999_us).collect())
+}
+
+fn tenant_b(runs: &[RunResult]) -> Value {
+    json!({
+        "p50": middle(runs, |r| r.b.p50_us),
+        "p99": middle(runs, |r| r.b.p99_us),
+        "p999": middle(runs, |r| r.b.p999_us),
+        "max": middle(runs, |r| r.b.max_us),
+    })
+}
+
+fn describe(report: &mut BenchReport, sides: &[Side], cells: &[Cell]) {
+    for (side, cell) in sides.iter().zip(cells) {
+        let (figures, prefix, name) = match side.mode {
+            FaultMode::Park => (&mut report.figures, "", "ours_p999_over_quiet"),
+            FaultMode::Touch => (&mut report.peers, "touching_", "touching_p999_over_quiet"),
+        };
+        let mut put = |name: &str, value: Value| {
+            figures.insert(format!("{prefix}{name}"), value);
+        };
+        put("b_quiet_us", tenant_b(&cell.present));
+        put("b_with_faults_us", tenant_b(&cell.absent));
+        put(
+            "a_quiet_p50_us",
+            middle(&cell.present, |r| r.a.p50_us).into(),
+        );
+        put(
+            "a_faulting_p50_us",
+            middle(&cell.absent, |r| r.a.p50_us).into(),
+        );
+        let waited: u64 = cell.tier.iter().map(|tier| tier.waited_for).sum();
+        put("pages_waited_for", waited.into());
+        report.ratios.insert(name.into(), ratio(cell).into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use frontend::Latency;
+
+    fn result(p999_us: f64) -> RunResult {
+        let latency = |p999_us| Latency {
+            count: 1000,
+            p50_us: 10.0,
+            p99_us: 20.0,
+            p999_us,
+            max_us: 2.0 * p999_us,
+        };
+        RunResult {
+            a: latency(5000.0),
+            b: latency(p999_us),
+            errors: 0,
+        }
+    }
+
+    #[test]
+    fn ratio_is_the_median_of_pairs_and_not_the_pair_of_medians() {
+        let cell = Cell {
+            present: [10.0, 100.0, 1000.0].map(result).to_vec(),
+            absent: [20.0, 100.0, 3000.0].map(result).to_vec(),
+            tier: Vec::new(),
+        };
+        assert!((ratio(&cell) - 2.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn median_of_few_is_one_of_them() {
+        assert!((median(vec![3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
+        assert!(median(Vec::new()).abs() < 1e-9);
+    }
+}
