@@ -115,11 +115,11 @@ impl Plan {
         self.add_guest(head);
         if let Some(whole) = whole {
             let mut page = whole.pages().start;
-            for absent in absent_runs(memory, whole, Access::Write) {
-                self.add_guest(part(whole, page, absent.pages.start));
-                page = absent.pages.start;
-                while page < absent.pages.end {
-                    let end = absent.pages.end.min(PageNo(page.0 + OVERWRITE_PAGES_MAX));
+            for absent in absent_in(memory, whole) {
+                self.add_guest(part(whole, page, absent.start));
+                page = absent.start;
+                while page < absent.end {
+                    let end = absent.end.min(PageNo(page.0 + OVERWRITE_PAGES_MAX));
                     let Some(run) = part(whole, page, end) else {
                         return false;
                     };
@@ -178,6 +178,22 @@ fn cut(span: Span) -> [Option<Span>; 3] {
             ..span
         })
     })
+}
+
+/// The runs of absent pages in `whole`, and these alone: a present page that landed would have to be
+/// copied.
+fn absent_in(memory: &DeviceMemory, whole: Span) -> Vec<PageRange> {
+    let domain = memory.port(whole).domain();
+    let bitmap = domain.attributes().bitmap();
+    let is_absent = |page: &PageNo| !bitmap.allows(page.single(), Access::Write);
+    let mut runs: Vec<PageRange> = Vec::new();
+    for page in whole.pages().iter().filter(is_absent) {
+        match runs.last_mut() {
+            Some(run) if run.end == page => run.end = PageNo(page.0 + 1),
+            _ => runs.push(page.single()),
+        }
+    }
+    runs
 }
 
 /// The pages from `from` to before `to` of `whole`, if there are any.
