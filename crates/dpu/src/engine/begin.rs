@@ -30,7 +30,8 @@ impl Io {
         ready: Ready,
     ) -> io::Result<()> {
         let mut ready = ready;
-        if let Some(Landing { plan, offset }) = ready.landing.take() {
+        if let Some(landing) = ready.landing.take() {
+            let Landing { plan, offset } = *landing;
             let task = Task {
                 kind: Kind::Read,
                 operation: Operation::Read,

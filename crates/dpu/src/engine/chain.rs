@@ -176,7 +176,7 @@ pub(crate) struct Ready {
     pub sample: Sample,
     pub course: Course,
     /// It is a read, and part of it is to land.
-    pub landing: Option<Landing>,
+    pub landing: Option<Box<Landing>>,
 }
 
 impl Io {
@@ -536,10 +536,6 @@ impl Scratch {
     }
 }
 
-#[expect(
-    clippy::large_enum_variant,
-    reason = "one a request, handed on at once: a box would cost more than the copy"
-)]
 enum Prepared {
     Ready(Ready),
     Absent(Vec<Wanted>),

@@ -84,7 +84,7 @@ pub(crate) enum MayLand {
     /// Once these pages are there, which are wanted with what they hold.
     Later(Vec<Wanted>),
     /// Now; all that the device writes itself is leased.
-    Now(LeaseSet, Landing),
+    Now(LeaseSet, Box<Landing>),
 }
 
 /// A part that was not installed: its page, and the slot with what is to be there.
@@ -375,7 +375,7 @@ impl Io {
             let (readable, writable) = (bytes(&buffers.readable), bytes(&buffers.writable));
             let work = decide(device.shared.limits(), header, readable, writable);
             if let Work::Read { offset } = work {
-                return MayLand::Now(leases, Landing { plan, offset });
+                return MayLand::Now(leases, Box::new(Landing { plan, offset }));
             }
         }
         leases.release(memory);
