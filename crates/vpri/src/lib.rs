@@ -7,6 +7,8 @@
 
 pub mod bitmap;
 #[cfg(not(loom))]
+pub mod check;
+#[cfg(not(loom))]
 pub mod delay;
 #[cfg(not(loom))]
 pub mod domain;

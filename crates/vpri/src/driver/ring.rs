@@ -155,6 +155,12 @@ impl Ring {
         self.out
     }
 
+    /// True if the device has the chain that begins with descriptor `head`.
+    pub(crate) fn is_out(&self, head: u16) -> bool {
+        let room = self.rooms.get(usize::from(head));
+        room.is_some_and(Option::is_some)
+    }
+
     /// Where it lies.
     #[cfg(test)]
     pub(crate) fn place(&self) -> RingPlace {

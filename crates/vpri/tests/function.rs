@@ -1,0 +1,391 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The driver and the function, which are two processes elsewhere, over their socket.
+
+use pagetide_addr::{
+    Access, DeviceId, DomainId, FileKey, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse,
+    PageSet, QueueId, RequestId, ResponseCode, SectionNo,
+};
+use pagetide_sys::memory_file::GuestFile;
+use pagetide_vpri::{
+    Attribute, DeviceEnd, DmaDomain, DomainTable, Doorbell, Driver, EnginePort, FaultSource,
+    IoSpace, IoSpaces, LookUp,
+    check::{self, CheckOptions, Verdict},
+    fault_queue,
+    function::{FunctionParts, FunctionServer, Phase},
+};
+use std::{
+    os::fd::AsFd,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+const PAGES: u64 = 1024;
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !condition() {
+        assert!(began.elapsed() < PATIENCE, "waited in vain: {what}");
+        std::thread::yield_now();
+    }
+}
+
+/// A DPU without disks: a function, and an engine that the test is.
+struct Dpu {
+    server: FunctionServer,
+    table: Arc<DomainTable>,
+    engine: DeviceEnd,
+}
+
+impl Dpu {
+    fn start(dir: &Path) -> Self {
+        let bell = || Arc::new(Doorbell::new().unwrap());
+        let host_bell = bell();
+        let (engine, host) = fault_queue(64, bell(), Arc::clone(&host_bell));
+        let table = Arc::new(DomainTable::new(1));
+        let server = FunctionServer::start(FunctionParts {
+            socket: dir.join("vpri.sock"),
+            domains: Arc::clone(&table),
+            hosts: vec![host],
+            engine_count: 1,
+            bell: host_bell,
+        });
+        Self {
+            server: server.unwrap(),
+            table,
+            engine,
+        }
+    }
+
+    /// The domain of `file`, as a disk's front end brings it.
+    fn bring(&self, file: &GuestFile) -> Arc<DmaDomain> {
+        let key = file.key().unwrap();
+        self.table
+            .open(file.as_fd(), key, PAGES * PAGE_BYTES)
+            .unwrap()
+    }
+
+    fn ask(&self, id: u64, domain: DomainId, pages: PageRange) {
+        let from = (DeviceId(3), QueueId(1));
+        let request = PageRequest::demand(RequestId(id), from, domain, pages, Access::Write);
+        self.engine.submit(request).unwrap();
+        self.engine.kick();
+    }
+
+    fn answer(&self) -> PageResponse {
+        let mut response = None;
+        eventually("a page response", || {
+            response = self.engine.next();
+            response.is_some()
+        });
+        response.unwrap()
+    }
+}
+
+struct Host {
+    driver: Arc<Driver>,
+    source: Arc<dyn FaultSource>,
+}
+
+impl Host {
+    fn start(dir: &Path) -> Self {
+        let bell = Arc::new(Doorbell::new().unwrap());
+        let driver = Driver::start(&dir.join("vpri.sock"), bell).unwrap();
+        let source = driver.source();
+        Self { driver, source }
+    }
+
+    fn take(&self, file: &GuestFile) -> Arc<dyn IoSpace> {
+        let key = file.key().unwrap();
+        let space = self.driver.open(file.as_fd(), key, PAGES * PAGE_BYTES);
+        let space = space.unwrap();
+        space.attach().unwrap();
+        space.unmap_all();
+        space
+    }
+
+    fn next(&self) -> PageRequest {
+        let mut request = None;
+        eventually("a page request", || {
+            request = self.source.next();
+            request.is_some()
+        });
+        request.unwrap()
+    }
+
+    fn grant(&self, space: &dyn IoSpace, request: &PageRequest) {
+        space.grant(request.pages, request.access);
+        let response = PageResponse::to(request, ResponseCode::Success);
+        self.source.respond(response);
+    }
+}
+
+fn memory() -> GuestFile {
+    GuestFile::new_memfd("function", PAGES * PAGE_BYTES).unwrap()
+}
+
+fn pages(start: u64, end: u64) -> PageRange {
+    PageRange::new(PageNo(start), PageNo(end))
+}
+
+fn attribute(domain: &DmaDomain, page: u64) -> Attribute {
+    domain.attributes().bitmap().attribute(PageNo(page))
+}
+
+#[test]
+fn our_function_passes_the_conformance_tester() {
+    let dir = tempfile::tempdir().unwrap();
+    let dpu = Dpu::start(dir.path());
+    let options = CheckOptions {
+        socket: dir.path().join("vpri.sock"),
+        disk: None,
+    };
+    let report = check::run(&options, &mut |_| ()).unwrap();
+    let wrong = |check: &&check::CheckOutcome| matches!(check.verdict, Verdict::Failed(_));
+    let wrong: Vec<_> = report.checks.iter().filter(wrong).collect();
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert_eq!(report.failed(), 0);
+    let passed = |check: &&check::CheckOutcome| check.verdict == Verdict::Passed;
+    assert!(report.checks.iter().filter(passed).count() >= 35);
+    drop(dpu);
+}
+
+#[test]
+fn tester_without_a_function_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = CheckOptions {
+        socket: dir.path().join("nobody"),
+        disk: None,
+    };
+    let error = check::run(&options, &mut |_| ()).unwrap_err();
+    assert!(error.to_string().contains("nobody listens"), "{error}");
+}
+
+#[test]
+fn page_request_goes_to_the_host_and_its_grant_and_answer_come_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let (dpu, host) = (Dpu::start(dir.path()), Host::start(dir.path()));
+    host.driver.wait_connected(PATIENCE).unwrap();
+    let file = memory();
+    let domain = dpu.bring(&file);
+    assert_eq!(attribute(&domain, 3), Attribute::Unmapped, "before READY");
+    let space = host.take(&file);
+    host.driver.all_known();
+    let other = dpu.bring(&memory());
+    assert_eq!(attribute(&other, 3), Attribute::ReadWrite, "nobody's");
+    dpu.ask(7, domain.id(), pages(3, 6));
+    let request = host.next();
+    assert_eq!((request.domain, request.pages), (space.id(), pages(3, 6)));
+    assert_eq!((request.device, request.queue), (DeviceId(3), QueueId(1)));
+    host.grant(&*space, &request);
+    let response = dpu.answer();
+    assert_eq!(response.id, RequestId(7));
+    assert_eq!(response.queue, QueueId(1));
+    // The grant went before the answer.
+    let port = EnginePort::new(Arc::clone(&domain), 0, LookUp::On).unwrap();
+    let lease = port.lease(pages(3, 6), Access::Write).unwrap();
+    let set = PageSet::of_range(SectionNo(0), pages(3, 4));
+    assert!(!space.unmap(SectionNo(0), &set), "DMA is under way");
+    assert!(space.is_any_leased());
+    port.release(lease);
+    assert!(space.unmap(SectionNo(0), &set));
+    assert!(!space.is_any_leased());
+    assert_eq!(attribute(&domain, 3), Attribute::Unmapped);
+    assert!(domain.attributes().wire(pages(5, 6)));
+    assert_eq!(space.standing_pages(), 1);
+    assert!(space.standing_in(SectionNo(0)).contains(PageNo(5)));
+    let set = PageSet::of_range(SectionNo(0), pages(5, 6));
+    assert!(!space.unmap(SectionNo(0), &set), "it is standing");
+    space.detach();
+    assert_eq!(attribute(&domain, 900), Attribute::ReadWrite);
+    assert_eq!(host.driver.counts().refused_events, 0);
+}
+
+#[test]
+fn request_that_was_open_when_the_driver_died_is_answered_by_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let dpu = Dpu::start(dir.path());
+    let file = memory();
+    let domain = dpu.bring(&file);
+    let first = Host::start(dir.path());
+    first.driver.wait_connected(PATIENCE).unwrap();
+    let space = first.take(&file);
+    first.driver.all_known();
+    space.grant(pages(0, 2), Access::Write);
+    dpu.ask(1, domain.id(), pages(9, 10));
+    let open = first.next();
+    assert!(!space.is_any_leased(), "the grant has arrived");
+    first.driver.stop();
+    eventually("the device notices", || dpu.server.phase() == Phase::Nobody);
+    assert_eq!(attribute(&domain, 1), Attribute::ReadWrite, "it is present");
+    assert_eq!(attribute(&domain, 9), Attribute::Unmapped);
+    first
+        .source
+        .respond(PageResponse::to(&open, ResponseCode::ResponseFailure));
+    let second = Host::start(dir.path());
+    second.driver.wait_connected(PATIENCE).unwrap();
+    let space = second.take(&file);
+    assert_eq!(attribute(&domain, 1), Attribute::Unmapped);
+    assert!(second.source.next().is_none(), "it is not ready yet");
+    second.driver.all_known();
+    let again = second.next();
+    assert_eq!(again.pages, pages(9, 10));
+    second.grant(&*space, &again);
+    assert_eq!(dpu.answer().code, ResponseCode::Success);
+    assert!(dpu.engine.next().is_none(), "one answer");
+}
+
+#[test]
+fn device_that_starts_anew_is_found_and_begins_with_everything_unmapped() {
+    let dir = tempfile::tempdir().unwrap();
+    let host = Host::start(dir.path());
+    let file = memory();
+    let space = host.take(&file);
+    host.driver.all_known();
+    let some = PageSet::of_range(SectionNo(1), pages(512, 520));
+    for round in 1..4 {
+        assert!(!space.unmap(SectionNo(1), &some), "there is no device");
+        assert!(host.driver.eviction_bar().is_some());
+        let dpu = Dpu::start(dir.path());
+        eventually("a session", || host.driver.counts().sessions == round);
+        eventually("it is in use", || host.driver.eviction_bar().is_none());
+        let domain = dpu.bring(&file);
+        assert_eq!(attribute(&domain, 0), Attribute::Unmapped);
+        dpu.ask(1, domain.id(), pages(512, 514));
+        let request = host.next();
+        host.grant(&*space, &request);
+        assert_eq!(dpu.answer().code, ResponseCode::Success);
+        assert!(space.unmap(SectionNo(1), &some));
+        drop(dpu);
+        eventually("it is missed", || !host.driver.is_connected());
+    }
+    assert_eq!(host.driver.counts().broken_off, 0);
+}
+
+/// What the host knows of a page.
+const AWAY: u64 = 0;
+const HERE: u64 = 1;
+
+/// The engine: DMA to whatever is mapped, and requests for the rest, until it is stopped.
+fn do_dma(
+    dpu: &Dpu,
+    domain: &Arc<DmaDomain>,
+    (state, leases, stop): (&[AtomicU64], &AtomicU64, &AtomicBool),
+) {
+    let port = EnginePort::new(Arc::clone(domain), 0, LookUp::On).unwrap();
+    let (mut random, mut id) = (1_u64, 0);
+    while !stop.load(Ordering::SeqCst) {
+        random = random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        let page = PageNo((random >> 33) % PAGES);
+        while dpu.engine.next().is_some() {}
+        let Some(lease) = port.lease(page.single(), Access::Write) else {
+            id += 1;
+            if dpu.engine.outstanding() < 8 {
+                dpu.ask(id, domain.id(), page.single());
+            }
+            std::thread::yield_now();
+            continue;
+        };
+        leases.fetch_add(1, Ordering::Relaxed);
+        let is_here = state[page.index()].load(Ordering::SeqCst) == HERE;
+        assert!(is_here, "DMA to {page:?}, which was taken away");
+        port.release(lease);
+    }
+}
+
+#[test]
+fn no_grant_outlives_an_unmap_under_load() {
+    const SECTIONS: u64 = PAGES / 512;
+    const ROUNDS: u64 = 400;
+    let dir = tempfile::tempdir().unwrap();
+    let (dpu, host) = (Dpu::start(dir.path()), Host::start(dir.path()));
+    host.driver.wait_connected(PATIENCE).unwrap();
+    let file = memory();
+    let domain = dpu.bring(&file);
+    let space = host.take(&file);
+    host.driver.all_known();
+    let state: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(AWAY)).collect();
+    let (stop, leases) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let engine = scope.spawn(|| do_dma(&dpu, &domain, (&state, &leases, &stop)));
+        // Each section has its lock's holder: grants and unmaps take turns, as under that lock.
+        let holders: Vec<_> = (0..SECTIONS)
+            .map(|section| {
+                let (space, state, leases) = (&space, &state, &leases);
+                scope.spawn(move || {
+                    let first = section * 512;
+                    for round in 0..ROUNDS {
+                        let range = pages(first + round % 400, first + round % 400 + 100);
+                        let set = PageSet::of_range(SectionNo(section), range);
+                        let mark = |what| {
+                            let all = range.iter();
+                            all.for_each(|page| state[page.index()].store(what, Ordering::SeqCst));
+                        };
+                        mark(HERE);
+                        let before = leases.load(Ordering::Relaxed);
+                        space.grant(range, Access::Write);
+                        // Time for some DMA; the first time as long as it takes.
+                        let mut looks = 0;
+                        eventually("DMA", || {
+                            looks += 1;
+                            leases.load(Ordering::Relaxed) > before || (round > 0 && looks > 50)
+                        });
+                        while !space.unmap(SectionNo(section), &set) {
+                            std::hint::spin_loop();
+                        }
+                        mark(AWAY);
+                    }
+                })
+            })
+            .collect();
+        // Requests are answered meanwhile, without a grant: the engine asks again.
+        while !holders
+            .iter()
+            .all(std::thread::ScopedJoinHandle::is_finished)
+        {
+            if let Some(request) = host.source.next() {
+                let response = PageResponse::to(&request, ResponseCode::Success);
+                host.source.respond(response);
+            }
+        }
+        for holder in holders {
+            holder.join().unwrap();
+        }
+        // At the end nothing is left mapped.
+        for page in 0..PAGES {
+            assert_eq!(attribute(&domain, page), Attribute::Unmapped);
+        }
+        stop.store(true, Ordering::SeqCst);
+        engine.join().unwrap();
+    });
+    assert!(leases.load(Ordering::Relaxed) > 0, "no DMA in the test");
+    let counts = host.driver.counts();
+    assert_eq!((counts.broken_off, counts.refused_events), (0, 0));
+}
+
+#[test]
+fn barred_memory_is_reached_by_no_device_and_given_to_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let (dpu, host) = (Dpu::start(dir.path()), Host::start(dir.path()));
+    host.driver.wait_connected(PATIENCE).unwrap();
+    let file = memory();
+    let domain = dpu.bring(&file);
+    host.driver.bar(file.key().unwrap());
+    host.driver.all_known();
+    assert_eq!(attribute(&domain, 1), Attribute::Unmapped);
+    dpu.ask(1, domain.id(), pages(1, 2));
+    let opened = host
+        .driver
+        .open(file.as_fd(), file.key().unwrap(), PAGES * PAGE_BYTES);
+    assert!(opened.is_err());
+    let other = FileKey { dev: 1, ino: 2 };
+    assert!(host.driver.open(file.as_fd(), other, PAGE_BYTES).is_ok());
+    assert!(host.source.next().is_none());
+    assert!(dpu.engine.next().is_none(), "it stays unanswered");
+}
