@@ -11,6 +11,7 @@ use crate::settings::{GivenDpuSettings, GivenSettings};
 use crate::sim::args::SimCommand;
 use crate::size::ByteSize;
 use crate::trace::args::TraceCommand;
+use crate::vpri::VpriCommand;
 
 /// Memory for running virtual machines whose devices live in user space.
 ///
@@ -48,6 +49,9 @@ pub enum Command {
     /// Make, build, convert and look at traces of I/O address translation
     #[command(subcommand)]
     Trace(TraceCommand),
+    /// Try implementations of the VPRI function
+    #[command(subcommand)]
+    Vpri(VpriCommand),
     /// Print the OpenAPI document of the HTTP API
     Openapi,
     /// A process that a bench starts for itself

@@ -25,6 +25,7 @@ use crate::sim;
 use crate::slo::SloList;
 use crate::text::Text;
 use crate::trace;
+use crate::vpri;
 
 /// Does what the command line says.
 pub fn execute(cli: Cli) -> Result<(), CommandError> {
@@ -41,6 +42,7 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
         Command::Bench(args) => run_bench(&args),
         Command::Sim(command) => sim::execute(command),
         Command::Trace(command) => trace::execute(command),
+        Command::Vpri(command) => vpri::execute(command),
         Command::Openapi => print(&api::openapi()),
         Command::BenchPart(part) => bench_part(part),
     }

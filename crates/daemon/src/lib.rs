@@ -7,8 +7,8 @@
 //! it stand [`api`], [`metrics`] and the clients in [`command`]; on the other
 //! [`host`], which puts VMs and tiers together, and [`dpu`], which holds the devices.
 //!
-//! *Invariant:* nothing but `host`, `dpu`, `bench`, `estimate`, `sim` and `trace` knows
-//! another crate of the workspace.
+//! *Invariant:* nothing but `host`, `dpu`, `bench`, `estimate`, `sim`, `trace` and
+//! `vpri` knows another crate of the workspace.
 
 pub mod api;
 pub mod bench;
@@ -34,3 +34,4 @@ pub mod slo;
 pub mod state_dir;
 pub mod text;
 pub mod trace;
+pub mod vpri;
