@@ -141,7 +141,7 @@ mod tests {
             generation: 5,
         };
         let report = CheckReport::from(check::CheckReport {
-            socket: "/tmp/vpri".into(),
+            socket: "vpri.sock".into(),
             config,
             features: 1,
             checks: vec![

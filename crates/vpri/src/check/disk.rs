@@ -2,7 +2,7 @@
 //! A vhost-user-blk device of the DPU under test, made to do DMA into memory of the tester's own.
 //!
 //! ```text
-//!   page 0 …   ring (standing)    64 header    65 status    512 … data
+//!   page 0 …   ring (standing)    64 header    65 status    512 … content
 //! ```
 //! Everything that a request touches lies in pages of its own, so each shows
 //! whether it was asked for.
@@ -39,8 +39,8 @@ pub(super) const PAGES: u64 = 4 * SECTION_PAGES;
 pub(super) const HEADER: PageNo = PageNo(64);
 /// Page of its status.
 const STATUS: PageNo = PageNo(65);
-/// First page of data.
-pub(super) const DATA: PageNo = PageNo(SECTION_PAGES);
+/// First page of the content.
+pub(super) const CONTENT: PageNo = PageNo(SECTION_PAGES);
 /// A status that no device writes.
 const BLANK: u8 = 0xff;
 /// A read, as the header says it.
@@ -135,7 +135,7 @@ impl Disk {
         key.map_err(|error| Ended::Failed(error.to_string()))
     }
 
-    /// Has the device read the disk's first `pages` pages into the same number of data pages.
+    /// Has the device read the disk's first `pages` pages into the same number of content pages.
     pub(super) fn read(&mut self, pages: u64) -> Result<(), Ended> {
         let header = [READ.to_le_bytes(), [0; 4], [0; 4], [0; 4]].concat();
         self.put(HEADER, &header)?;
@@ -143,7 +143,7 @@ impl Disk {
         let len = u32::try_from(pages * PAGE_BYTES).unwrap_or(u32::MAX);
         let parts = [
             (HEADER, 16, NEXT, 1),
-            (DATA, len, NEXT | WRITE, 2),
+            (CONTENT, len, NEXT | WRITE, 2),
             (STATUS, 1, WRITE, 0),
         ];
         for (index, (page, len, flags, next)) in (0..).zip(parts) {

@@ -3,7 +3,7 @@
 
 use super::{
     Check, Checked, Ended, Tester,
-    disk::{DATA, Disk, HEADER, PAGES},
+    disk::{CONTENT, Disk, HEADER, PAGES},
     ensure, expect,
     probe::PATIENCE,
 };
@@ -16,8 +16,8 @@ use std::time::Instant;
 /// Pages of each read.
 const READ_PAGES: u64 = 4;
 const READ: PageRange = PageRange {
-    start: DATA,
-    end: PageNo(DATA.0 + READ_PAGES),
+    start: CONTENT,
+    end: PageNo(CONTENT.0 + READ_PAGES),
 };
 /// Status of a block request that went well, and of one that failed.
 const FINE: u8 = 0;
@@ -186,8 +186,8 @@ impl Rig {
         }
     }
 
-    /// The first request that a new read leads to for data; what comes before is granted.
-    fn data_request(&self, tester: &mut Tester) -> Result<PageRequest, Ended> {
+    /// The first request that a new read leads to for its content; what comes before is granted.
+    fn content_request(&self, tester: &mut Tester) -> Result<PageRequest, Ended> {
         loop {
             let request = tester.probe()?.wait_request()?;
             self.look_at(&request)?;
@@ -242,7 +242,7 @@ fn no_space(tester: &mut Tester) -> Checked {
 fn fault(tester: &mut Tester) -> Checked {
     let mut rig = Rig::new(tester)?;
     rig.disk.read(READ_PAGES)?;
-    let request = rig.data_request(tester)?;
+    let request = rig.content_request(tester)?;
     ensure(
         || request.access == Access::Write,
         || "it asks to read pages that it is to write".to_owned(),
@@ -288,7 +288,7 @@ fn unmapped_again(tester: &mut Tester) -> Checked {
     let mut rig = Rig::new(tester)?;
     rig.disk.read(READ_PAGES)?;
     rig.finish(tester)?;
-    let page = PageNo(DATA.0 + 1).single();
+    let page = PageNo(CONTENT.0 + 1).single();
     rig.unmap(tester, page)?;
     rig.disk.read(READ_PAGES)?;
     let (status, asked) = rig.serve(tester)?;
@@ -369,7 +369,7 @@ fn refused(tester: &mut Tester) -> Checked {
     let mut rig = Rig::new(tester)?;
     for code in [ResponseCode::InvalidRequest, ResponseCode::ResponseFailure] {
         rig.disk.read(READ_PAGES)?;
-        let request = rig.data_request(tester)?;
+        let request = rig.content_request(tester)?;
         answer(tester, &request, code)?;
         // Its status must be written all the same.
         let (status, _) = rig.serve(tester)?;
@@ -386,7 +386,7 @@ fn refused(tester: &mut Tester) -> Checked {
 fn answered_twice(tester: &mut Tester) -> Checked {
     let mut rig = Rig::new(tester)?;
     rig.disk.read(READ_PAGES)?;
-    let request = rig.data_request(tester)?;
+    let request = rig.content_request(tester)?;
     rig.grant(tester, &request)?;
     let again = respond(&request, ResponseCode::Success);
     tester.must(&again, Code::Invalid)?;
@@ -416,14 +416,14 @@ fn no_buffer(tester: &mut Tester) -> Checked {
 fn driver_returns(tester: &mut Tester) -> Checked {
     let mut rig = Rig::new(tester)?;
     rig.disk.read(READ_PAGES)?;
-    let request = rig.data_request(tester)?;
+    let request = rig.content_request(tester)?;
     tester.reconnect()?;
     tester.must(&Event::Begin, Code::Ok)?;
     tester.probe()?.give_buffers(0, 64)?;
     rig.space = tester.create_named(rig.disk.name()?, PAGES)?;
     asks_for_nothing(tester)?;
     tester.ready()?;
-    let again = rig.data_request(tester)?;
+    let again = rig.content_request(tester)?;
     ensure(
         || again.id == request.id && again.pages == request.pages,
         || format!("{:?} was asked for, then {:?}", request.id, again.id),

@@ -20,7 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{
     os::{fd::AsFd, unix::net::UnixStream},
     sync::{Arc, atomic::Ordering},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// First wait before another try to connect; then ever longer.
@@ -37,9 +37,14 @@ pub(super) fn run(shared: &Arc<Shared>) {
         number = number.wrapping_add(1).max(1);
         match connect(shared, number).and_then(|session| set_up(shared, session)) {
             Ok(session) => {
-                (wait, told) = (RETRY_MIN, String::new());
+                told.clear();
+                let began = Instant::now();
                 let why = watch(shared, &session);
                 take_out(shared, &session, &why);
+                // One that comes and goes is not tried ever faster.
+                if began.elapsed() > RETRY_MAX {
+                    wait = RETRY_MIN;
+                }
             }
             Err(error) => {
                 let why = error.to_string();

@@ -312,8 +312,12 @@ impl Shared {
         };
         let space = registry.attached.swap_remove(at);
         let told = space.destroy(farewell);
-        if !told && farewell == Farewell::Retire {
-            registry.retired.push((space.key(), space.page_count()));
+        if farewell == Farewell::Retire {
+            // Should the file come again, it is another space.
+            registry.known.remove(&space.key());
+            if !told {
+                registry.retired.push((space.key(), space.page_count()));
+            }
         }
     }
 }
