@@ -275,4 +275,29 @@ mod tests {
         store.free(content);
         assert_eq!(store.counts().stored_bytes.load(Relaxed), 0);
     }
+
+    #[test]
+    fn stored_page_tells_whether_it_is_compressed_or_verbatim() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let pool = Arc::new(Pool::create(&dir.path().join("b.pool"), 64, 3, b"").unwrap());
+        let store = PoolStore::new(pool);
+        let mut packer = Packer::default();
+        let mut noise = 1_u32;
+        let mut noisy = |_| {
+            noise = noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            noise.to_le_bytes()[3]
+        };
+        let text: [u8; 4096] = std::array::from_fn(|i| (i % 97).to_le_bytes()[0]);
+        for (page, tier) in [
+            (text, pagetide_addr::Tier::Compressed),
+            (
+                std::array::from_fn(&mut noisy),
+                pagetide_addr::Tier::Verbatim,
+            ),
+        ] {
+            let packed = packer.pack(store.seed(), PageNo(0), &page).unwrap();
+            let content = store.put(packed).unwrap();
+            assert_eq!(store.tier(content), tier);
+        }
+    }
 }

@@ -7,7 +7,9 @@ use crate::{
     Mode, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict, Restricted, State,
     StoreError, TableId, VolatileWords, WordArray, recovery,
 };
-use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va};
+use pagetide_addr::{
+    Access, DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Tier, Va,
+};
 use std::{
     collections::BTreeSet,
     sync::{Arc, Mutex},
@@ -231,6 +233,23 @@ fn fault(memory: &PagedMemory, pages: PageRange) -> FaultOutcome {
 
 fn state(memory: &PagedMemory, page: u64) -> State {
     memory.table().word(PageNo(page)).state()
+}
+
+#[test]
+fn slowest_page_of_a_range_tells_the_tier_it_would_come_from() {
+    let (fake, memory) = empty();
+    fake.with(|vm| vm.present.extend([0, 1]));
+    memory.allocate(region(0, 8)).unwrap();
+    let tier = |first, end| memory.tier_of(PageRange::new(PageNo(first), PageNo(end)));
+    assert_eq!(tier(0, 2), Tier::Present);
+    assert_eq!(tier(1, 3), Tier::Zero);
+    let place = Content::at(7).unwrap();
+    let stored = PageWord::new(State::Stored(place));
+    memory.table().set_initial(PageNo(5), stored);
+    // This store does not tell its tiers apart.
+    assert_eq!(tier(0, 8), Tier::Unknown);
+    assert_eq!(tier(6, 8), Tier::Zero);
+    assert_eq!(tier(CAPACITY - 1, CAPACITY + 1), Tier::Unknown);
 }
 
 #[test]
