@@ -1,17 +1,140 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `pagetide dpu`: the software DPU as a process of its own, beside `pagetide run`.
+//!
+//! ```text
+//!   VMM ──vhost-user-blk──► engines, devices ─┐
+//!                                PA-bitmaps    ├ this process
+//!   pagetide run ◄──VPRI──► FunctionServer ────┘
+//! ```
+//! It is a back end twice: of the disks, whose front end is the VMM, and of the
+//! VPRI function, whose driver is in the daemon. Order at the start: the rings
+//! of dead engines are waited for, then the function listens, then the disks. So
+//! a daemon that finds the function there may be sure that nothing of an earlier
+//! DPU process is still being written; and until it has said which memory it
+//! knows, no device touches any.
 
+use super::DeviceSet;
 use crate::{
-    control::{Control, ControlError},
+    control::{
+        AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport,
+        ReclaimReport, VmReport,
+    },
+    injection::{InjectionReport, InjectionRequest},
     settings::DpuSettings,
+    slo::SloList,
 };
-use std::sync::Arc;
+use pagetide_vpri::{
+    DomainTable, FaultAssist,
+    function::{FunctionParts, FunctionServer},
+};
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+/// A DPU process behind its API.
+struct DpuProcess {
+    devices: DeviceSet,
+    /// Until the end.
+    function: Mutex<Option<FunctionServer>>,
+    vpri: PathBuf,
+}
 
 /// Starts the DPU and takes up the devices of a predecessor.
 pub fn start_dpu(settings: &DpuSettings) -> Result<Arc<dyn Control>, ControlError> {
-    let socket = settings.vpri_path();
-    Err(ControlError::failed(format!(
-        "nothing listens at {} yet",
-        socket.display()
-    )))
+    let failed = |error: &dyn std::fmt::Display| ControlError::failed(error.to_string());
+    pagetide_sys::membarrier::register().map_err(|error| failed(&error))?;
+    let engines = settings.engines();
+    let engine_count = engines.count.get();
+    let domains = Arc::new(DomainTable::new(engine_count));
+    let (devices, hosts) = DeviceSet::start(&settings.state_dir, &engines, &domains)?;
+    let vpri = settings.vpri_path();
+    let parts = FunctionParts {
+        socket: vpri.clone(),
+        domains,
+        hosts: hosts.ends,
+        engine_count,
+        bell: hosts.bell,
+    };
+    let function =
+        FunctionServer::start(parts).map_err(|error| ControlError::refused(error.to_string()))?;
+    let assist: Arc<dyn FaultAssist> = function.assist();
+    devices.set_assist(&assist)?;
+    devices.restore()?;
+    Ok(Arc::new(DpuProcess {
+        devices,
+        function: Mutex::new(Some(function)),
+        vpri,
+    }))
+}
+
+impl DpuProcess {
+    fn no_vms_here<T>(&self) -> Result<T, ControlError> {
+        Err(ControlError::refused(format!(
+            "this is a DPU process; VMs are attached by the daemon that was started with --dpu {}",
+            self.vpri.display()
+        )))
+    }
+}
+
+impl Control for DpuProcess {
+    fn attach(&self, _request: AttachRequest) -> Result<VmReport, ControlError> {
+        self.no_vms_here()
+    }
+
+    fn vms(&self) -> Vec<VmReport> {
+        Vec::new()
+    }
+
+    fn vm(&self, _name: &str) -> Result<VmReport, ControlError> {
+        self.no_vms_here()
+    }
+
+    fn set_limit(&self, _name: &str, _limit_bytes: Option<u64>) -> Result<VmReport, ControlError> {
+        self.no_vms_here()
+    }
+
+    fn reclaim(&self, _name: &str, _bytes: Option<u64>) -> Result<ReclaimReport, ControlError> {
+        self.no_vms_here()
+    }
+
+    fn detach(&self, _name: &str) -> Result<DetachReport, ControlError> {
+        self.no_vms_here()
+    }
+
+    fn add_blk(&self, request: BlkRequest) -> Result<DeviceReport, ControlError> {
+        self.devices.add(request, &[])
+    }
+
+    fn devices(&self) -> Vec<DeviceReport> {
+        self.devices.reports(&[])
+    }
+
+    fn remove_device(&self, socket: &Path) -> Result<(), ControlError> {
+        self.devices.remove(socket)
+    }
+
+    fn slo(&self, device: Option<&str>) -> Result<SloList, ControlError> {
+        let devices = self.devices.slo(device)?;
+        Ok(SloList { devices })
+    }
+
+    fn inject(&self, request: InjectionRequest) -> Result<InjectionReport, ControlError> {
+        self.devices.inject(&request)
+    }
+
+    fn injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
+        self.devices.injection(device)
+    }
+
+    fn stop_injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
+        self.devices.stop_injection(device)
+    }
+
+    fn shut_down(&self) -> Result<(), ControlError> {
+        self.devices.shut_down();
+        let mut function = self.function.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(function.take());
+        Ok(())
+    }
 }

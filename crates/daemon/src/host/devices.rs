@@ -11,20 +11,25 @@
 use super::{core::lock, vm::failed};
 use crate::{
     control::{BlkRequest, ControlError, DeviceReport},
-    dpu::DeviceSet,
+    dpu::{DeviceSet, no_devices_here},
     injection::{InjectionReport, InjectionRequest},
-    settings::{IopfHandling, IopfPreempt, RunSettings},
+    settings::{DpuPlace, IopfHandling, IopfPreempt, RunSettings},
     slo::SloList,
 };
 use pagetide_addr::FileKey;
 use pagetide_vpri::{
-    DomainTable, FaultAssist, FaultService, Handling, IoSpaces, Preempt, ServiceConfig,
-    ServiceThread,
+    DomainTable, Doorbell, Driver, FaultAssist, FaultService, Handling, IoSpaces, Preempt,
+    ServiceConfig, ServiceThread,
 };
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex},
+    time::Duration,
 };
+
+/// How long a daemon that starts waits for the DPU process, so that VMs which it takes up again are
+/// not without their devices for longer than they must.
+const DPU_WAIT: Duration = Duration::from_secs(2);
 
 /// The devices of this host and the service of their page faults.
 pub(super) struct Devices {
@@ -36,11 +41,20 @@ pub(super) struct Devices {
 enum Place {
     /// In this process.
     Here(DeviceSet),
+    /// In the DPU process whose VPRI function listens there.
+    Elsewhere(Arc<Driver>, PathBuf),
 }
 
 impl Devices {
     /// Starts engines and service, or finds the DPU process.
     pub(super) fn start(settings: &RunSettings) -> Result<(Self, Arc<dyn IoSpaces>), ControlError> {
+        match &settings.dpu {
+            DpuPlace::InProcess => Self::here(settings),
+            DpuPlace::Socket(socket) => Self::elsewhere(settings, socket),
+        }
+    }
+
+    fn here(settings: &RunSettings) -> Result<(Self, Arc<dyn IoSpaces>), ControlError> {
         let engines = settings.engines();
         let domains = Arc::new(DomainTable::new(engines.count.get()));
         let (set, hosts) = DeviceSet::start(&settings.state_dir, &engines, &domains)?;
@@ -55,6 +69,25 @@ impl Devices {
         Ok((devices, domains))
     }
 
+    fn elsewhere(
+        settings: &RunSettings,
+        socket: &Path,
+    ) -> Result<(Self, Arc<dyn IoSpaces>), ControlError> {
+        let bell = Arc::new(Doorbell::new().map_err(failed)?);
+        let driver = Driver::start(socket, Arc::clone(&bell)).map_err(failed)?;
+        if let Err(error) = driver.wait_connected(DPU_WAIT) {
+            tracing::warn!(%error, "VMs are served, and evicted once the DPU is there");
+        }
+        let service = FaultService::with(service_config(settings), Vec::new(), bell);
+        service.add_source(driver.source());
+        let devices = Self {
+            place: Place::Elsewhere(Arc::clone(&driver), socket.to_owned()),
+            thread: Mutex::new(Some(service.start().map_err(failed)?)),
+            service,
+        };
+        Ok((devices, driver))
+    }
+
     pub(super) fn service(&self) -> &Arc<FaultService> {
         &self.service
     }
@@ -64,6 +97,10 @@ impl Devices {
     pub(super) fn restore(&self) -> Result<(), ControlError> {
         match &self.place {
             Place::Here(set) => set.restore(),
+            Place::Elsewhere(driver, _) => {
+                driver.all_known();
+                Ok(())
+            }
         }
     }
 
@@ -78,6 +115,7 @@ impl Devices {
     pub(super) fn reports(&self, vms: &[(FileKey, String)]) -> Vec<DeviceReport> {
         match &self.place {
             Place::Here(set) => set.reports(vms),
+            Place::Elsewhere(..) => Vec::new(),
         }
     }
 
@@ -109,16 +147,20 @@ impl Devices {
     fn set(&self) -> Result<&DeviceSet, ControlError> {
         match &self.place {
             Place::Here(set) => Ok(set),
+            Place::Elsewhere(_, socket) => Err(no_devices_here(socket)),
         }
     }
 
     /// Ends engines, then the service, in this order: every request gets its response.
     pub(super) fn shut_down(&self) {
-        match &self.place {
-            Place::Here(set) => set.shut_down(),
+        if let Place::Here(set) = &self.place {
+            set.shut_down();
         }
         if let Some(thread) = lock(&self.thread).take() {
             thread.stop();
+        }
+        if let Place::Elsewhere(driver, _) = &self.place {
+            driver.stop();
         }
     }
 }
