@@ -6,14 +6,16 @@
 //! [`TierReport`]. The end of input ends it.
 //!
 //! The tier is a thread that sleeps for as long as a page takes. It brings one
-//! page after the other, which is enough: the next fault comes long after.
+//! page after the other, which is enough: the next fault comes long after. It goes before
+//! the client on their CPU: that one polls for B's answers, which a touching engine cannot give
+//! before the tier has run.
 
 use super::frontend::Pages;
 use clap::ValueEnum;
 use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PageNo, PageRange, PageResponse, ResponseCode};
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, Writes};
 use pagetide_sys::{
-    cpu,
+    cpu::{self, Urgency},
     uffd::{FillOutcome, Userfaultfd, Watch, page_of},
 };
 use pagetide_vpri::{DmaDomain, DomainTable, Doorbell, HostEnd, LookUp};
@@ -29,6 +31,9 @@ use std::{
     },
     time::Duration,
 };
+
+/// Of the tier in the real-time class: above the client's.
+const PRIORITY: u8 = 20;
 
 /// What an engine does about an absent page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -239,7 +244,13 @@ impl Tier {
         };
         // It ends with the process.
         let thread = std::thread::Builder::new().name("tier".into());
-        thread.spawn(serve).map_err(|error| error.to_string())?;
+        let spawned = thread.spawn(move || {
+            if let Err(error) = cpu::set_urgency(Urgency::Preempting(PRIORITY)) {
+                eprintln!("bench head-of-line: the tier goes before nobody: {error}");
+            }
+            serve();
+        });
+        spawned.map_err(|error| error.to_string())?;
         self.memory = Some(domain);
         Ok(())
     }

@@ -175,20 +175,7 @@ pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
     }
     for pair in 0..options.pairs {
         for (side, cell) in sides.iter_mut().zip(&mut cells) {
-            let order = match pair % 2 {
-                0 => [Pages::Present, Pages::Absent],
-                _ => [Pages::Absent, Pages::Present],
-            };
-            for pages in order {
-                let (result, tier) = side.run(options, pages, options.time)?;
-                match pages {
-                    Pages::Present => cell.present.push(result),
-                    Pages::Absent => {
-                        cell.absent.push(result);
-                        cell.tier.push(tier);
-                    }
-                }
-            }
+            side.pair(options, pair, cell)?;
         }
         sides.rotate_left(1);
         cells.rotate_left(1);
@@ -284,6 +271,30 @@ impl Side {
                 "A's memory cannot be made absent; see the message above",
             ))
         }
+    }
+
+    /// A run with A's pages present and one with them absent, in turn first and second.
+    fn pair(
+        &mut self,
+        options: &HeadOfLineOptions,
+        number: usize,
+        cell: &mut Cell,
+    ) -> Result<(), BenchError> {
+        let order = match number % 2 {
+            0 => [Pages::Present, Pages::Absent],
+            _ => [Pages::Absent, Pages::Present],
+        };
+        for pages in order {
+            let (result, tier) = self.run(options, pages, options.time)?;
+            match pages {
+                Pages::Present => cell.present.push(result),
+                Pages::Absent => {
+                    cell.absent.push(result);
+                    cell.tier.push(tier);
+                }
+            }
+        }
+        Ok(())
     }
 
     fn run(
