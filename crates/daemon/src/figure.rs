@@ -273,6 +273,7 @@ mod tests {
             "queues",
             "read_only",
             "lookup",
+            "on_fault",
             "serial",
         ];
         for (json, figures) in [
