@@ -442,10 +442,12 @@ pub enum BenchName {
     IopfImpact,
     /// Look-ups and updates of the PA-bitmap of a terabyte, and what look-ups cost a disk
     PaBitmap,
-    /// An I/O page fault there and back, idle and busy, by VPRI and by a model of ATS and PRI
-    IopfRtt,
     /// What one tenant's page faults do to another's requests on the same engine
     HeadOfLine,
+    /// An I/O page fault there and back, idle and busy, by VPRI and by a model of ATS and PRI
+    IopfRtt,
+    /// Page faults of 1 to 16 tenants at a time, serialized and on the tenants' CPUs; and beside a storm
+    IopfScale,
     /// Translation requests a second that the performance model gets through
     Sim,
 }

@@ -10,8 +10,9 @@ pub mod fault;
 pub mod gmem_async;
 pub mod gmem_va;
 pub mod head_of_line;
-pub mod iopf_rtt;
 pub mod iopf_impact;
+pub mod iopf_rtt;
+pub mod iopf_scale;
 pub mod pa_bitmap;
 pub mod sim;
 
@@ -79,14 +80,11 @@ pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
         BenchName::Blk => blk::run(),
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
-        BenchName::IopfImpact => {
-            iopf_impact::run(&iopf_impact::IopfImpactOptions::default())
-        }
+        BenchName::IopfImpact => iopf_impact::run(&iopf_impact::IopfImpactOptions::default()),
         BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
+        BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::default()),
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
-        BenchName::HeadOfLine => {
-            head_of_line::run(&head_of_line::HeadOfLineOptions::default())
-        }
+        BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::default()),
         BenchName::Sim => sim::run(),
     }
 }

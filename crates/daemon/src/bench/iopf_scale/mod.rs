@@ -1,0 +1,404 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `bench iopf-scale`: page faults of many tenants at a time (VPRI 7.2, figure 15), and of one while
+//! another storms.
+//!
+//! Tenants have a vCPU on a CPU of its own each, and fault ten times a second.
+//! The handler of a fault *waits* 5 ms, as for a slow tier, and does not
+//! compute; so the few CPUs of this machine can stand for those of all tenants
+//! (`cpus_for_tenants` tells how many did), and a wait that is kept waiting
+//! shows. All are virtual functions of one DPU: one page fault queue.
+//!
+//! | way | who handles |
+//! |---|---|
+//! | serialized | one worker for all, in the order of arrival (figure 15a) |
+//! | affined | a worker of the tenant, on the CPU of its interrupts (figure 15b) |
+//!
+//! A latency is from the device's sending to its taking of the answer. The ratios
+//! are of means with all tenants faulting at the same instants, the hardest case
+//! for one worker; independent arrivals and bursts are beside them. Ways and
+//! numbers of tenants take turns.
+//!
+//! *Isolation*: tenant A's vCPU, the dispatcher and the device share one CPU,
+//! tenant B has another; both vCPUs compute all the time. B's p99.9 while A
+//! keeps as many faults outstanding as a device may have, many thousands a second, over
+//! B's p99.9 while A is quiet: the median of pairs, quiet and storm first in turn.
+//! B's worker must preempt its vCPU each time: `preempt_us`.
+
+mod load;
+mod rig;
+
+use std::time::Duration;
+
+use pagetide_sys::cpu;
+use pagetide_vpri::Handling;
+use serde_json::{Map, Value, json};
+
+use super::{BenchError, BenchReport};
+use load::{Arrivals, Fault, Load, Storm};
+use rig::{Broken, BusyVcpu, Rig};
+
+const NAME: &str = "iopf-scale";
+/// Numbers of tenants.
+const TENANTS: [usize; 5] = [1, 2, 4, 8, 16];
+/// Ways to handle, and their names in the report.
+const WAYS: [(&str, Handling); 2] = [
+    ("serialized", Handling::Serialized),
+    ("affined", Handling::Affined),
+];
+/// Arrivals, and their names in the report.
+const ARRIVALS: [(&str, Arrivals); 3] = [
+    ("aligned", Arrivals::Aligned),
+    ("poisson", Arrivals::Poisson),
+    ("bursts", Arrivals::Bursts),
+];
+/// What a device may have outstanding.
+const OUTSTANDING_MAX: u64 = 128;
+
+/// How much to measure.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct IopfScaleOptions {
+    /// How long the handler of a fault waits.
+    pub hold: Duration,
+    /// Faults a second of each tenant.
+    pub faults_per_s: u32,
+    /// Each measurement of tenants at a time.
+    pub time: Duration,
+    /// Pairs of quiet and storm.
+    pub pairs: usize,
+    /// B's faults in each half of a pair.
+    pub isolation_faults: u32,
+    /// From one of B's faults to the next; longer than one takes.
+    pub isolation_gap: Duration,
+    /// From one wave of A's storm to the next.
+    pub storm_every: Duration,
+}
+
+impl Default for IopfScaleOptions {
+    fn default() -> Self {
+        Self {
+            hold: Duration::from_millis(5),
+            faults_per_s: 10,
+            time: Duration::from_millis(1_000),
+            pairs: 5,
+            isolation_faults: 1_000,
+            isolation_gap: Duration::from_micros(6_700),
+            storm_every: Duration::from_millis(10),
+        }
+    }
+}
+
+impl IopfScaleOptions {
+    fn hold_us(&self) -> u32 {
+        u32::try_from(self.hold.as_micros()).unwrap_or(u32::MAX)
+    }
+}
+
+/// One way, one kind of arrivals, one number of tenants.
+struct Cell {
+    way: &'static str,
+    arrivals: &'static str,
+    tenants: usize,
+    /// Ascending.
+    latencies_ns: Vec<u64>,
+    preempt_us: Value,
+}
+
+/// Half of a pair.
+struct Half {
+    p999_ns: u64,
+    p50_ns: u64,
+    preempt_us: Value,
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn run(options: &IopfScaleOptions) -> Result<BenchReport, BenchError> {
+    let cpus = cpu::affinity().map_err(failed)?;
+    let [first, .., last] = *cpus else {
+        return Err(BenchError::Unable {
+            name: NAME,
+            reason: "it needs two CPUs, so that a tenant has one of its own".to_owned(),
+        });
+    };
+    let mut cells = Vec::new();
+    for (arrivals_name, arrivals) in ARRIVALS {
+        for tenants in TENANTS {
+            eprintln!("bench {NAME}: {arrivals_name}, {tenants} tenants");
+            for (way, handling) in WAYS {
+                let of_tenants: Vec<_> = cpus.iter().copied().cycle().take(tenants).collect();
+                let measured = scale(options, (handling, arrivals), &of_tenants, &cpus);
+                let (latencies_ns, preempt_us) = measured.map_err(failed)?;
+                cells.push(Cell {
+                    way,
+                    arrivals: arrivals_name,
+                    tenants,
+                    latencies_ns,
+                    preempt_us,
+                });
+            }
+        }
+    }
+    let mut pairs = Vec::new();
+    for pair in 0..options.pairs {
+        eprintln!(
+            "bench {NAME}: isolation, pair {} of {}",
+            pair + 1,
+            options.pairs
+        );
+        let half = |storms| isolation(options, storms, [first, last]).map_err(failed);
+        pairs.push(if pair % 2 == 0 {
+            let quiet = half(Storms::No)?;
+            [quiet, half(Storms::Yes)?]
+        } else {
+            let storm = half(Storms::Yes)?;
+            [half(Storms::No)?, storm]
+        });
+    }
+    Ok(report(options, &cells, &pairs, cpus.len()))
+}
+
+/// Latencies, ascending, and what it took to preempt.
+fn scale(
+    options: &IopfScaleOptions,
+    (handling, arrivals): (Handling, Arrivals),
+    of_tenants: &[usize],
+    cpus: &[usize],
+) -> Result<(Vec<u64>, Value), Broken> {
+    let rig = Rig::new(handling, of_tenants)?;
+    let load = Load {
+        faults: load::faults(
+            arrivals,
+            of_tenants.len(),
+            options.faults_per_s,
+            options.time,
+        ),
+        hold_us: options.hold_us(),
+        storm: None,
+    };
+    let mut latencies_ns = rig::as_device(cpus, || load::run(&rig, &load))?;
+    latencies_ns.sort_unstable();
+    let preempt_us = preempt_us(&rig, 0..of_tenants.len())?;
+    rig.end();
+    Ok((latencies_ns, preempt_us))
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Storms {
+    Yes,
+    No,
+}
+
+/// B's latencies, on CPU `b` of its own; all else is on `a`.
+fn isolation(
+    options: &IopfScaleOptions,
+    storms: Storms,
+    [a, b]: [usize; 2],
+) -> Result<Half, Broken> {
+    const B: usize = 1;
+    let _computing = [BusyVcpu::start(a)?, BusyVcpu::start(b)?];
+    let fault = |number: u32| Fault {
+        at: options.isolation_gap * number,
+        tenant: B,
+    };
+    let load = Load {
+        faults: (0..options.isolation_faults).map(fault).collect(),
+        hold_us: options.hold_us(),
+        storm: (storms == Storms::Yes).then_some(Storm {
+            tenant: 0,
+            faults: OUTSTANDING_MAX,
+            every: options.storm_every,
+        }),
+    };
+    // The dispatcher is started here, and so stays here.
+    let (mut latencies_ns, preempt_us) = rig::as_device(&[a], || {
+        let rig = Rig::new(Handling::Affined, &[a, b])?;
+        let latencies_ns = load::run(&rig, &load)?;
+        let preempt_us = preempt_us(&rig, B..B + 1)?;
+        rig.end();
+        Ok::<_, Broken>((latencies_ns, preempt_us))
+    })?;
+    latencies_ns.sort_unstable();
+    Ok(Half {
+        p999_ns: at_permille(&latencies_ns, 999),
+        p50_ns: at_permille(&latencies_ns, 500),
+        preempt_us,
+    })
+}
+
+fn preempt_us(rig: &Rig, tenants: std::ops::Range<usize>) -> Result<Value, Broken> {
+    let mut all = rig.preempt_ns(tenants.start);
+    for tenant in tenants.skip(1) {
+        all.add(rig.preempt_ns(tenant))?;
+    }
+    let at = |quantile| rounded(all.value_at_quantile(quantile) as f64 / 1e3);
+    Ok(json!({ "p50": at(0.5), "p99": at(0.99), "count": all.len() }))
+}
+
+fn report(
+    options: &IopfScaleOptions,
+    cells: &[Cell],
+    pairs: &[[Half; 2]],
+    cpus: usize,
+) -> BenchReport {
+    let mut report = BenchReport::new(NAME);
+    let figures = &mut report.figures;
+    figures.insert("cpus_for_tenants".into(), cpus.into());
+    figures.insert(
+        "handlers".into(),
+        "wait and do not compute; tenants share the CPUs in turn".into(),
+    );
+    figures.insert("hold_us".into(), options.hold_us().into());
+    figures.insert(
+        "faults_per_tenant_per_s".into(),
+        options.faults_per_s.into(),
+    );
+    for (arrivals, _) in ARRIVALS {
+        for (way, _) in WAYS {
+            let of_tenants = TENANTS.map(|tenants| {
+                let cell = find(cells, (way, arrivals, tenants));
+                let value = cell.map_or(Value::Null, Cell::figures);
+                (format!("tenants_{tenants}"), value)
+            });
+            let name = format!("{arrivals}_{way}_ms");
+            figures.insert(name, Map::from_iter(of_tenants).into());
+        }
+    }
+    let storm_per_s = OUTSTANDING_MAX as f64 / options.storm_every.as_secs_f64();
+    figures.insert("storm_faults_per_s_at_most".into(), rounded(storm_per_s));
+    for (index, name) in ["quiet", "storm"].into_iter().enumerate() {
+        let ms = |pick: fn(&Half) -> u64| -> Value {
+            let of_pairs = pairs
+                .iter()
+                .map(|pair| rounded(pick(&pair[index]) as f64 / 1e6));
+            of_pairs.collect()
+        };
+        let preempt: Vec<_> = pairs
+            .iter()
+            .map(|pair| pair[index].preempt_us.clone())
+            .collect();
+        figures.insert(format!("isolation_{name}_p50_ms"), ms(|half| half.p50_ns));
+        figures.insert(format!("isolation_{name}_p999_ms"), ms(|half| half.p999_ns));
+        figures.insert(format!("isolation_{name}_preempt_us"), preempt.into());
+    }
+    let most = TENANTS[TENANTS.len() - 1];
+    for (arrivals, _) in ARRIVALS {
+        for (way, _) in WAYS {
+            let mean =
+                |tenants| find(cells, (way, arrivals, tenants)).map_or(f64::NAN, Cell::mean_ms);
+            let name = match arrivals {
+                "aligned" => format!("{way}_16_over_1"),
+                _ => format!("{arrivals}_{way}_16_over_1"),
+            };
+            (report.ratios).insert(name, rounded(mean(most) / mean(1)));
+        }
+    }
+    let over_quiet = pairs
+        .iter()
+        .map(|[quiet, storm]| storm.p999_ns as f64 / quiet.p999_ns as f64);
+    (report.ratios).insert("isolation_p999".into(), rounded(median(over_quiet)));
+    (report.peers).insert("paper_serialized_16_over_1".into(), 10.4.into());
+    report.peers.insert(
+        "paper".into(),
+        "VPRI, 7.2: 16 VMs at 10 faults of 5 ms a second each, one worker: 10.4 times the latency; \
+         affined: the same at all rates"
+            .into(),
+    );
+    report
+}
+
+fn find<'a>(cells: &'a [Cell], (way, arrivals, tenants): (&str, &str, usize)) -> Option<&'a Cell> {
+    (cells.iter())
+        .find(|cell| cell.way == way && cell.arrivals == arrivals && cell.tenants == tenants)
+}
+
+impl Cell {
+    fn mean_ms(&self) -> f64 {
+        let sum = self.latencies_ns.iter().sum::<u64>();
+        sum as f64 / self.latencies_ns.len() as f64 / 1e6
+    }
+
+    fn figures(&self) -> Value {
+        let at_ms = |permille| rounded(at_permille(&self.latencies_ns, permille) as f64 / 1e6);
+        json!({
+            "mean": rounded(self.mean_ms()),
+            "p50": at_ms(500),
+            "p99": at_ms(990),
+            "faults": self.latencies_ns.len(),
+            "preempt_us": self.preempt_us,
+        })
+    }
+}
+
+/// The least value that so many thousandths do not exceed; 0 of none.
+fn at_permille(sorted: &[u64], permille: usize) -> u64 {
+    let rank = (sorted.len() * permille).div_ceil(1_000).max(1);
+    sorted.get(rank - 1).copied().unwrap_or(0)
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut sorted: Vec<f64> = values.collect();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// To a thousandth.
+fn rounded(value: f64) -> Value {
+    ((value * 1e3).round() / 1e3).into()
+}
+
+fn failed(reason: impl std::fmt::Display) -> BenchError {
+    BenchError::Failed {
+        name: NAME,
+        reason: reason.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_ratio_is_there_after_a_short_run() {
+        let options = IopfScaleOptions {
+            hold: Duration::from_micros(200),
+            faults_per_s: 100,
+            time: Duration::from_millis(20),
+            pairs: 1,
+            isolation_faults: 10,
+            isolation_gap: Duration::from_millis(1),
+            storm_every: Duration::from_millis(1),
+        };
+        let report = match run(&options) {
+            Ok(report) => report,
+            Err(BenchError::Unable { reason, .. }) => {
+                eprintln!("SKIPPED: {reason}");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        for ratio in [
+            "serialized_16_over_1",
+            "affined_16_over_1",
+            "poisson_affined_16_over_1",
+            "bursts_serialized_16_over_1",
+            "isolation_p999",
+        ] {
+            // How large it is, runs this short do not say.
+            assert!(report.ratios[ratio].as_f64().unwrap() > 0.0, "{ratio}");
+        }
+        let aligned = &report.figures["aligned_affined_ms"];
+        assert_eq!(aligned["tenants_16"]["faults"], 32);
+        assert_eq!(report.peers["paper_serialized_16_over_1"], 10.4);
+    }
+
+    #[test]
+    fn percentile_is_the_least_value_that_enough_do_not_exceed() {
+        let sorted: Vec<u64> = (1..=1_000).collect();
+        assert_eq!(at_permille(&sorted, 999), 999);
+        assert_eq!(at_permille(&sorted[..10], 500), 5);
+        assert_eq!(at_permille(&[7], 999), 7);
+        assert_eq!(at_permille(&[], 999), 0);
+    }
+}
