@@ -351,6 +351,8 @@ report! {
         injected_iopfs: u64 => counter,
         /// Page requests sent ahead of need, for requests that stood behind one that waited.
         prefaults: u64 => counter,
+        /// Absent pages that reads covered whole: their old content was dropped, not brought back.
+        overwritten_pages: u64 => counter,
         /// Requests failed because their pages did not come in time (`iopf-timeout-ms`).
         timed_out_requests: u64 => counter,
         /// Descriptor chains parked now, until their pages are there.

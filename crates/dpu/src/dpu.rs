@@ -114,7 +114,8 @@ pub struct DpuConfig {
     /// Page requests an engine has outstanding.
     pub fault_queue_entries: usize,
     /// Pages of reads that an engine may have under way whose own pages are absent: its landing slots,
-    /// of 4 KiB; 0: such pages are brought back first, as for a write.
+    /// of 4 KiB; 0: such pages are brought back first, as for a write. Only for a host in this process:
+    /// one that is elsewhere gives slots of its own ([`HostEnd::set_landing`]).
     pub landing_slots: u32,
     /// Directory for the engines' lock files.
     pub state_dir: PathBuf,

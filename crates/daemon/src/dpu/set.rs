@@ -290,6 +290,7 @@ fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> D
         iopfs: device.iopfs,
         injected_iopfs: device.injected_iopfs,
         prefaults: device.prefaults,
+        overwritten_pages: device.overwritten_pages,
         timed_out_requests: device.timed_out_requests,
         parked_chains: device.parked_chains,
         wired_bytes: device.wired_bytes,

@@ -18,8 +18,8 @@ use crate::{
 };
 use pagetide_addr::FileKey;
 use pagetide_vpri::{
-    DomainTable, Doorbell, Driver, FaultAssist, FaultService, Handling, IoSpaces, Preempt,
-    ServiceConfig, ServiceThread,
+    DomainTable, Doorbell, Driver, FaultAssist, FaultService, Handling, HostEnd, IoSpaces,
+    LandingArea, Preempt, ServiceConfig, ServiceThread,
 };
 use std::{
     path::{Path, PathBuf},
@@ -30,6 +30,11 @@ use std::{
 /// How long a daemon that starts waits for the DPU process, so that VMs which it takes up again are
 /// not without their devices for longer than they must.
 const DPU_WAIT: Duration = Duration::from_secs(2);
+
+/// Landing slots of an engine of this process: so many pages of reads into absent memory may be under
+/// way on it, 4 MiB; what finds no slot has its pages brought back first. A DPU process has them of
+/// its driver.
+const LANDING_SLOTS: u32 = 1024;
 
 /// The devices of this host and the service of their page faults.
 pub(super) struct Devices {
@@ -58,6 +63,7 @@ impl Devices {
         let engines = settings.engines();
         let domains = Arc::new(DomainTable::new(engines.count.get()));
         let (set, hosts) = DeviceSet::start(&settings.state_dir, &engines, &domains)?;
+        give_landing(hosts.ends.iter().take(engines.count.get()))?;
         let service = FaultService::with(service_config(settings), hosts.ends, hosts.bell);
         let assist: Arc<dyn FaultAssist> = Arc::clone(&service) as _;
         set.set_assist(&assist)?;
@@ -163,6 +169,15 @@ impl Devices {
             driver.stop();
         }
     }
+}
+
+/// Gives engines of this process slots for reads whose pages are absent.
+fn give_landing<'a>(engines: impl Iterator<Item = &'a HostEnd>) -> Result<(), ControlError> {
+    for engine in engines {
+        let area = LandingArea::new(LANDING_SLOTS).map_err(failed)?;
+        engine.set_landing(Some(Arc::new(area)));
+    }
+    Ok(())
 }
 
 fn service_config(settings: &RunSettings) -> ServiceConfig {
