@@ -35,7 +35,7 @@ use std::{
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
     thread::JoinHandle,
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 use vhost::vhost_user::{BackendReqHandler, Error as VhostError};
 
@@ -45,6 +45,9 @@ const SPACES_MAX: u32 = 4096;
 const RANGES_MAX: u32 = 1024;
 /// How long an event waits for DMA, in microseconds: others wait behind it.
 const LEASE_WAIT_US: u32 = 200;
+/// How long a driver may take over one vhost-user message that it has begun. One that takes longer is
+/// not understood any more, and hung up on.
+const MESSAGE_WAIT: Duration = Duration::from_secs(1);
 /// How long records of the access log wait for more, in nanoseconds.
 const LOG_WAIT_NS: i64 = 10_000_000;
 
@@ -364,10 +367,7 @@ impl Server {
             }
             self.let_go();
         }
-        match stream
-            .set_nonblocking(false)
-            .and_then(|()| stream.try_clone())
-        {
+        match prepared(&stream) {
             Ok(copy) => {
                 lock(&self.state).figures.drivers += 1;
                 let messages = BackendReqHandler::from_stream(stream, Arc::clone(&self.state));
@@ -407,6 +407,14 @@ impl Server {
             tracing::debug!(%error, "hanging up");
         }
     }
+}
+
+/// A copy of a connection that blocks this thread for so long at most.
+fn prepared(stream: &UnixStream) -> io::Result<UnixStream> {
+    stream.set_nonblocking(false)?;
+    stream.set_read_timeout(Some(MESSAGE_WAIT))?;
+    stream.set_write_timeout(Some(MESSAGE_WAIT))?;
+    stream.try_clone()
 }
 
 /// Takes what was written to an eventfd of the driver, which poll has just found readable.
