@@ -192,7 +192,8 @@ impl EngineQueue {
 
     /// If it is paused by the chain that was parked just now, remembers who stands behind that.
     pub fn note_pause(&mut self, memory: &DeviceMemory, now_ns: u64) {
-        if self.is_paused() && self.faulting == 1 {
+        // One that parks once more makes no new pause for those who stand there already.
+        if self.is_paused() && self.paused.behind == 0 {
             self.paused = Paused {
                 since_ns: now_ns,
                 behind: self.waiting(memory).unwrap_or(0),
