@@ -66,7 +66,7 @@ pub(super) fn faults(
             Arrivals::Aligned => Duration::ZERO,
             Arrivals::Poisson => gap.mul_f64(random.exponential()),
             // Somewhere in the first period.
-            Arrivals::Bursts => (gap * BURST).mul_f64(random.unit()),
+            Arrivals::Bursts => (gap * BURST).min(time).mul_f64(random.unit()),
         };
         while at < time {
             let count = if arrivals == Arrivals::Bursts {

@@ -78,10 +78,10 @@ impl Default for IopfScaleOptions {
         Self {
             hold: Duration::from_millis(5),
             faults_per_s: 10,
-            time: Duration::from_millis(1_000),
+            time: Duration::from_millis(800),
             pairs: 5,
             isolation_faults: 1_000,
-            isolation_gap: Duration::from_micros(6_700),
+            isolation_gap: Duration::from_millis(6),
             storm_every: Duration::from_millis(10),
         }
     }
