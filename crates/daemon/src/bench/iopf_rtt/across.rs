@@ -35,7 +35,8 @@ use pagetide_vpri::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    memory::{PAGES, Tenant, failed, move_to},
+    DEVICE_URGENCY,
+    memory::{PAGES, Tenant, failed, move_to, stand},
     sides::{Engine, Served, Side, Split, sleep},
 };
 
@@ -92,6 +93,7 @@ pub fn serve(socket: &Path, cpu: usize) -> Result<(), String> {
     });
     let function = function.map_err(|e| wrong(&e))?;
     let (assist, mut end, mut engine) = (function.assist(), Some(end), None);
+    stand(cpu, DEVICE_URGENCY)?;
     say(&Answer::Ready)?;
     for line in std::io::stdin().lock().lines() {
         let order = line.map_err(|e| failed("orders")(&e))?;

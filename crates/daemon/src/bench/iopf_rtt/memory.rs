@@ -16,7 +16,10 @@ use pagetide_gmem::{
     RegionRequest, StoreError, Unlimited, VolatileWords,
 };
 use pagetide_swap::tier::{PAGE, Packer, Seed, unpack};
-use pagetide_sys::{cpu, memory_file::GuestFile};
+use pagetide_sys::{
+    cpu::{self, Urgency},
+    memory_file::GuestFile,
+};
 use pagetide_vpri::{DPU, DmaMmu, IoSpace, IoSpaces};
 
 /// Pages of a tenant.
@@ -293,4 +296,13 @@ fn models() -> Result<Vec<[u8; PAGE]>, String> {
 /// Runs this thread on one CPU.
 pub(super) fn move_to(cpu: usize) -> Result<(), String> {
     cpu::set_affinity(&[cpu]).map_err(|e| failed("moving to a CPU")(&e))
+}
+
+/// Runs this thread on one CPU, as urgent as that if it is allowed.
+pub(super) fn stand(cpu: usize, urgency: Urgency) -> Result<(), String> {
+    move_to(cpu)?;
+    if let Err(error) = cpu::set_urgency(urgency) {
+        tracing::warn!(%error, ?urgency, "other processes may hold the bench's device up");
+    }
+    Ok(())
 }
