@@ -5,7 +5,7 @@ mod support;
 
 use pagetide_addr::ResponseCode;
 use pagetide_dpu::{
-    DpuError, SlowCause, Writes,
+    DpuError, OnFault, SlowCause, Writes,
     inject::{Injection, InjectionError},
 };
 use std::time::Duration;
@@ -58,6 +58,41 @@ fn account_counts_requests_bytes_and_faults_and_names_what_held_a_slow_one() {
     assert_eq!((slow.cause, slow.queue), (SlowCause::Resume, 0));
     assert!(slow.held >= held && slow.held <= slow.latency);
     assert!(!slow.injected);
+}
+
+#[test]
+fn request_in_the_ring_of_a_paused_queue_counts_from_the_pause_and_says_so() {
+    let rig = Rig::new(1);
+    let socket = rig.add_with("disk", 1, Writes::Taken, OnFault::Pause);
+    let mut guest = Guest::new();
+    let mut connection = Connection::open(&socket, &mut guest, 1, 0);
+    let queue = &mut connection.queues[0];
+    let cold = BlkRequest::new(&mut guest, T_IN, 8, 4096);
+    let warm = BlkRequest::new(&mut guest, T_IN, 16, 4096);
+    let domain = guest.domain(&rig);
+    take_away(&domain, cold.data, 1);
+    rig.host.hold();
+    queue.submit(&guest, &cold.parts(WRITE));
+    rig.host.next_request();
+    queue.submit(&guest, &warm.parts(WRITE));
+    // It parks once more, now with the other one behind it.
+    rig.forget_domains();
+    rig.host.answer(ResponseCode::Success, 1);
+    rig.host.next_request();
+    let held = Duration::from_millis(2);
+    let since = std::time::Instant::now();
+    eventually("held", || since.elapsed() >= held);
+    guest.domain(&rig);
+    rig.host.answer(ResponseCode::Success, 1);
+    queue.wait_used(&guest);
+    queue.wait_used(&guest);
+    let id = rig.report(&socket).id;
+    let told = || rig.dpu.slo(id).unwrap();
+    eventually("both are told", || told().day.requests == 2);
+    let account = told();
+    let behind = account.slow.iter().find(|s| s.cause == SlowCause::Behind);
+    let behind = behind.unwrap();
+    assert!(behind.held >= held && behind.held <= behind.latency);
 }
 
 #[test]
