@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Checks of the event queue as a queue: framing, full rings, chains that are none.
 //!
-//! What becomes of a chain that is malformed is the device's affair: it may drop it,
-//! refuse it, or give the queue up. What it must not do is die, or be of no use to
-//! the next driver.
+//! A malformed chain comes back: with a status if there is room for one, else empty.
+//! A ring that is broken may end the connection; but the device must not die, or be of
+//! no use to the next driver.
 
 use super::{Check, Checked, Tester, ensure, expect, probe::Part};
 use crate::{
@@ -38,22 +38,27 @@ pub(super) const CHECKS: &[Check] = &[
     },
     Check {
         name: "chain/no-reply",
-        demand: "a message without room for a status is dropped, and the queue goes on",
+        demand: "a message without room for a status comes back empty, and the queue goes on",
         run: no_reply,
     },
     Check {
         name: "chain/no-message",
-        demand: "a chain without a message is refused or dropped, and the queue goes on",
+        demand: "a chain without a message is INVALID, and the queue goes on",
         run: no_message,
     },
     Check {
         name: "chain/order",
-        demand: "a chain that is readable after its writable part is refused or dropped",
+        demand: "a chain that is readable after its writable part comes back empty",
         run: readable_after_writable,
     },
     Check {
+        name: "chain/short-mask",
+        demand: "an event that asks for a mask without room for it is INVALID",
+        run: short_mask,
+    },
+    Check {
         name: "chain/huge",
-        demand: "a message far longer than any can be is INVALID or dropped",
+        demand: "a message far longer than any can be is INVALID",
         run: huge,
     },
     Check {
@@ -145,7 +150,7 @@ fn index_wrap(tester: &mut Tester) -> Checked {
 }
 
 /// Gives the device `parts`, and sees that the queue goes on: the next event is answered.
-fn survives(tester: &mut Tester, parts: &[Part]) -> Checked {
+fn survives(tester: &mut Tester, parts: &[Part], end: BadEnd) -> Checked {
     let space = tester.create(PAGES)?;
     let probe = tester.probe()?;
     let slot = probe.free_slot()?;
@@ -156,40 +161,61 @@ fn survives(tester: &mut Tester, parts: &[Part]) -> Checked {
     Event::UnmapAll { space }.encode(&mut bytes);
     let good_parts = probe.lay_out(slot, &bytes, STATUS_BYTES)?;
     let good = probe.submit(slot, &good_parts)?;
-    loop {
-        let used = probe.wait_used()?;
-        if used.head == good {
-            let reply = Reply::decode(&probe.written(slot, used.len));
-            let reply = reply.map_err(|error| super::Ended::Failed(error.to_string()))?;
-            return expect(reply, Code::Ok, "the event after it").map(|_| ());
+    let used = probe.wait_used()?;
+    ensure(
+        || used.head == bad,
+        || "it does not come back before the event after it".to_owned(),
+    )?;
+    let failed = |error: crate::wire::WireError| super::Ended::Failed(error.to_string());
+    match end {
+        BadEnd::Empty => ensure(
+            || used.len == 0,
+            || format!("it comes back with {} bytes, and not empty", used.len),
+        )?,
+        BadEnd::Invalid => {
+            let reply = Reply::decode(&probe.written(SPARE, used.len)).map_err(failed)?;
+            expect(reply, Code::Invalid, "it")?;
         }
-        ensure(
-            || used.head == bad,
-            || "an unknown chain came back".to_owned(),
-        )?;
     }
+    let used = probe.wait_used()?;
+    ensure(
+        || used.head == good,
+        || "an unknown chain came back".to_owned(),
+    )?;
+    let reply = Reply::decode(&probe.written(slot, used.len)).map_err(failed)?;
+    expect(reply, Code::Ok, "the event after it").map(|_| ())
+}
+
+/// How a malformed chain comes back.
+#[derive(Clone, Copy)]
+enum BadEnd {
+    /// With nothing written.
+    Empty,
+    /// With a status.
+    Invalid,
 }
 
 fn no_reply(tester: &mut Tester) -> Checked {
     let len = u32::try_from(HEADER_BYTES).unwrap_or(0);
-    survives(tester, &[Part::Read(Area::message_at(SPARE), len)])?;
-    for room in [0, 1, 15] {
-        let message = Part::Read(Area::message_at(SPARE), len);
-        survives(tester, &[message, Part::Write(Area::reply_at(SPARE), room)])?;
+    let message = Part::Read(Area::message_at(SPARE), len);
+    survives(tester, &[message], BadEnd::Empty)?;
+    for room in [1, 15] {
+        let reply = Part::Write(Area::reply_at(SPARE), room);
+        survives(tester, &[message, reply], BadEnd::Empty)?;
     }
     Ok(())
 }
 
 fn no_message(tester: &mut Tester) -> Checked {
-    survives(tester, &[Part::Write(Area::reply_at(SPARE), 16)])?;
-    let empty = Part::Read(Area::message_at(SPARE), 0);
-    survives(tester, &[empty, Part::Write(Area::reply_at(SPARE), 16)])
+    let reply = Part::Write(Area::reply_at(SPARE), 16);
+    survives(tester, &[reply], BadEnd::Invalid)
 }
 
 fn readable_after_writable(tester: &mut Tester) -> Checked {
     let len = u32::try_from(HEADER_BYTES).unwrap_or(0);
     let message = Part::Read(Area::message_at(SPARE), len);
-    survives(tester, &[Part::Write(Area::reply_at(SPARE), 16), message])
+    let reply = Part::Write(Area::reply_at(SPARE), 16);
+    survives(tester, &[reply, message], BadEnd::Empty)
 }
 
 fn huge(tester: &mut Tester) -> Checked {
@@ -197,7 +223,22 @@ fn huge(tester: &mut Tester) -> Checked {
     let whole = u32::try_from(Area::landing_address() - BASE).unwrap_or(0);
     let part = Part::Read(0, whole);
     let reply = Part::Write(Area::reply_at(SPARE), 16);
-    survives(tester, &[part, part, part, part, part, part, part, reply])
+    let parts = [part, part, part, part, part, part, part, reply];
+    survives(tester, &parts, BadEnd::Invalid)
+}
+
+fn short_mask(tester: &mut Tester) -> Checked {
+    let space = tester.create(PAGES)?;
+    let pages = Some(PageNo(3).single());
+    let mut bytes = Vec::new();
+    Event::Standing { space, pages }.encode(&mut bytes);
+    for room in [16, 79] {
+        let reply = tester.probe()?.say(&bytes, room)?;
+        let reply = Reply::decode(&reply);
+        let reply = reply.map_err(|error| super::Ended::Failed(error.to_string()))?;
+        expect(reply, Code::Invalid, "STANDING without room for its mask")?;
+    }
+    Ok(())
 }
 
 /// Gives the device descriptors that make no chain, and sees that it is there for the next driver.

@@ -34,7 +34,7 @@ pub(super) const CHECKS: &[Check] = &[
     },
     Check {
         name: "message/reserved",
-        demand: "a reserved field, flag or argument that is set makes a message INVALID",
+        demand: "a reserved field, flag or argument that is set is INVALID, and detail its offset",
         run: reserved_fields,
     },
     Check {
@@ -237,10 +237,19 @@ fn encoded(event: &Event<'_>) -> Vec<u8> {
 }
 
 /// Says `bytes`, which must be refused with `code`.
-fn refused(tester: &mut Tester, bytes: &[u8], (code, what): (Code, &str)) -> Checked {
+fn refused(tester: &mut Tester, bytes: &[u8], (code, what): (Code, &str)) -> Result<u32, Ended> {
     let reply = tester.probe()?.say(bytes, STATUS_BYTES)?;
     let reply = Reply::decode(&reply).map_err(|error| Ended::Failed(format!("{what}: {error}")))?;
-    expect(reply, code, what).map(|_| ())
+    expect(reply, code, what).map(|reply| reply.status.detail)
+}
+
+/// Says `bytes`, whose field at `at` is the first that is wrong.
+fn refused_at(tester: &mut Tester, bytes: &[u8], (at, what): (u32, &str)) -> Checked {
+    let detail = refused(tester, bytes, (Code::Invalid, what))?;
+    ensure(
+        || detail == at,
+        || format!("{what}: detail is {detail}, and the field is at {at}"),
+    )
 }
 
 fn reserved_fields(tester: &mut Tester) -> Checked {
@@ -248,17 +257,17 @@ fn reserved_fields(tester: &mut Tester) -> Checked {
     let name = tester.name();
     for event in samples(space, name) {
         let opcode = event.opcode();
-        for (at, what) in [
-            (3, "an unknown flag"),
-            (12, "the reserved word"),
-            (15, "its end"),
+        for (at, field, what) in [
+            (3, 2, "an unknown flag"),
+            (12, 12, "the reserved word"),
+            (15, 12, "its end"),
         ] {
             let mut bytes = encoded(&event);
             if let Some(byte) = bytes.get_mut(at) {
                 *byte |= 0x80;
             }
             let what = format!("{opcode:?} with {what} set");
-            refused(tester, &bytes, (Code::Invalid, &what))?;
+            refused_at(tester, &bytes, (field, &what))?;
         }
         if !matches!(opcode, Opcode::Create | Opcode::Bar | Opcode::Landing) {
             let mut bytes = encoded(&event);
@@ -266,7 +275,7 @@ fn reserved_fields(tester: &mut Tester) -> Checked {
                 *byte = 1;
             }
             let what = format!("{opcode:?} with an argument");
-            refused(tester, &bytes, (Code::Invalid, &what))?;
+            refused_at(tester, &bytes, (16, &what))?;
         }
     }
     Ok(())
@@ -376,7 +385,7 @@ fn bad_ranges(tester: &mut Tester) -> Checked {
     create[HEADER_BYTES + 8..].fill(0);
     refused(tester, &create, (Code::Invalid, "CREATE of no pages"))?;
     create[HEADER_BYTES + 8..].fill(0xff);
-    refused(tester, &create, (Code::Invalid, "CREATE of 2^64 - 1 pages"))
+    refused(tester, &create, (Code::Invalid, "CREATE of 2^64 - 1 pages")).map(|_| ())
 }
 
 fn most_ranges(tester: &mut Tester) -> Checked {
@@ -536,7 +545,7 @@ fn respond_unknown(tester: &mut Tester) -> Checked {
     });
     none.truncate(HEADER_BYTES);
     none[8..12].fill(0);
-    refused(tester, &none, (Code::Invalid, "RESPOND of no answer"))
+    refused(tester, &none, (Code::Invalid, "RESPOND of no answer")).map(|_| ())
 }
 
 fn landing_bounds(tester: &mut Tester) -> Checked {

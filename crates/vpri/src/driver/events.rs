@@ -20,7 +20,8 @@
 //! # A device that does not answer
 //! Each wait has an end: after [`PATIENCE`] the device counts as dead for all, and
 //! every other call returns at once. So a section's lock is held that long at most,
-//! once.
+//! once. A reply that is none is its death as well: what it says of DMA cannot be
+//! relied on.
 
 use super::{
     area::{Area, BASE, EVENT_SLOTS, MESSAGE_ROOM},
@@ -42,17 +43,6 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 /// How long a waiter looks without sleeping.
 const SPIN: Duration = Duration::from_micros(20);
 
-/// Why an event brought no reply.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-pub(crate) enum EventError {
-    /// The device is gone.
-    #[error(transparent)]
-    Gone(#[from] Gone),
-    /// What it wrote is no reply.
-    #[error("the DPU answers with nonsense: {0}")]
-    Nonsense(#[from] WireError),
-}
-
 #[derive(Debug)]
 enum Slot {
     Free,
@@ -60,7 +50,7 @@ enum Slot {
     Posted(Opcode),
     /// Somebody does.
     Awaited,
-    Answered(Result<Reply, WireError>),
+    Answered(Reply),
 }
 
 #[derive(Debug)]
@@ -142,18 +132,14 @@ impl EventQueue {
     }
 
     /// Tells the device, and waits for its reply.
-    pub(crate) fn call(&self, event: &Event<'_>) -> Result<Reply, EventError> {
+    pub(crate) fn call(&self, event: &Event<'_>) -> Result<Reply, Gone> {
         let deadline = Instant::now() + self.patience;
         let slot = self.send(event, Slot::Awaited, deadline)?;
         let began = Instant::now();
         loop {
             let mut state = self.lock();
             if let Some(reply) = self.answer_in(&mut state, slot)? {
-                return reply.map_err(|error| {
-                    self.line.counts().malformed_replies.add();
-                    self.line.counts().complain(&error);
-                    error.into()
-                });
+                return Ok(reply);
             }
             if began.elapsed() < SPIN {
                 drop(state);
@@ -228,11 +214,7 @@ impl EventQueue {
     }
 
     /// The reply in `slot`, which is free then, if it has come.
-    fn answer_in(
-        &self,
-        state: &mut State,
-        slot: u16,
-    ) -> Result<Option<Result<Reply, WireError>>, Gone> {
+    fn answer_in(&self, state: &mut State, slot: u16) -> Result<Option<Reply>, Gone> {
         self.harvest(state)?;
         let Some(place) = state.slots.get_mut(usize::from(slot)) else {
             return Ok(None);
@@ -258,7 +240,10 @@ impl EventQueue {
             };
             // Heads are even, and the ring has seen that this one was out.
             let slot = used.head / 2;
-            let reply = self.reply_in(slot, used.len);
+            let reply = self.reply_in(slot, used.len).map_err(|error| {
+                self.line.counts().malformed_replies.add();
+                self.broken(&error)
+            })?;
             let Some(place) = state.slots.get_mut(usize::from(slot)) else {
                 return Err(self.broken(&RingError::Head(u32::from(used.head))));
             };
@@ -284,19 +269,12 @@ impl EventQueue {
         Reply::decode(&bytes)
     }
 
-    fn look_at_posted(&self, opcode: Opcode, reply: Result<Reply, WireError>) {
-        let counts = self.line.counts();
-        match reply {
-            Ok(reply) if reply.status.code == Code::Ok => {}
-            Ok(reply) => {
-                counts.refused_events.add();
-                let Status { code, detail, .. } = reply.status;
-                counts.complain(&format_args!("it refused {opcode:?}: {code:?} ({detail})"));
-            }
-            Err(error) => {
-                counts.malformed_replies.add();
-                counts.complain(&error);
-            }
+    fn look_at_posted(&self, opcode: Opcode, reply: Reply) {
+        let Status { code, detail, .. } = reply.status;
+        if code != Code::Ok {
+            let counts = self.line.counts();
+            counts.refused_events.add();
+            counts.complain(&format_args!("it refused {opcode:?}: {code:?} ({detail})"));
         }
     }
 
@@ -340,7 +318,7 @@ impl EventQueue {
     }
 
     /// The device cannot be believed any more. Wakes whoever waits for it.
-    fn broken(&self, error: &RingError) -> Gone {
+    fn broken(&self, error: &dyn std::fmt::Display) -> Gone {
         self.line
             .break_off(&format_args!("the event queue: {error}"));
         ring_event(&self.call);

@@ -10,9 +10,9 @@
 //!
 //! # What is wrong with a request
 //! A request that can be told from others (its id is outstanding nowhere) is refused
-//! with `InvalidRequest`; one with an id that has no answer yet is dropped, because an
-//! answer would be taken for the other's. Both are counted. More requests without an
-//! answer than the device itself says there can be ends the connection.
+//! with `InvalidRequest`, and counted. One with an id that has no answer yet ends the
+//! connection, because an answer would be taken for the other's; so do more requests
+//! without an answer than the device itself says there can be.
 
 use super::{
     area::{Area, BASE, FAULT_BUFFERS, LANDING_SLOTS},
@@ -52,8 +52,6 @@ pub(crate) enum Taken {
     Request(PageRequest),
     /// A request that is refused: the answer for the device.
     Refused(Answer),
-    /// One that cannot even be answered.
-    Dropped,
 }
 
 /// What was agreed upon with the device.
@@ -154,8 +152,9 @@ impl FaultQueue {
         let id = wire::request_id(&bytes).unwrap_or(RequestId(0));
         if state.theirs.contains(&id) {
             counts.duplicate_requests.add();
-            counts.complain(&format_args!("request {} comes twice", id.0));
-            return Ok(Taken::Dropped);
+            let why = format!("page request {} comes again before its answer", id.0);
+            self.line.break_off(&why);
+            return Err(Gone);
         }
         Ok(match self.check(&bytes, known, counts) {
             None => Taken::Refused(refusal(id)),

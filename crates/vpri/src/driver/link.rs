@@ -101,7 +101,8 @@ fn set_up(shared: &Shared, session: Session) -> Result<Arc<Session>, ConnectErro
         session.demand(&Event::Ready, "READY")?;
     }
     for space in &registry.attached {
-        space.settle(&session);
+        let code = space.settle(&session);
+        tracing::debug!(?code, "a space of a new DPU");
     }
     let generation = session.config().generation;
     tracing::info!(socket = %shared.socket.display(), generation, "connected to the DPU");

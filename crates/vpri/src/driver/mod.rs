@@ -103,6 +103,17 @@ enum Presence {
     Away(String),
 }
 
+impl Presence {
+    /// Why there is none.
+    fn why(&self) -> &str {
+        match self {
+            Self::Away(why) => why,
+            // Its thread has not cleaned up yet.
+            Self::Here => "it has just gone",
+        }
+    }
+}
+
 /// What the host has told, and every new device is told again.
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
@@ -123,7 +134,7 @@ impl Registry {
         while let Some(&(name, page_count)) = self.retired.last() {
             let status = session
                 .tell(&Event::Create { name, page_count })
-                .map_err(|_| ConnectError::Lost)?;
+                .map_err(|line::Gone| ConnectError::Lost)?;
             let space = u32::try_from(status.value).unwrap_or(u32::MAX);
             let event = Event::Destroy {
                 space: DomainId(space),
@@ -203,13 +214,13 @@ impl Driver {
     pub fn wait_connected(&self, patience: Duration) -> Result<(), DriverError> {
         let deadline = Instant::now() + patience;
         let mut presence = self.shared.presence();
-        while let Presence::Away(why) = &*presence {
+        while !self.is_connected() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(DriverError::NotConnected {
                     socket: self.shared.socket.clone(),
                     waited: patience,
-                    why: why.clone(),
+                    why: presence.why().to_owned(),
                 });
             }
             let waited = self.shared.changed.wait_timeout(presence, left);
@@ -397,10 +408,7 @@ impl IoSpaces for Driver {
         if self.shared.session().is_some() {
             return self.shared.registry().refused.first().cloned();
         }
-        let why = match &*self.shared.presence() {
-            Presence::Away(why) => why.clone(),
-            Presence::Here => "it has just gone".to_owned(),
-        };
+        let why = self.shared.presence().why().to_owned();
         let socket = self.shared.socket.display();
         Some(format!(
             "the DPU at {socket} is not connected ({why}), and DMA of its last moments may be under way"
@@ -430,7 +438,6 @@ impl FaultSource for Source {
             match session.faults.next(|space| session.known(space)) {
                 Ok(Taken::Request(request)) => return Some(request),
                 Ok(Taken::Refused(answer)) => Self::answer(&session, answer),
-                Ok(Taken::Dropped) => {}
                 Ok(Taken::Nothing) | Err(line::Gone) => return None,
             }
         }

@@ -4,9 +4,9 @@
 use super::{
     area::{Area, LANDING_SLOTS},
     counts::Counts,
-    events::{EventError, EventQueue, event},
+    events::{EventQueue, event},
     faults::{FaultQueue, Terms},
-    line::Line,
+    line::{Gone, Line},
     ring::{Notify, Ring, RingPlace},
 };
 use crate::wire::{
@@ -358,7 +358,7 @@ impl Session {
     }
 
     /// Tells the device and waits for its status.
-    pub(crate) fn tell(&self, event: &Event<'_>) -> Result<Status, EventError> {
+    pub(crate) fn tell(&self, event: &Event<'_>) -> Result<Status, Gone> {
         self.events.call(event).map(|reply| reply.status)
     }
 
@@ -370,7 +370,7 @@ impl Session {
                 event: name,
                 code: status.code,
             }),
-            Err(_) => Err(ConnectError::Lost),
+            Err(Gone) => Err(ConnectError::Lost),
         }
     }
 
@@ -395,7 +395,7 @@ impl Session {
                 event: "BAR",
                 code: status.code,
             }),
-            Err(_) => Err(ConnectError::Lost),
+            Err(Gone) => Err(ConnectError::Lost),
         }
     }
 

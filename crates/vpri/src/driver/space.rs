@@ -7,7 +7,7 @@
 //! DMA were under way. A grant to such a space is dropped: the device begins
 //! with everything unmapped, and asks.
 
-use super::{Shared, events::EventError, line::Gone, session::Session};
+use super::{Shared, line::Gone, session::Session};
 use crate::{
     domain::DomainError,
     space::{IoSpace, LookError},
@@ -63,12 +63,8 @@ impl RemoteSpace {
             name: self.key,
             page_count: self.page_count(),
         };
-        let status = match session.tell(&event) {
-            Ok(status) => status,
-            Err(EventError::Gone(Gone)) => return Created::Gone,
-            Err(error @ EventError::Nonsense(_)) => {
-                return Created::Refused(DomainError::Device(error.to_string()));
-            }
+        let Ok(status) = session.tell(&event) else {
+            return Created::Gone;
         };
         match (status.code, u32::try_from(status.value)) {
             (Code::Ok, Ok(remote)) => {
@@ -102,20 +98,19 @@ impl RemoteSpace {
         }
     }
 
-    /// Asks `session` whether DMA is under way from before the space was created: once none is, the
-    /// device notices by itself if some goes where it may not. If some is, a later look says so.
-    pub(crate) fn settle(&self, session: &Session) {
+    /// Asks `session` whether DMA is under way from before the space was created. Once none is, the
+    /// device notices by itself if some goes where it may not; [`Code::Unsupported`]: it cannot.
+    pub(crate) fn settle(&self, session: &Session) -> Code {
         let Some(space) = self.number_in(session) else {
-            return;
+            return Code::Busy;
         };
         let event = Event::Invalidate {
             space,
             ranges: [].as_slice().into(),
         };
         match session.tell(&event) {
-            Ok(status) if status.code == Code::Ok => {}
-            Ok(status) => tracing::debug!(key = %self.key, ?status, "a space does not settle yet"),
-            Err(error) => tracing::debug!(key = %self.key, %error, "a space does not settle"),
+            Ok(status) => status.code,
+            Err(Gone) => Code::Busy,
         }
     }
 
@@ -173,8 +168,13 @@ impl IoSpace for RemoteSpace {
     /// The device watches its own mapping from when no DMA is left that began before; what slips
     /// through comes as a page request.
     fn watch(&self) -> Result<(), DomainError> {
-        if let Some((session, _)) = self.reach() {
-            self.settle(&session);
+        let code = self.reach().map(|(session, _)| self.settle(&session));
+        if code == Some(Code::Unsupported) {
+            let why = format!(
+                "cannot notice DMA into absent pages of RAM file {}",
+                self.key
+            );
+            return Err(DomainError::Device(why));
         }
         Ok(())
     }
@@ -192,10 +192,8 @@ impl IoSpace for RemoteSpace {
     }
 
     fn is_any_leased(&self) -> bool {
-        !self.restrict(|space| Event::Invalidate {
-            space,
-            ranges: [].as_slice().into(),
-        })
+        let code = self.reach().map(|(session, _)| self.settle(&session));
+        !matches!(code, Some(Code::Ok | Code::Unsupported))
     }
 
     fn unmap(&self, section: SectionNo, pages: &PageSet) -> bool {
