@@ -302,8 +302,7 @@ fn bench_part(part: BenchPart) -> Result<(), CommandError> {
             bench::head_of_line::backend::serve(&options).map_err(CommandError::failed)
         }
         BenchPart::HeadOfLineFrontend { socket_a, socket_b } => {
-            bench::head_of_line::frontend::serve(&socket_a, &socket_b)
-                .map_err(CommandError::failed)
+            bench::head_of_line::frontend::serve(&socket_a, &socket_b).map_err(CommandError::failed)
         }
         BenchPart::FaultGuest { pages, cpu } => {
             bench::fault::guest::run(pages, cpu).map_err(CommandError::failed)
