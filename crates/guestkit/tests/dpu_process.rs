@@ -98,20 +98,26 @@ fn daemon_killed_in_the_middle_the_dpu_parks_what_faults_and_goes_on_when_it_is_
     };
     let (mut guest, socket) = squeezed(&mut stage);
     disk_work(&mut guest, 8 << 20);
-    // With most of it away, a request of the disk meets an absent page before long.
-    let words = ["vm", "reclaim", VM];
-    stage.product.client(words).expect("a client");
+    // So that a request of the disk faults before a vCPU does, which would then ask for no more.
+    let device = socket.to_string_lossy();
+    let words = ["iopf", "inject", "--device", &device, "--rate", "1000"];
+    let words = words.into_iter().chain(["--latency", "1ms", "--seconds", "300"]);
+    let injected = stage.devices().client(words).expect("a client");
+    injected.success().expect("an injection");
     stage.product.kill();
-    let waits = || Ok(number(&device(&stage, &socket), "parked_chains") > 0);
+    let waits = || Ok(number(&self::device(&stage, &socket), "parked_chains") > 0);
     stage
         .until("a chain to be parked", PATIENCE, waits)
         .expect("a parked chain");
     stage.product.run().expect("a successor");
+    let words = ["iopf", "stop", "--device", &device];
+    let stopped = stage.devices().client(words).expect("a client");
+    stopped.success().expect("no more injected faults");
     disk_work(&mut guest, 32 << 20);
     work(&mut guest, 100 << 20);
     let vm = stage.product.show(VM).expect("show");
     assert_eq!(number(&vm, "restarts"), 1, "{vm}");
-    let disk = device(&stage, &socket);
+    let disk = self::device(&stage, &socket);
     assert_eq!(number(&disk, "failed_requests"), 0, "{disk}");
     let_go(&stage, &mut guest);
 }
