@@ -37,8 +37,8 @@ use crate::{
     wire::{Answer, Code, Config, Event, HEADER_BYTES, Opcode, Reply, Status},
 };
 use pagetide_addr::{
-    DomainId, FileKey, PageNo, PageRange, PageRequest, PageResponse, RequestKind, ResponseCode,
-    SectionNo,
+    Access, DomainId, FileKey, PageNo, PageRange, PageRequest, PageResponse, RequestKind,
+    ResponseCode, SectionNo,
 };
 use std::{collections::HashMap, sync::Arc};
 
@@ -238,8 +238,7 @@ impl FunctionCore {
     ) -> Option<PageRequest> {
         let fate = match self.phase {
             Phase::Ready => self.fate(&request, device),
-            // Until it is known which memory has pages elsewhere.
-            Phase::Nobody | Phase::Begun => Fate::Hold,
+            Phase::Nobody | Phase::Begun => self.fate_without_driver(&request),
         };
         let taken = match fate {
             Fate::Send => self.requests.add_sent(source, request),
@@ -403,6 +402,31 @@ impl FunctionCore {
             Some(_) => Fate::Answer(ResponseCode::Success),
             None => Fate::Answer(ResponseCode::InvalidRequest),
         }
+    }
+
+    /// What becomes of a request before it is known which memory has pages elsewhere. Most wait; but
+    /// not what would keep an engine from other work though nobody else is needed for it.
+    fn fate_without_driver(&self, request: &PageRequest) -> Fate {
+        match request.kind {
+            // No driver has it, so none will install it late: the transfer begins again, and waits
+            // like any other.
+            RequestKind::Overwrite { .. } => Fate::Answer(ResponseCode::Success),
+            // Nobody evicts now: a page that may be touched and is a hole was given up by the guest,
+            // and reads as zeros.
+            RequestKind::Slip if self.may_be_touched(request) => {
+                Fate::Answer(ResponseCode::InvalidRequest)
+            }
+            RequestKind::Demand | RequestKind::Prefault | RequestKind::Slip => Fate::Hold,
+        }
+    }
+
+    fn may_be_touched(&self, request: &PageRequest) -> bool {
+        let domains = self.domains.all();
+        let domain = domains.iter().find(|domain| domain.id() == request.domain);
+        domain.is_some_and(|domain| {
+            let bitmap = domain.attributes().bitmap();
+            bitmap.allows(request.pages, Access::Read)
+        })
     }
 
     fn answer_here(

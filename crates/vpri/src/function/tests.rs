@@ -473,6 +473,35 @@ fn overwrite_out_of_a_landing_area_that_is_no_more_is_answered_with_nothing_inst
 }
 
 #[test]
+fn without_a_driver_only_what_needs_one_waits_for_it() {
+    let (mut rig, space) = Rig::with_space();
+    rig.open();
+    rig.map(space, range(0, 1), Access::Write);
+    rig.core.hang_up(&mut rig.engines);
+    let of_kind = |id, page, kind| PageRequest {
+        kind,
+        ..request(id, space, page)
+    };
+    let slip = |id, page| of_kind(id, page, RequestKind::Slip);
+    for asked in [
+        of_kind(1, 0, RequestKind::Overwrite { slot: 0 }),
+        slip(2, 0),
+        slip(3, 1),
+        request(4, space, 1),
+    ] {
+        let sent = rig.core.request(SourceNo(0), asked, &mut rig.engines);
+        assert_eq!(sent, None);
+    }
+    // The page that may be touched is a hole of the guest's; of the other nobody can tell.
+    let zeros = ResponseCode::InvalidRequest;
+    assert_eq!(
+        rig.answered(),
+        [(1, ResponseCode::Success), (2, zeros)],
+        "the others wait"
+    );
+}
+
+#[test]
 fn message_out_of_its_session_or_its_bounds_is_invalid_and_changes_nothing() {
     let mut rig = Rig::new();
     let name = rig.name();
