@@ -15,7 +15,7 @@ use super::{
     session::{ConnectError, Ours, Session, bounded},
     space::Created,
 };
-use crate::wire::Event;
+use crate::{space::IoSpace, wire::Event};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{
     os::{fd::AsFd, unix::net::UnixStream},
@@ -89,7 +89,7 @@ fn set_up(shared: &Shared, session: Session) -> Result<Arc<Session>, ConnectErro
             Created::Gone => return Err(ConnectError::Lost),
             Created::Refused(error) => {
                 tracing::error!(%error, "nothing of a VM is evicted until its RAM file is taken");
-                registry.refused.push(error.to_string());
+                registry.refused.push((space.id(), error.to_string()));
             }
         }
     }

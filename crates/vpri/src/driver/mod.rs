@@ -123,8 +123,8 @@ pub(crate) struct Registry {
     barred: HashSet<FileKey>,
     /// Retired while there was no device: memory and its length in pages.
     retired: Vec<(FileKey, u64)>,
-    /// Why the device does not take a space, for each.
-    refused: Vec<String>,
+    /// Attached spaces that the device does not take, and why.
+    refused: Vec<(DomainId, String)>,
     all_known: bool,
 }
 
@@ -326,6 +326,7 @@ impl Shared {
         if farewell == Farewell::Retire {
             // Should the file come again, it is another space.
             registry.known.remove(&space.key());
+        registry.refused.retain(|(refused, _)| *refused != id);
             if !told {
                 registry.retired.push((space.key(), space.page_count()));
             }
@@ -406,7 +407,8 @@ impl IoSpaces for Driver {
 
     fn eviction_bar(&self) -> Option<String> {
         if self.shared.session().is_some() {
-            return self.shared.registry().refused.first().cloned();
+            let registry = self.shared.registry();
+            return registry.refused.first().map(|(_, why)| why.clone());
         }
         let why = self.shared.presence().why().to_owned();
         let socket = self.shared.socket.display();

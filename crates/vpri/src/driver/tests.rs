@@ -281,6 +281,8 @@ fn device_that_refuses_a_space_refuses_its_vm_and_bars_eviction_if_it_came_later
             .is_some_and(|why| why.contains("Full"))
     });
     assert!(!space.unmap(SectionNo(1), &some_pages()));
+    space.detach();
+    assert_eq!(rig.driver.eviction_bar(), None, "it is no VM's any more");
 }
 
 #[test]
