@@ -17,6 +17,7 @@ use std::{
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering, fence},
+        mpsc,
     },
     thread::JoinHandle,
     time::{Duration, Instant},
@@ -52,6 +53,15 @@ pub(crate) enum Answers {
     Reply(Reply),
     /// These bytes, and this length in the used ring.
     Bytes(Vec<u8>, u32),
+    /// A page request first; this reply when it was met.
+    Asking {
+        /// The request.
+        request: PageRequest,
+        /// Until something comes here, or nothing can any more.
+        until: mpsc::Receiver<()>,
+        /// The reply.
+        reply: Reply,
+    },
     /// Nothing at all.
     Silence,
     /// It uses a chain that is not there.
@@ -143,6 +153,16 @@ impl Memory {
         fence(Ordering::SeqCst);
         let call = queue.call.as_mut().unwrap();
         call.write_all(&1_u64.to_ne_bytes()).unwrap();
+    }
+}
+
+impl Memory {
+    fn ask(&self, queue: &mut Queue, bytes: &[u8], len: u32) {
+        let head = self.pop(queue).expect("a buffer for the page request");
+        let (address, room, flags, _) = self.descriptor(queue, head);
+        assert!(flags & 2 != 0 && usize::try_from(room).unwrap() >= bytes.len());
+        self.put(address, bytes);
+        self.use_up(queue, u32::from(head), len);
     }
 }
 
@@ -276,12 +296,7 @@ impl Fake {
     pub(crate) fn send(&self, bytes: &[u8], len: u32) {
         let mut backend = lock(&self.backend);
         let Backend { memory, queues, .. } = &mut *backend;
-        let (memory, queue) = (memory.as_ref().unwrap(), &mut queues[1]);
-        let head = memory.pop(queue).expect("a buffer for the page request");
-        let (address, room, flags, _) = memory.descriptor(queue, head);
-        assert!(flags & 2 != 0 && usize::try_from(room).unwrap() >= bytes.len());
-        memory.put(address, bytes);
-        memory.use_up(queue, u32::from(head), len);
+        (memory.as_ref().unwrap()).ask(&mut queues[1], bytes, len);
     }
 
     /// Sends a page request.
@@ -324,7 +339,7 @@ fn work_on_events(
     stream: &Mutex<Option<UnixStream>>,
 ) -> bool {
     let Backend { memory, queues, .. } = backend;
-    let (Some(memory), queue) = (memory.as_ref(), &mut queues[0]) else {
+    let (Some(memory), [queue, faults, _]) = (memory.as_ref(), queues) else {
         return false;
     };
     if !queue.enabled {
@@ -356,6 +371,18 @@ fn work_on_events(
         Answers::Bytes(bytes, len) => {
             memory.put(reply_at, &bytes);
             memory.use_up(queue, u32::from(head), len);
+        }
+        Answers::Asking {
+            request,
+            until,
+            reply,
+        } => {
+            memory.ask(faults, &wire::encode_request(&request), 64);
+            // Its other end is gone if the test has failed.
+            until.recv().unwrap_or_default();
+            let bytes = reply.encode();
+            memory.put(reply_at, &bytes);
+            memory.use_up(queue, u32::from(head), u32::try_from(bytes.len()).unwrap());
         }
         Answers::Silence => {}
         Answers::Head(head) => memory.use_up(queue, head, 16),

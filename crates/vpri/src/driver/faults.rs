@@ -126,12 +126,24 @@ impl FaultQueue {
         &self.kick
     }
 
-    /// The next thing the device has sent. `known` gives the host's number of a space.
+    /// The next thing the device has sent. `known` gives the host's number of a space; it may wait,
+    /// and is asked with no lock held. One thread at a time.
     pub(crate) fn next(&self, known: impl Fn(DomainId) -> Option<DomainId>) -> Result<Taken, Gone> {
+        let Some((id, bytes)) = self.take()? else {
+            return Ok(Taken::Nothing);
+        };
+        Ok(match self.check(&bytes, known, self.line.counts()) {
+            None => Taken::Refused(refusal(id)),
+            Some(request) => Taken::Request(self.accept(&mut self.lock(), request)?),
+        })
+    }
+
+    /// The next request as the device has written it, and its id, which no other has.
+    fn take(&self) -> Result<Option<(RequestId, [u8; REQUEST_BYTES])>, Gone> {
         self.line.check()?;
         let mut state = self.lock();
         let Some(used) = state.ring.take().map_err(|error| self.broken(&error))? else {
-            return Ok(Taken::Nothing);
+            return Ok(None);
         };
         let mut bytes = [0; REQUEST_BYTES];
         let copied = (self.area.memory()).copy_from(Area::request_at(used.head), &mut bytes);
@@ -156,10 +168,7 @@ impl FaultQueue {
             self.line.break_off(&why);
             return Err(Gone);
         }
-        Ok(match self.check(&bytes, known, counts) {
-            None => Taken::Refused(refusal(id)),
-            Some(request) => Taken::Request(self.accept(&mut state, request)?),
-        })
+        Ok(Some((id, bytes)))
     }
 
     /// The request with the host's number of its space; `None` if it is refused.

@@ -26,8 +26,11 @@
 //! may run one may stop this daemon.
 //!
 //! # Locks, outermost first
-//! section's lock (callers) → registry → a session's spaces, its fault queue → its
-//! event queue. None is held while a page is waited for.
+//! section's lock (callers) → registry → a session's `creating` → its spaces, its
+//! fault queue → its event queue. None is held while a page is waited for. `creating`
+//! is held over a CREATE and its status; who takes requests waits for it, with no
+//! other lock held, when he meets a space that he does not know: the device may ask
+//! for pages of a space before we have read its number.
 
 pub(crate) mod area;
 pub(crate) mod counts;
@@ -323,10 +326,10 @@ impl Shared {
         };
         let space = registry.attached.swap_remove(at);
         let told = space.destroy(farewell);
+        registry.refused.retain(|(refused, _)| *refused != id);
         if farewell == Farewell::Retire {
             // Should the file come again, it is another space.
             registry.known.remove(&space.key());
-        registry.refused.retain(|(refused, _)| *refused != id);
             if !told {
                 registry.retired.push((space.key(), space.page_count()));
             }

@@ -132,6 +132,8 @@ pub(crate) struct Session {
     errors: OwnedFd,
     /// Its spaces: the host's numbers by its own, those too that were destroyed since.
     spaces: Mutex<HashMap<DomainId, DomainId>>,
+    /// Held from before a CREATE until its space is known, see [`Self::creating`].
+    creating: Mutex<()>,
     /// Keeps the socket, and with it the device's queues.
     _frontend: Frontend,
     pub(crate) events: EventQueue,
@@ -317,6 +319,7 @@ impl Session {
             line,
             errors,
             spaces: Mutex::default(),
+            creating: Mutex::default(),
             _frontend: frontend,
             events,
             faults,
@@ -404,9 +407,21 @@ impl Session {
         self.spaces().insert(remote, ours);
     }
 
-    /// The host's number of a space that the device has, or had.
+    /// To be held from before a CREATE until its space is [known](Self::know): the device may ask
+    /// for pages of the space before we have read what number it has. Who meets a number that
+    /// nobody knows waits for this.
+    pub(crate) fn creating(&self) -> MutexGuard<'_, ()> {
+        self.creating.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The host's number of a space that the device has, or had. May wait for a CREATE that is
+    /// under way, so no lock may be held but that.
     pub(crate) fn known(&self, remote: DomainId) -> Option<DomainId> {
-        self.spaces().get(&remote).copied()
+        let look = || self.spaces().get(&remote).copied();
+        look().or_else(|| {
+            let _none_under_way = self.creating();
+            look()
+        })
     }
 
     fn spaces(&self) -> MutexGuard<'_, HashMap<DomainId, DomainId>> {

@@ -63,6 +63,8 @@ impl RemoteSpace {
             name: self.key,
             page_count: self.page_count(),
         };
+        // Until the numbers are where a fault and its grant look for them.
+        let _creating = session.creating();
         let Ok(status) = session.tell(&event) else {
             return Created::Gone;
         };

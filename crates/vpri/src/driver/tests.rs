@@ -365,6 +365,37 @@ fn request_that_cannot_be_is_refused_or_dropped_and_counted() {
 }
 
 #[test]
+fn request_for_a_space_that_comes_before_its_number_is_taken_for_that_space() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.open(1);
+    // The device holds its answer to CREATE back until the request was met.
+    let (met, is_met) = std::sync::mpsc::channel();
+    let mut asks = Some((demand(7, FIRST), is_met));
+    fake.follow(move |event, number| match (event, asks.take()) {
+        (Event::Create { .. }, Some((request, until))) => Answers::Asking {
+            request,
+            until,
+            reply: Status::with_value(number).into(),
+        },
+        _ => Answers::good(event, number),
+    });
+    let source = rig.driver.source();
+    std::thread::scope(|scope| {
+        let attaching = scope.spawn(|| space.attach().unwrap());
+        eventually("the request", || source.arm());
+        let taken = scope.spawn(|| source.next());
+        eventually("it is taken off the queue", || {
+            rig.driver.counts().requests == 1
+        });
+        met.send(()).unwrap();
+        attaching.join().unwrap();
+        let taken = taken.join().unwrap().expect("it is refused");
+        assert_eq!(taken.domain, space.id());
+    });
+    assert_eq!(rig.driver.counts().unknown_spaces, 0);
+}
+
+#[test]
 fn requests_of_a_device_that_went_are_forgotten_even_if_the_next_uses_their_ids() {
     let (rig, fake) = Rig::connected();
     let space = rig.attached(1);
