@@ -214,6 +214,15 @@ impl DmaDomain {
         self.unwatch_mapping();
     }
 
+    /// Gives the domain back though pages of it may be absent: all but the standing ones are
+    /// unmapped, until somebody knows that they are present.
+    pub fn disown(&self) {
+        self.attributes.unmap_all();
+        let mut owner = self.lock_owner();
+        owner.attached = false;
+        self.unwatch_mapping();
+    }
+
     /// True while a VM owns the domain.
     #[must_use]
     pub fn is_attached(&self) -> bool {

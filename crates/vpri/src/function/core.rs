@@ -15,10 +15,13 @@
 //! a space for it, or bars it. All memory that is new to the device is unmapped until
 //! READY; then what has got neither is read-write. A space of an earlier session stays
 //! as it was meanwhile: what is mapped is present, since nobody is there to evict it.
+//! A space that is released between the two is one that the driver could not take up:
+//! it is unmapped memory like any other, which a bar keeps so, and READY lets go.
 //!
 //! # Rules (VPRI 5.1)
 //! - *R1* A space is created with every page unmapped, in the same step. It ends in one
-//!   step, too: all of it read-write, or all of it unmapped for good.
+//!   step, too: all of it read-write, or all of it unmapped for good (before READY: unmapped
+//!   until then).
 //! - *R2* A page that is unmapped or protected allows no further DMA from the moment the
 //!   bit changes; the message is answered `OK` only when none goes on that began before.
 //! - *R3* Engines look up under a lease (see [`crate::lease`]), so there is no moment

@@ -422,6 +422,39 @@ fn bar_of_an_earlier_session_that_is_not_said_again_is_lifted() {
 }
 
 #[test]
+fn space_released_before_ready_is_unmapped_until_ready_and_longer_if_it_is_barred() {
+    for then_barred in [true, false] {
+        let (mut rig, space) = Rig::with_space();
+        let domain = rig.open();
+        rig.map(space, range(0, 2), Access::Write);
+        // A driver that takes the space up, and fails at what comes next.
+        rig.tell(Event::Begin);
+        let space = rig.create();
+        rig.map(space, range(0, 1), Access::Write);
+        rig.tell(Event::Destroy {
+            space,
+            farewell: Farewell::Release,
+        });
+        assert!(all_are(&domain, Attribute::Unmapped), "pages may be away");
+        assert!(!domain.is_attached());
+        assert_eq!(rig.request(1, space, 9), None);
+        assert!(rig.answered().is_empty(), "nobody knows yet");
+        let name = rig.name();
+        if then_barred {
+            rig.tell(Event::Bar { name });
+        }
+        rig.tell(Event::Ready);
+        if then_barred {
+            assert!(all_are(&domain, Attribute::Unmapped));
+            assert!(rig.answered().is_empty(), "barred");
+        } else {
+            assert!(all_are(&domain, Attribute::ReadWrite));
+            assert_eq!(rig.answered(), [(1, ResponseCode::Success)]);
+        }
+    }
+}
+
+#[test]
 fn request_for_memory_that_was_retired_is_invalid() {
     let (mut rig, space) = Rig::with_space();
     let _device = rig.open();

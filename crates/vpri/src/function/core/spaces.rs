@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Spaces and their page attributes: what each message does to them.
 
-use super::{FunctionCore, Space, invalid, offset, pages_of, status_of};
+use super::{FunctionCore, Phase, Space, invalid, offset, pages_of, status_of};
 use crate::{
     domain::{DOMAIN_BYTES_MAX, DmaDomain, DomainError},
     lease::Busy,
@@ -94,7 +94,9 @@ impl FunctionCore {
         let domain = Arc::clone(self.domain(space)?);
         self.spaces.remove(&space);
         match farewell {
-            Farewell::Release => domain.detach(),
+            Farewell::Release if self.phase == Phase::Ready => domain.detach(),
+            // It was not taken up: pages of it may be away. A bar or READY says what becomes of it.
+            Farewell::Release => domain.disown(),
             Farewell::Retire => self.domains.retire(&domain),
         }
         Ok(Status::OK)

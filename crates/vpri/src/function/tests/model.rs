@@ -252,7 +252,11 @@ impl Model {
         match farewell {
             Farewell::Release => {
                 memory.space_since = None;
-                memory.fill(Attribute::ReadWrite);
+                if self.phase == Phase::Ready {
+                    memory.fill(Attribute::ReadWrite);
+                } else {
+                    memory.unmap_all();
+                }
                 memory.forget();
             }
             Farewell::Retire => {
