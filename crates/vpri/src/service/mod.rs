@@ -21,7 +21,8 @@
 //!
 //! An engine that has nothing else to do serves its own requests by
 //! [`FaultAssist`], which spares both wake-ups; what must wait it hands to a
-//! worker likewise.
+//! worker likewise. It serves few pages a call, for its devices stand still
+//! meanwhile; what is over is the workers'.
 //!
 //! In the mode [`Handling::Serialized`], for comparison, there is one worker for
 //! all, as with one interrupt vector and one work queue (VPRI 3.2): it serves in
@@ -110,6 +111,10 @@ pub struct ServiceConfig {
     /// Before whom those go.
     pub preempt: Preempt,
 }
+
+/// Pages that an engine serves in one call of [`FaultAssist::assist`]; the first request goes beyond
+/// it if it is larger.
+const ASSIST_PAGES: u64 = 16;
 
 /// See the module.
 pub struct FaultService {
@@ -356,10 +361,22 @@ impl FaultAssist for FaultService {
         let Some(source) = self.engines.get(engine) else {
             return true;
         };
-        while let Some(request) = source.next() {
-            self.assist_with(Duty::new(request, source));
+        let mut pages = 0_u64;
+        while pages < ASSIST_PAGES {
+            let Some(request) = source.next() else {
+                return true;
+            };
+            let of_all = pages.saturating_add(request.pages.len());
+            let duty = Duty::new(request, source);
+            if pages > 0 && of_all > ASSIST_PAGES {
+                self.take_in(duty);
+                break;
+            }
+            self.assist_with(duty);
+            pages = of_all;
         }
-        true
+        // Perhaps nothing is left; then the engine kicks for nothing, and nobody wakes.
+        false
     }
 }
 

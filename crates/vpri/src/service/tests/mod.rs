@@ -357,6 +357,47 @@ fn engine_serves_its_own_demands_and_leaves_what_must_wait_to_a_worker() {
 }
 
 #[test]
+fn engine_serves_few_pages_a_call_and_leaves_what_is_over_to_workers() {
+    let (device, host) = fault_queue(64, bell(), bell());
+    let service = FaultService::new(vec![host], bell());
+    let vm = Vm::new(&DomainTable::new(1));
+    let _tenant = vm.join(&service);
+    let demand = |id: u64, pages: std::ops::Range<u64>| PageRequest {
+        id: RequestId(id),
+        pages: PageRange::new(PageNo(pages.start), PageNo(pages.end)),
+        ..Device::demand(&vm, 0)
+    };
+    for page in 0..40 {
+        device.submit(demand(page, page..page + 1)).unwrap();
+    }
+    for done in [16, 32] {
+        assert!(!service.assist(0), "some are left");
+        assert_eq!(vm.ram.lock().present.len(), done);
+    }
+    assert!(service.assist(0));
+    assert_eq!(vm.ram.lock().present.len(), 40);
+    let answers = std::iter::from_fn(|| device.next());
+    assert!(answers.map(|answer| answer.id.0).eq(0..40));
+    // One request at least, however large.
+    device.submit(demand(50, 100..150)).unwrap();
+    device.submit(demand(51, 200..201)).unwrap();
+    assert!(!service.assist(0));
+    assert_eq!(device.next().map(|answer| answer.id.0), Some(50));
+    // The larger one that is over is a worker's.
+    device.submit(demand(52, 300..350)).unwrap();
+    device.submit(demand(53, 400..401)).unwrap();
+    assert!(!service.assist(0));
+    assert!(device.outstanding() > 0);
+    let mut answered = vec![];
+    while answered.len() < 2 {
+        answered.extend(std::iter::from_fn(|| device.next()).map(|answer| answer.id.0));
+    }
+    answered.sort_unstable();
+    assert_eq!(answered, [51, 52]);
+    assert!(!vm.ram.lock().present.contains_key(&400), "nobody took it");
+}
+
+#[test]
 fn duty_that_is_dropped_answers_itself_with_a_failure() {
     let rig = Rig::still(Handling::Affined);
     let (vm, tenant) = rig.vm();
