@@ -6,7 +6,8 @@ use pagetide_addr::{OVERWRITE_PAGES_MAX, PageNo, PageRange, RequestKind};
 use pagetide_gmem::{Fault, FaultOutcome, Overwritten};
 use std::{sync::Arc, time::Duration};
 
-/// Pages of a prefault that are asked for at once: as many as a fault serves that may not wait.
+/// Pages of a prefault that are made present: as many as a fault serves that may not wait. More would
+/// keep demands waiting, and all else on the CPU of a worker that preempts.
 const PREFAULT_PAGES: u64 = 64;
 
 /// By a worker: waits for whatever the request needs.
@@ -83,27 +84,20 @@ fn serve_waiting(tenant: &Tenant, duty: Duty) {
     tenant.space.fault(&fault, Some(reply));
 }
 
-/// Makes those pages present that can be without waiting. Nobody waits for the others: they are
-/// asked for again when somebody does.
+/// Makes the first pages present, if that can be without waiting. Nobody waits for the others: they
+/// are asked for again when somebody does.
 fn prefault(tenant: &Tenant, fault: Fault) -> FaultOutcome {
-    let mut start = fault.pages.start;
-    while start < fault.pages.end {
-        let end = PageNo(start.0.saturating_add(PREFAULT_PAGES)).min(fault.pages.end);
-        let part = Fault {
-            pages: PageRange::new(start, end),
-            ..fault
-        };
-        match tenant.space.fault_without_waiting(&part) {
-            Some(FaultOutcome::Present) => {}
-            Some(outcome) => return outcome,
-            None => {
-                tenant.account.drop_prefault();
-                break;
-            }
-        }
-        start = end;
-    }
-    FaultOutcome::Present
+    let start = fault.pages.start;
+    let end = PageNo(start.0.saturating_add(PREFAULT_PAGES)).min(fault.pages.end);
+    let part = Fault {
+        pages: PageRange::new(start, end),
+        ..fault
+    };
+    let outcome = tenant.space.fault_without_waiting(&part);
+    outcome.unwrap_or_else(|| {
+        tenant.account.drop_prefault();
+        FaultOutcome::Present
+    })
 }
 
 /// What the device has written. A request without as much of it makes no sense.
