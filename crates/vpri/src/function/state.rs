@@ -25,6 +25,9 @@ use std::sync::Arc;
 
 /// Messages handled in one turn, so that page requests come to their turn, too.
 const EVENTS_A_TURN: usize = 64;
+/// Chains without room for a message that are given back in one turn of a queue: whoever takes the
+/// turn, perhaps an engine, is not held up by a driver that posts nothing else.
+const USELESS_A_TURN: usize = 16;
 /// Most records of one chain: 128 KiB.
 const RECORDS_A_CHAIN: usize = 4096;
 
@@ -192,10 +195,11 @@ impl State {
 
     /// Does what there is to do, up to a limit. True if there may be more.
     pub fn work(&mut self) -> Result<bool, Broken> {
-        let more = self.take_events()?;
-        self.send_requests(SourceNo(0)..SourceNo(self.outside.hosts.len()))?;
-        self.send_records()?;
-        Ok(more)
+        let more_events = self.take_events()?;
+        let all = SourceNo(0)..SourceNo(self.outside.hosts.len());
+        let more_faults = self.send_requests(all)?;
+        let more_records = self.send_records()?;
+        Ok(more_events || more_faults || more_records)
     }
 
     /// Asks to be woken; true if there is something to do already.
@@ -256,30 +260,34 @@ impl State {
         self.vrings[usize::from(EVENT_QUEUE)].give_back(chain, written, memory)
     }
 
-    /// Gives the driver page requests of `sources`, as long as there are chains for them.
-    pub fn send_requests(&mut self, sources: std::ops::Range<SourceNo>) -> Result<(), Broken> {
+    /// Gives the driver page requests of `sources`, as long as there are chains for them. True if
+    /// the turn has ended at useless chains, so there may be more.
+    pub fn send_requests(&mut self, sources: std::ops::Range<SourceNo>) -> Result<bool, Broken> {
         if self.core.phase() != Phase::Ready {
-            return Ok(());
+            return Ok(false);
         }
-        loop {
+        let mut useless = 0;
+        while useless < USELESS_A_TURN {
             let faults = &mut self.vrings[usize::from(FAULT_QUEUE)];
             let Some(chain) = faults.take(&self.outside.memory)? else {
-                return Ok(());
+                return Ok(false);
             };
             if chain.room() < REQUEST_BYTES {
+                useless += 1;
                 self.figures.useless_chains += 1;
                 faults.give_back(chain, 0, &self.outside.memory)?;
                 continue;
             }
             let Some(request) = self.next_request(&sources) else {
                 self.vrings[usize::from(FAULT_QUEUE)].put_back(chain);
-                return Ok(());
+                return Ok(false);
             };
             let bytes = encode_request(&self.outside.as_sent(request));
             let memory = &self.outside.memory;
             let written = chain.write(memory, &bytes);
             self.vrings[usize::from(FAULT_QUEUE)].give_back(chain, written, memory)?;
         }
+        Ok(true)
     }
 
     fn next_request(&mut self, sources: &std::ops::Range<SourceNo>) -> Option<PageRequest> {
@@ -300,8 +308,13 @@ impl State {
         None
     }
 
-    fn send_records(&mut self) -> Result<(), Broken> {
+    /// Gives the driver the records that wait. True if the turn has ended at useless chains.
+    pub fn send_records(&mut self) -> Result<bool, Broken> {
+        let mut useless = 0;
         while self.log.has_any() {
+            if useless == USELESS_A_TURN {
+                return Ok(true);
+            }
             let vring = &mut self.vrings[usize::from(LOG_QUEUE)];
             let Some(chain) = vring.take(&self.outside.memory)? else {
                 self.log.drop_waiting();
@@ -309,6 +322,7 @@ impl State {
             };
             let room = (chain.room() / RECORD_BYTES).min(RECORDS_A_CHAIN);
             if room == 0 {
+                useless += 1;
                 self.figures.useless_chains += 1;
                 vring.give_back(chain, 0, &self.outside.memory)?;
                 continue;
@@ -318,6 +332,6 @@ impl State {
             let written = chain.write(&self.outside.memory, &bytes);
             vring.give_back(chain, written, &self.outside.memory)?;
         }
-        Ok(())
+        Ok(false)
     }
 }

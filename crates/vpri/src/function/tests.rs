@@ -15,6 +15,7 @@ use std::{os::fd::AsFd, sync::Arc};
 
 mod model;
 mod server;
+mod turns;
 
 /// Two sections and a bit.
 const PAGES: u64 = 1100;
