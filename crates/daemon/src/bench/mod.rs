@@ -14,6 +14,7 @@ pub mod iopf_impact;
 pub mod iopf_rtt;
 pub mod iopf_scale;
 pub mod pa_bitmap;
+mod random;
 pub mod sim;
 
 use serde::Serialize;

@@ -4,15 +4,19 @@
 //! It polls from shortly before a request is due until B has no request left, and
 //! sleeps between: what else has to run on its CPU (the tier) does so then.
 //!
-//! Both loads are open loops with a fixed beat: a request is due at its time,
-//! whatever became of those before it, and its latency counts from then. A reads each
-//! time into a page it has not used before in this run, so that each is a
+//! Both loads are open loops: a request is due at its time, whatever became of those
+//! before it, and its latency counts from then. B's come in a fixed beat. A's gaps are
+//! drawn at random, from half of their mean to one and a half, so that its faults begin and end
+//! anywhere in B's beat, and each is over before the next. They
+//! follow from the seed: both sides, and pages absent and present, meet the same ones.
+//! A reads each time into a page it has not used before in this run, so that each is a
 //! fault if pages are absent.
 //!
 //! Lines: it says where A's pages are ([`MemoryName`]); then a [`Run`] makes it empty
 //! or fill A's pages and say `true`; `"go"` makes it run and print a [`RunResult`].
 
 use super::backend::MemoryName;
+use crate::bench::random::SplitMix;
 use pagetide_addr::PAGE_BYTES;
 use pagetide_sys::lent::{LentError, LentMemory};
 use rustix::{
@@ -78,8 +82,10 @@ pub struct Run {
     pub time: Duration,
     /// B's.
     pub requests_per_s: u32,
-    /// A's.
+    /// A's, on average.
     pub faults_per_s: u32,
+    /// Of A's gaps.
+    pub seed: u64,
 }
 
 /// Latencies of one tenant, from when each request was due.
@@ -130,7 +136,7 @@ pub enum FrontendError {
     #[error("there is no buffer {0}")]
     Buffer(u16),
     /// More than there are pages for.
-    #[error("{0} requests of A in one run are more than there are pages ({A_PAGES})")]
+    #[error("a run may have {0} requests of A, and there are {A_PAGES} pages for them")]
     TooMany(u64),
     /// A request did not come back.
     #[error("requests were not answered within {DRAIN_TIMEOUT:?}")]
@@ -197,6 +203,42 @@ fn connect<'a>(socket: &Path, pages: u16) -> Result<Connected<'a>, FrontendError
     Ok((transport, queue, memory))
 }
 
+/// From one of a tenant's requests to the next.
+#[derive(Debug, Clone)]
+enum Gaps {
+    /// All the same.
+    Even(Duration),
+    /// Evenly distributed from half of `mean` to one and a half.
+    Drawn { mean: Duration, random: SplitMix },
+}
+
+impl Gaps {
+    /// From the start of a run to its first request.
+    fn first(&mut self) -> Duration {
+        match self {
+            Self::Even(_) => Duration::ZERO,
+            Self::Drawn { mean, random } => mean.mul_f64(random.unit()),
+        }
+    }
+
+    fn next(&mut self) -> Duration {
+        match self {
+            Self::Even(gap) => *gap,
+            Self::Drawn { mean, random } => mean.mul_f64(0.5 + random.unit()),
+        }
+    }
+
+    /// Requests that are due within `time`, at most.
+    fn requests_max(&self, time: Duration) -> u64 {
+        let shortest = match self {
+            Self::Even(gap) => *gap,
+            Self::Drawn { mean, .. } => *mean / 2,
+        };
+        let gaps = time.as_nanos() / shortest.as_nanos().max(1);
+        u64::try_from(gaps).unwrap_or(u64::MAX).saturating_add(1)
+    }
+}
+
 /// A load of one tenant and what became of it.
 struct Tenant<'a> {
     transport: &'a VirtioBlkTransport,
@@ -207,6 +249,7 @@ struct Tenant<'a> {
     /// When each buffer's request was due.
     due: Vec<Duration>,
     next_due: Duration,
+    gaps: Gaps,
     in_flight: u16,
     latencies_ns: Vec<u64>,
     errors: u64,
@@ -233,6 +276,7 @@ impl<'a> Tenant<'a> {
             free: Vec::new(),
             due: Vec::new(),
             next_due: Duration::ZERO,
+            gaps: Gaps::Even(Duration::ZERO),
             in_flight: 0,
             latencies_ns: Vec::new(),
             errors: 0,
@@ -251,10 +295,11 @@ impl<'a> Tenant<'a> {
         Ok(())
     }
 
-    fn begin(&mut self, buffers: u16, first_due: Duration) {
+    fn begin(&mut self, buffers: u16, mut gaps: Gaps) {
         self.free = (0..buffers).rev().collect();
         self.due = vec![Duration::ZERO; usize::from(buffers)];
-        self.next_due = first_due;
+        self.next_due = gaps.first();
+        self.gaps = gaps;
         self.latencies_ns.clear();
         self.errors = 0;
     }
@@ -263,7 +308,7 @@ impl<'a> Tenant<'a> {
     fn submit_due(
         &mut self,
         now: Duration,
-        (beat, end): (Duration, Duration),
+        end: Duration,
         depth_max: u16,
     ) -> Result<(), FrontendError> {
         let mut submitted = false;
@@ -277,7 +322,7 @@ impl<'a> Tenant<'a> {
             let offset = u64::from(buffer) * IO_BYTES;
             self.queue.read(offset, bytes, buffer)?;
             self.due[usize::from(buffer)] = self.next_due;
-            self.next_due += beat;
+            self.next_due += self.gaps.next();
             self.in_flight += 1;
             submitted = true;
         }
@@ -309,22 +354,24 @@ impl<'a> Tenant<'a> {
 /// Runs both loads at once.
 fn both(a: &mut Tenant<'_>, b: &mut Tenant<'_>, run: Run) -> Result<RunResult, FrontendError> {
     let beat = |per_s: u32| Duration::from_secs(1) / per_s.max(1);
-    let (beat_a, beat_b) = (beat(run.faults_per_s), beat(run.requests_per_s));
-    let a_requests = run.time.as_nanos() / beat_a.as_nanos().max(1);
-    if a_requests >= u128::from(A_PAGES) {
-        let too_many = u64::try_from(a_requests).unwrap_or(u64::MAX);
-        return Err(FrontendError::TooMany(too_many));
+    let gaps_a = Gaps::Drawn {
+        mean: beat(run.faults_per_s),
+        random: SplitMix(run.seed),
+    };
+    let a_requests = gaps_a.requests_max(run.time);
+    if a_requests > u64::from(A_PAGES) {
+        return Err(FrontendError::TooMany(a_requests));
     }
-    a.begin(A_PAGES, beat_a / 2);
-    b.begin(B_BUFFERS, Duration::ZERO);
+    a.begin(A_PAGES, gaps_a);
+    b.begin(B_BUFFERS, Gaps::Even(beat(run.requests_per_s)));
     let began = Instant::now();
     while !(a.is_over(run.time) && b.is_over(run.time)) {
         let now = began.elapsed();
         if now > run.time + DRAIN_TIMEOUT {
             return Err(FrontendError::Lost);
         }
-        b.submit_due(now, (beat_b, run.time), B_BUFFERS)?;
-        a.submit_due(now, (beat_a, run.time), A_DEPTH_MAX)?;
+        b.submit_due(now, run.time, B_BUFFERS)?;
+        a.submit_due(now, run.time, A_DEPTH_MAX)?;
         b.take_done(began, After::Again);
         a.take_done(began, After::Never);
         if b.in_flight == 0 {
@@ -381,12 +428,49 @@ mod tests {
     }
 
     #[test]
+    fn faults_begin_and_end_in_every_part_of_bs_beat_and_are_the_same_of_the_same_seed() {
+        const BEAT_NS: u128 = 250_000;
+        let (mean, time) = (Duration::from_millis(100), Duration::from_secs(4));
+        let dues = |seed| {
+            let random = SplitMix(seed);
+            let mut gaps = Gaps::Drawn { mean, random };
+            let most = gaps.requests_max(time);
+            let mut dues = vec![gaps.first()];
+            while dues[dues.len() - 1] < time {
+                dues.push(dues[dues.len() - 1] + gaps.next());
+            }
+            dues.pop();
+            assert!(dues.len() as u64 <= most);
+            dues
+        };
+        let runs: Vec<_> = (0..5).map(dues).collect();
+        let count: usize = runs.iter().map(Vec::len).sum();
+        assert!((180..=220).contains(&count), "{count} of 200");
+        for run in &runs {
+            // Each is over before the next, also where a page takes 5 ms.
+            let shortest = run.windows(2).map(|two| two[1] - two[0]).min();
+            assert!(shortest >= Some(mean / 2), "{shortest:?}");
+        }
+        for hold in [Duration::ZERO, Duration::from_millis(5)] {
+            let mut tenths = [0; 10];
+            for due in runs.iter().flatten() {
+                let phase_ns = (*due + hold).as_nanos() % BEAT_NS;
+                tenths[usize::try_from(phase_ns * 10 / BEAT_NS).unwrap()] += 1;
+            }
+            assert!(tenths.iter().all(|count| *count >= 5), "{tenths:?}");
+        }
+        assert_eq!(runs[1], dues(1));
+        assert_ne!(runs[1], runs[2]);
+    }
+
+    #[test]
     fn run_and_result_survive_the_line() {
         let run = Run {
             pages: Pages::Absent,
             time: Duration::from_millis(1500),
             requests_per_s: 4000,
             faults_per_s: 10,
+            seed: 3,
         };
         let line = serde_json::to_string(&run).unwrap();
         assert_eq!(serde_json::from_str::<Run>(&line).unwrap(), run);

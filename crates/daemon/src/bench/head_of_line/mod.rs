@@ -29,7 +29,9 @@
 //! Faults come ten a second: more often than B's p99.9 can overlook if they hold
 //! the engine (they take 5% of its time), and seldom enough that the client's CPU, which
 //! here stands for those of both tenants and of the host, does not make a
-//! tail of its own by serving them (some 50 µs each, 0.05%).
+//! tail of its own by serving them (some 50 µs each, 0.05%). They come at random
+//! intervals, which are the same for all four runs of a pair's number: in step with B, all of
+//! them would meet it at the same point of its beat.
 
 pub mod backend;
 pub mod frontend;
@@ -108,7 +110,7 @@ pub struct HeadOfLineOptions {
     pub time: Duration,
     /// B's requests a second.
     pub requests_per_s: u32,
-    /// A's requests a second, each to a page that is absent, if they are to be.
+    /// A's requests a second on average, each to a page that is absent, if they are to be.
     pub faults_per_s: u32,
     /// How long a page takes.
     pub hold: Duration,
@@ -171,7 +173,7 @@ pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
     let mut cells: Vec<Cell> = sides.iter().map(|_| Cell::default()).collect();
     for side in &mut sides {
         // Warms code, caches and the schedule up.
-        side.run(options, Pages::Present, Duration::from_millis(300))?;
+        side.run(options, Pages::Present, (Duration::from_millis(300), 0))?;
     }
     for pair in 0..options.pairs {
         for (side, cell) in sides.iter_mut().zip(&mut cells) {
@@ -284,8 +286,9 @@ impl Side {
             0 => [Pages::Present, Pages::Absent],
             _ => [Pages::Absent, Pages::Present],
         };
+        let seed = number as u64 + 1;
         for pages in order {
-            let (result, tier) = self.run(options, pages, options.time)?;
+            let (result, tier) = self.run(options, pages, (options.time, seed))?;
             match pages {
                 Pages::Present => cell.present.push(result),
                 Pages::Absent => {
@@ -301,13 +304,14 @@ impl Side {
         &mut self,
         options: &HeadOfLineOptions,
         pages: Pages,
-        time: Duration,
+        (time, seed): (Duration, u64),
     ) -> Result<(RunResult, TierReport), BenchError> {
         let run = Run {
             pages,
             time,
             requests_per_s: options.requests_per_s,
             faults_per_s: options.faults_per_s,
+            seed,
         };
         let line = serde_json::to_string(&run).map_err(failed)?;
         // The client empties or fills its pages, then the back end forgets or knows them.

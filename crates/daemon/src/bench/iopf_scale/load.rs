@@ -7,6 +7,7 @@ use std::{
 };
 
 use super::rig::{Broken, Rig, now_ns, time_left};
+use crate::bench::random::SplitMix;
 
 /// How faults of several tenants fall together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -84,29 +85,6 @@ pub(super) fn faults(
     }
     faults.sort_by_key(|fault| fault.at);
     faults
-}
-
-/// Small, and the same everywhere (Steele, Lea and Flood, 2014).
-struct SplitMix(u64);
-
-impl SplitMix {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// From 0 to below 1.
-    fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
-    }
-
-    /// With mean 1.
-    fn exponential(&mut self) -> f64 {
-        -(1.0 - self.unit()).ln()
-    }
 }
 
 /// A run under way.

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Numbers by chance, the same ones in each run of a bench: a load is random so that it falls in
+//! step with nothing, and seeded so that both sides meet the same one.
+
+/// Small, and the same everywhere (Steele, Lea and Flood, 2014).
+#[derive(Clone, Debug)]
+pub(super) struct SplitMix(pub(super) u64);
+
+impl SplitMix {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// From 0 to below 1.
+    pub(super) fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    /// With mean 1.
+    pub(super) fn exponential(&mut self) -> f64 {
+        -(1.0 - self.unit()).ln()
+    }
+}
