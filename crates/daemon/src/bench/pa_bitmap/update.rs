@@ -4,7 +4,10 @@
 use super::{NAME, PaBitmapBenchOptions, Random, Times, rig::Rig, rounded, to_f64};
 use crate::bench::{BenchReport, blk::process::Placement};
 use pagetide_addr::{Access, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
-use pagetide_sys::cpu::{CpuError, set_affinity};
+use pagetide_sys::{
+    cpu::{CpuError, set_affinity},
+    membarrier::{self, MembarrierError},
+};
 use pagetide_vpri::{
     Attribute, Busy, DomainError, EnginePort, LookUp, PaBitmap, PageAttributes, Restriction,
 };
@@ -25,6 +28,9 @@ pub enum UpdateError {
     /// A thread's CPU.
     #[error(transparent)]
     Cpu(#[from] CpuError),
+    /// The fence.
+    #[error(transparent)]
+    Fence(#[from] MembarrierError),
     /// The engine's port.
     #[error(transparent)]
     Domain(#[from] DomainError),
@@ -52,8 +58,10 @@ pub fn measure(
         let dma = scope.spawn(|| engine.work(rig, at.backend));
         let host = scope.spawn(|| {
             set_affinity(&[at.frontend])?;
+            membarrier::register()?;
             engine.wait_for_first();
-            Ok::<_, UpdateError>(engine.during(|| Updates::measure(rig, options.updates)))
+            let (updates, rate) = engine.during(|| Updates::measure(rig, options.updates));
+            Ok::<_, UpdateError>((updates?, rate))
         });
         let updates = host.join().map_err(|_| UpdateError::Panic);
         engine.stop.store(true, Ordering::Relaxed);
@@ -124,6 +132,8 @@ impl Engine {
 struct Updates {
     page: Times,
     section: Times,
+    section_bits: Times,
+    fence: Times,
     grant: Times,
     wait: Times,
     wait_engine: Times,
@@ -131,7 +141,7 @@ struct Updates {
 }
 
 impl Updates {
-    fn measure(rig: &Rig, count: u32) -> Self {
+    fn measure(rig: &Rig, count: u32) -> Result<Self, MembarrierError> {
         let attributes = rig.domain.attributes();
         let mut random = Random(6);
         let mut updates = Self::default();
@@ -142,6 +152,7 @@ impl Updates {
             let page = PageNo(section.start.0 + u64::from(i) % SECTION_PAGES).single();
             updates.one(attributes, page);
             updates.one(attributes, section);
+            updates.parts(attributes, section)?;
             // The engine's own, one update in ten: it is to work most of the time.
             if i % 10 == 0 {
                 let own = SectionNo(u64::from(i / 10) % ENGINE_SECTIONS).pages(u64::MAX / 2);
@@ -152,7 +163,24 @@ impl Updates {
                 attributes.grant(own, Access::Write);
             }
         }
-        updates
+        Ok(updates)
+    }
+
+    /// What an update of `section` is made of, one after the other. Nobody else leases
+    /// the section, so nothing relies on this fence.
+    fn parts(
+        &mut self,
+        attributes: &PageAttributes,
+        section: PageRange,
+    ) -> Result<(), MembarrierError> {
+        let began = Instant::now();
+        attributes.bitmap().unmap_range(section);
+        self.section_bits.add(began.elapsed());
+        let began = Instant::now();
+        membarrier::heavy()?;
+        self.fence.add(began.elapsed());
+        attributes.grant(section, Access::Write);
+        Ok(())
     }
 
     fn one(&mut self, attributes: &PageAttributes, pages: PageRange) {
@@ -178,6 +206,8 @@ impl Updates {
         for (name, times) in [
             ("update_4kib_us", &self.page),
             ("update_2mib_us", &self.section),
+            ("bits_2mib_us", &self.section_bits),
+            ("fence_us", &self.fence),
             ("grant_2mib_us", &self.grant),
             ("lease_wait_us", &self.wait),
             ("lease_wait_engine_us", &self.wait_engine),
