@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What keeps a host busy: threads that compress, and threads that scan page tables, on
 //! one CPU (VPRI 3.2 names both as the load under which its figure 3 was taken).
+//!
+//! A turn of either counts when it has worked, and each kind for itself: a load of which one half
+//! fails all the time is not the load that the figures claim, see [`Turns::of_both`].
 
 use std::{
     os::fd::AsFd as _,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
+        mpsc,
     },
     thread::JoinHandle,
 };
@@ -20,15 +24,51 @@ use super::memory::{failed, move_to};
 /// Memory whose page table is scanned.
 const SCANNED_BYTES: u64 = 64 << 20;
 
+/// Turns that worked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Turns {
+    /// Pages that were compressed.
+    pub(super) compressed: u64,
+    /// Scans of the whole page table.
+    pub(super) scanned: u64,
+}
+
+impl Turns {
+    /// Both kinds, or a sentence about the one that there was none of.
+    pub(super) fn of_both(self) -> Result<Self, String> {
+        let missing = match self {
+            Self { compressed: 0, .. } => "compressed nothing",
+            Self { scanned: 0, .. } => "scanned no page table",
+            _ => return Ok(self),
+        };
+        Err(format!("the load on the host's CPU {missing}"))
+    }
+}
+
+impl std::ops::AddAssign for Turns {
+    fn add_assign(&mut self, more: Self) {
+        self.compressed += more.compressed;
+        self.scanned += more.scanned;
+    }
+}
+
+/// Whether a turn did what it is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Turn {
+    Worked,
+    Failed,
+}
+
 /// Load on one CPU; ends when dropped.
 pub(super) struct Busy {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
-    work: Arc<AtomicU64>,
+    compressed: Arc<AtomicU64>,
+    scanned: Arc<AtomicU64>,
 }
 
 impl Busy {
-    /// Begins to load `cpu`.
+    /// Begins to load `cpu`; both threads have tried a turn when it returns.
     pub(super) fn start(cpu: usize) -> Result<Self, String> {
         let wrong = failed("the load");
         let file = GuestFile::new_memfd("pagetide-busy", SCANNED_BYTES).map_err(|e| wrong(&e))?;
@@ -37,46 +77,70 @@ impl Busy {
             let touched = scanned.copy_to(page.byte_offset(), &page.0.to_ne_bytes());
             touched.map_err(|e| wrong(&e))?;
         }
-        let mut busy = Self {
-            stop: Arc::default(),
-            threads: Vec::new(),
-            work: Arc::default(),
-        };
         let mut packer = Packer::default();
         let mut content = [7; PAGE];
-        busy.run(cpu, move |turn| {
+        let compress = move |turn: u64| {
             content[PageNo(turn % PAGE_BYTES).index()] ^= turn.to_le_bytes()[0];
-            std::hint::black_box(packer.pack(Seed(1), PageNo(turn), &content));
-        })?;
+            // None is a page of zeros, which is not compressed.
+            let packed = packer.pack(Seed(1), PageNo(turn), &content);
+            match std::hint::black_box(packed) {
+                Some(_) => Turn::Worked,
+                None => Turn::Failed,
+            }
+        };
         let pagemap = Pagemap::of_self().map_err(|e| wrong(&e))?;
-        busy.run(cpu, move |_| {
+        let scan = move |_| {
             let first = Hva(scanned.address() as u64);
             let mut present = 0_u64;
             let count = |_, entry: pagetide_sys::pagemap::PagemapEntry| {
                 present += u64::from(entry.is_present());
             };
-            // A scan that fails is no load, and shows as such: see `work`.
-            if pagemap
-                .visit(first, SCANNED_BYTES / PAGE_BYTES, count)
-                .is_ok()
-            {
-                std::hint::black_box(present);
+            match pagemap.visit(first, SCANNED_BYTES / PAGE_BYTES, count) {
+                Ok(()) if std::hint::black_box(present) > 0 => Turn::Worked,
+                _ => Turn::Failed,
             }
-        })?;
+        };
+        Self::of(cpu, compress, scan)
+    }
+
+    fn of(
+        cpu: usize,
+        compress: impl FnMut(u64) -> Turn + Send + 'static,
+        scan: impl FnMut(u64) -> Turn + Send + 'static,
+    ) -> Result<Self, String> {
+        let mut busy = Self {
+            stop: Arc::default(),
+            threads: Vec::new(),
+            compressed: Arc::default(),
+            scanned: Arc::default(),
+        };
+        let tried = [
+            busy.run(cpu, Arc::clone(&busy.compressed), compress)?,
+            busy.run(cpu, Arc::clone(&busy.scanned), scan)?,
+        ];
+        for first in tried {
+            first.recv().map_err(|e| failed("the load")(&e))?;
+        }
         Ok(busy)
     }
 
-    /// Turns of work done so far.
-    pub(super) fn work(&self) -> u64 {
-        self.work.load(Ordering::Relaxed)
+    /// Turns that have worked so far.
+    pub(super) fn turns(&self) -> Turns {
+        Turns {
+            compressed: self.compressed.load(Ordering::Relaxed),
+            scanned: self.scanned.load(Ordering::Relaxed),
+        }
     }
 
+    /// Starts a thread; what it gives back hears of the first turn.
     fn run(
         &mut self,
         cpu: usize,
-        mut turn: impl FnMut(u64) + Send + 'static,
-    ) -> Result<(), String> {
-        let (stop, work) = (Arc::clone(&self.stop), Arc::clone(&self.work));
+        worked: Arc<AtomicU64>,
+        mut turn: impl FnMut(u64) -> Turn + Send + 'static,
+    ) -> Result<mpsc::Receiver<()>, String> {
+        let stop = Arc::clone(&self.stop);
+        let (tried, first) = mpsc::sync_channel(1);
         let thread = std::thread::Builder::new()
             .name("busy".into())
             .spawn(move || {
@@ -85,14 +149,19 @@ impl Busy {
                 }
                 let mut number = 0;
                 while !stop.load(Ordering::Relaxed) {
-                    turn(number);
+                    if turn(number) == Turn::Worked {
+                        worked.fetch_add(1, Ordering::Relaxed);
+                    }
+                    if number == 0 && tried.send(()).is_err() {
+                        // Nobody waits: the load was given up.
+                        return;
+                    }
                     number += 1;
-                    work.fetch_add(1, Ordering::Relaxed);
                 }
             });
         self.threads
             .push(thread.map_err(|e| failed("a thread")(&e))?);
-        Ok(())
+        Ok(first)
     }
 }
 
@@ -104,5 +173,35 @@ impl Drop for Busy {
                 tracing::warn!("a thread of the load has panicked");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn any_cpu() -> usize {
+        pagetide_sys::cpu::affinity().unwrap()[0]
+    }
+
+    #[test]
+    fn load_compresses_and_scans() {
+        let busy = Busy::start(any_cpu()).unwrap();
+        let turns = busy.turns().of_both().unwrap();
+        assert!(turns.compressed > 0 && turns.scanned > 0, "{turns:?}");
+    }
+
+    #[test]
+    fn turns_that_fail_are_not_counted_and_a_load_without_either_kind_is_refused() {
+        let turns = |compress, scan| {
+            let busy = Busy::of(any_cpu(), move |_| compress, move |_| scan).unwrap();
+            busy.turns()
+        };
+        let only_compressed = turns(Turn::Worked, Turn::Failed);
+        assert!(only_compressed.compressed > 0 && only_compressed.scanned == 0);
+        let refused = only_compressed.of_both().unwrap_err();
+        assert!(refused.contains("scanned no page table"), "{refused}");
+        let refused = turns(Turn::Failed, Turn::Worked).of_both().unwrap_err();
+        assert!(refused.contains("compressed nothing"), "{refused}");
     }
 }

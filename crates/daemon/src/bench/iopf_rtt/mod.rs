@@ -14,7 +14,8 @@
 //!
 //! and by each of these hosts and handlers:
 //! - *idle*, and *busy*: a thread that compresses by lz4 and one that scans page
-//!   tables run all the time on the tenant's CPU;
+//!   tables run all the time on the tenant's CPU (`load_compress_turns` and
+//!   `load_scan_turns` are those that worked; a load without one of them fails the bench);
 //! - a handler that only answers: the page is present, and is granted (figure 3's, which does not
 //!   even that); and, as `fill`, one that brings the page back from lz4.
 //!
@@ -41,7 +42,7 @@ use serde_json::{Map, Value, json};
 
 use self::{
     across::AcrossProcesses,
-    busy::Busy,
+    busy::{Busy, Turns},
     memory::{PAGES, move_to, stand},
     sides::{AtsPri, Bottom, CROSSING, InProcess, Side, Split, Taker, cpus},
 };
@@ -130,12 +131,12 @@ pub fn run(options: &IopfRttBenchOptions) -> Result<BenchReport, BenchError> {
     // What is started from here on stays on the host's CPU.
     move_to(host_cpu).map_err(failed)?;
     let measured = ways(options.across, (device_cpu, host_cpu)).and_then(|mut ways| {
-        let mut work = 0;
+        let mut turns = Turns::default();
         for round in 0..options.rounds {
             eprintln!("bench {NAME}: round {} of {}", round + 1, options.rounds);
-            work += one_round(&mut ways, round, options, (device_cpu, host_cpu))?;
+            turns += one_round(&mut ways, round, options, (device_cpu, host_cpu))?;
         }
-        Ok(report(&ways, work, options))
+        Ok(report(&ways, turns, options))
     });
     stand(device_cpu, Urgency::Ordinary).map_err(failed)?;
     cpu::set_affinity(&[device_cpu, host_cpu]).map_err(|e| failed(e.to_string()))?;
@@ -163,14 +164,15 @@ fn ways(across: Across, (device_cpu, host_cpu): (usize, usize)) -> Result<Vec<Wa
     Ok(sides.into_iter().map(way).collect())
 }
 
-/// One slice of each way in each case; how many turns of work the load did.
+/// One slice of each way in each case; the turns of the load, of which there are both kinds in each
+/// slice with a load.
 fn one_round(
     ways: &mut [Way],
     round: usize,
     options: &IopfRttBenchOptions,
     (device_cpu, host_cpu): (usize, usize),
-) -> Result<u64, String> {
-    let mut work = 0;
+) -> Result<Turns, String> {
+    let mut turns = Turns::default();
     for (case, (host, handler, _)) in CASES.into_iter().enumerate() {
         stand(host_cpu, Urgency::Ordinary)?;
         let busy = match host {
@@ -190,9 +192,11 @@ fn one_round(
                 }
             }
         }
-        work += busy.map_or(0, |busy| busy.work());
+        if let Some(busy) = busy {
+            turns += busy.turns().of_both()?;
+        }
     }
-    Ok(work)
+    Ok(turns)
 }
 
 fn one_fault(
@@ -238,7 +242,7 @@ fn total_us(ways: &[Way], name: &str, case: &str, permille: usize) -> f64 {
     at(&sorted, permille)
 }
 
-fn report(ways: &[Way], work: u64, options: &IopfRttBenchOptions) -> BenchReport {
+fn report(ways: &[Way], turns: Turns, options: &IopfRttBenchOptions) -> BenchReport {
     let mut report = BenchReport::new(NAME);
     let figures = &mut report.figures;
     figures.insert(
@@ -256,7 +260,8 @@ fn report(ways: &[Way], work: u64, options: &IopfRttBenchOptions) -> BenchReport
     figures.insert("ats_pri_crossings".into(), CROSSINGS.into());
     figures.insert("device_cpus".into(), 1.into());
     figures.insert("host_and_tenant_cpus".into(), 1.into());
-    figures.insert("load_turns".into(), work.into());
+    figures.insert("load_compress_turns".into(), turns.compressed.into());
+    figures.insert("load_scan_turns".into(), turns.scanned.into());
     for way in ways {
         for (samples, (_, _, case)) in way.samples.iter().zip(CASES) {
             let parts = json!({
@@ -354,7 +359,9 @@ mod tests {
         for ratio in ["ats_pri_over_vpri_idle_p50", "ats_pri_over_vpri_busy_p99"] {
             assert!(report.ratios[ratio].is_f64(), "{ratio}");
         }
-        assert!(report.figures["load_turns"].is_u64());
+        for kind in ["load_compress_turns", "load_scan_turns"] {
+            assert!(report.figures[kind].as_u64() > Some(0), "{kind}");
+        }
     }
 
     #[test]
