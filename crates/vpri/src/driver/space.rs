@@ -6,6 +6,12 @@
 //! connection was not told of has none, and all that is asked of it fails as if
 //! DMA were under way. A grant to such a space is dropped: the device begins
 //! with everything unmapped, and asks.
+//!
+//! # Watched
+//! A device watches its own mapping from when INVALIDATE of the whole space was OK.
+//! It is BUSY as long as DMA is under way, and under load some always is, somewhere.
+//! So it is asked several times, and if that was in vain again, now and then, by
+//! whoever asks something of the space (each round does), until it was OK.
 
 use super::{Shared, line::Gone, session::Session};
 use crate::{
@@ -17,10 +23,18 @@ use pagetide_addr::{
     Access, DomainId, FileKey, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo,
 };
 use pagetide_sys::mapping::SharedMapping;
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
 };
+
+/// How often in a row a device is asked to watch a space.
+const WATCH_TRIES: u32 = 8;
+/// Least time between two later tries: each may take as long as the device waits for DMA.
+const BETWEEN_TRIES: Duration = Duration::from_millis(100);
 
 /// See the module.
 #[derive(Debug)]
@@ -32,6 +46,10 @@ pub(crate) struct RemoteSpace {
     /// Number of the connection in the upper half, the device's number of the space in the lower;
     /// 0 if there is none.
     remote: AtomicU64,
+    /// The same number, of the space that its device should watch and does not yet; or 0.
+    unwatched: AtomicU64,
+    /// When that was tried last.
+    tried: Mutex<Option<Instant>>,
 }
 
 /// What CREATE brought.
@@ -45,6 +63,11 @@ pub(crate) enum Created {
     Gone,
 }
 
+/// A space of a connection, in one number that is not 0.
+fn numbered(session: &Session, space: DomainId) -> u64 {
+    u64::from(session.number()) << 32 | u64::from(space.0)
+}
+
 impl RemoteSpace {
     /// The space `id` of a file that no device was told of yet.
     pub(crate) fn new(shared: &Arc<Shared>, id: DomainId, key: FileKey, len_bytes: u64) -> Self {
@@ -54,6 +77,8 @@ impl RemoteSpace {
             key,
             len_bytes,
             remote: AtomicU64::new(0),
+            unwatched: AtomicU64::new(0),
+            tried: Mutex::default(),
         }
     }
 
@@ -71,7 +96,7 @@ impl RemoteSpace {
         match (status.code, u32::try_from(status.value)) {
             (Code::Ok, Ok(remote)) => {
                 session.know(DomainId(remote), self.id);
-                let number = u64::from(session.number()) << 32 | u64::from(remote);
+                let number = numbered(session, DomainId(remote));
                 // Release: who finds the number finds a device that knows it.
                 self.remote.store(number, Ordering::Release);
                 Created::Yes
@@ -100,20 +125,64 @@ impl RemoteSpace {
         }
     }
 
-    /// Asks `session` whether DMA is under way from before the space was created. Once none is, the
-    /// device notices by itself if some goes where it may not; [`Code::Unsupported`]: it cannot.
+    /// Has the device of `session` watch the space, which it does as soon as no DMA is left from
+    /// before the space was created: from then on it notices by itself if some goes where it may
+    /// not. [`Code::Unsupported`]: it cannot. [`Code::Busy`]: not yet, but it will be asked again.
     pub(crate) fn settle(&self, session: &Session) -> Code {
         let Some(space) = self.number_in(session) else {
             return Code::Busy;
         };
+        let mut tries = (0..WATCH_TRIES).map(|_| self.invalidate(session, space));
+        let last = tries.find(|code| *code != Code::Busy).unwrap_or(Code::Busy);
+        match last {
+            // Its successor is asked when it is set up.
+            _ if session.line().check().is_err() => {}
+            Code::Ok => {}
+            Code::Unsupported => {
+                tracing::warn!(key = %self.key, "the DPU cannot notice DMA into absent pages");
+            }
+            code => {
+                let number = numbered(session, space);
+                self.unwatched.store(number, Ordering::Relaxed);
+                tracing::warn!(key = %self.key, ?code, "the DPU does not notice DMA into absent pages as long as DMA of before is under way");
+            }
+        }
+        last
+    }
+
+    /// Asks `session` whether DMA is under way.
+    fn invalidate(&self, session: &Session, space: DomainId) -> Code {
         let event = Event::Invalidate {
             space,
             ranges: [].as_slice().into(),
         };
-        match session.tell(&event) {
+        let code = match session.tell(&event) {
             Ok(status) => status.code,
             Err(Gone) => Code::Busy,
+        };
+        if matches!(code, Code::Ok | Code::Unsupported) {
+            let number = numbered(session, space);
+            let watched =
+                (self.unwatched).compare_exchange(number, 0, Ordering::Relaxed, Ordering::Relaxed);
+            if watched.is_ok() {
+                tracing::info!(key = %self.key, ?code, "the DPU was asked again to notice DMA into absent pages");
+            }
         }
+        code
+    }
+
+    /// Tries once more what [`Self::settle`] has tried in vain, if it has, and not a moment ago.
+    fn settle_late(&self, session: &Session, space: DomainId) {
+        if self.unwatched.load(Ordering::Relaxed) != numbered(session, space) {
+            return;
+        }
+        let mut tried = self.tried.lock().unwrap_or_else(PoisonError::into_inner);
+        if tried.is_some_and(|last| last.elapsed() < BETWEEN_TRIES) {
+            return;
+        }
+        *tried = Some(Instant::now());
+        drop(tried);
+        self.invalidate(session, space);
     }
 
     /// The number of the space at the device of `session`.
@@ -168,7 +237,7 @@ impl IoSpace for RemoteSpace {
     }
 
     /// The device watches its own mapping from when no DMA is left that began before; what slips
-    /// through comes as a page request.
+    /// through comes as a page request. Should that take long, it is no error: see the module.
     fn watch(&self) -> Result<(), DomainError> {
         let code = self.reach().map(|(session, _)| self.settle(&session));
         if code == Some(Code::Unsupported) {
@@ -194,7 +263,9 @@ impl IoSpace for RemoteSpace {
     }
 
     fn is_any_leased(&self) -> bool {
-        let code = self.reach().map(|(session, _)| self.settle(&session));
+        let code = self
+            .reach()
+            .map(|(session, space)| self.invalidate(&session, space));
         !matches!(code, Some(Code::Ok | Code::Unsupported))
     }
 
@@ -242,6 +313,9 @@ impl IoSpace for RemoteSpace {
         if pages.is_empty() {
             return PageSet::EMPTY;
         }
+        if let Some((session, space)) = self.reach() {
+            self.settle_late(&session, space);
+        }
         let pages = Some(pages);
         self.ask(|space| Event::Standing { space, pages })
             .and_then(|reply| reply.mask)
@@ -268,6 +342,7 @@ impl IoSpace for RemoteSpace {
         if !session.has(feature::TOUCHED) {
             return Err(failed("it cannot"));
         }
+        self.settle_late(&session, space);
         for (section, pages) in pages.by_section() {
             let event = Event::Touched {
                 space,

@@ -229,6 +229,51 @@ fn restriction_counts_as_done_only_if_the_device_says_so() {
 }
 
 #[test]
+fn space_that_is_busy_when_it_is_to_be_watched_is_asked_again_by_rounds_until_it_is_watched() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    let busy = |event: &Event<'static>, number| match event {
+        Event::Invalidate { .. } => Answers::Reply(Status::of(Code::Busy).into()),
+        _ => Answers::good(event, number),
+    };
+    let asked = || {
+        let seen = fake.seen();
+        let of_whole = seen
+            .iter()
+            .filter(|event| matches!(event, Event::Invalidate { ranges, .. } if ranges.is_empty()));
+        of_whole.count()
+    };
+    let touched = || {
+        let pages = pages(0, 1);
+        space.touched(pages, Marks::Keep, &mut |_| ()).unwrap();
+    };
+    fake.follow(busy);
+    space.watch().unwrap();
+    let tried = asked();
+    assert!(tried > 1, "once is not enough");
+    eventually("a round asks again", || {
+        touched();
+        asked() > tried
+    });
+    fake.follow(Answers::good);
+    let tried = asked();
+    eventually("an eviction asks again", || {
+        assert!(space.standing_in(SectionNo(0)).is_empty());
+        asked() > tried
+    });
+    // It was OK. Another device is asked anew.
+    fake.follow(busy);
+    fake.hang_up();
+    eventually("another session", || rig.driver.counts().sessions == 2);
+    rig.driver.wait_connected(LONG).unwrap();
+    let tried = asked();
+    eventually("a round asks the new device again", || {
+        touched();
+        asked() > tried
+    });
+}
+
+#[test]
 fn masks_and_numbers_that_the_device_tells_come_back_as_pages() {
     let (rig, fake) = Rig::connected();
     let space = rig.attached(1);
