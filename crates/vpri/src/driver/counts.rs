@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What a device did wrong: counted each time, told at most once a second.
 
+use super::credit::Credit;
 use std::{
     sync::{
         Mutex, PoisonError,
@@ -47,6 +48,8 @@ pub(crate) struct Counts {
     pub(crate) refused_events: Count,
     pub(crate) malformed_replies: Count,
     pub(crate) broken_off: Count,
+    /// What is left of our patience.
+    pub(crate) credit: Credit,
     last_line: Mutex<Option<Instant>>,
     unsaid: Count,
 }

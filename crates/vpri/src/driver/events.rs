@@ -19,9 +19,13 @@
 //!
 //! # A device that does not answer
 //! Each wait has an end: after [`PATIENCE`] the device counts as dead for all, and
-//! every other call returns at once. So a section's lock is held that long at most,
-//! once. A reply that is none is its death as well: what it says of DMA cannot be
-//! relied on.
+//! every other call returns at once. Events that are said with a section's lock held
+//! are on account besides ([`credit`](super::credit)): after a long wait the next one
+//! must be shorter. So a device holds section locks for [`PATIENCE`] at once at most,
+//! and in the long run a tenth of the time, beside waits of
+//! [`SHORT`](super::credit::SHORT) and those for DMA, to whatever tricks it
+//! resorts. A reply that is none is its death as well: what it says of DMA cannot
+//! be relied on.
 
 use super::{
     area::{Area, BASE, EVENT_SLOTS, MESSAGE_ROOM},
@@ -42,6 +46,34 @@ use std::{
 pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 /// How long a waiter looks without sleeping.
 const SPIN: Duration = Duration::from_micros(20);
+
+/// When a wait ends.
+#[derive(Clone, Copy, Debug)]
+struct End {
+    at: Instant,
+    /// How long that was from its begin.
+    patience: Duration,
+}
+
+/// True for what is said with a section's lock held.
+const fn is_under_locks(opcode: Opcode) -> bool {
+    match opcode {
+        Opcode::Map
+        | Opcode::Unmap
+        | Opcode::Protect
+        | Opcode::Invalidate
+        | Opcode::Standing
+        | Opcode::Touched
+        | Opcode::Respond => true,
+        Opcode::Create
+        | Opcode::Destroy
+        | Opcode::UnmapAll
+        | Opcode::Begin
+        | Opcode::Ready
+        | Opcode::Bar
+        | Opcode::Landing => false,
+    }
+}
 
 #[derive(Debug)]
 enum Slot {
@@ -68,7 +100,8 @@ struct State {
 pub(crate) struct EventQueue {
     area: Arc<Area>,
     line: Arc<Line>,
-    patience: Duration,
+    /// How long the device may wait for DMA.
+    lease_wait: Duration,
     kick: OwnedFd,
     call: OwnedFd,
     state: Mutex<State>,
@@ -100,7 +133,7 @@ impl EventQueue {
         Ok(Self {
             area,
             line,
-            patience: PATIENCE + lease_wait,
+            lease_wait,
             kick: event()?,
             call: event()?,
             state: Mutex::new(State {
@@ -126,15 +159,47 @@ impl EventQueue {
 
     /// Tells the device, and waits for nothing but room in the queue.
     pub(crate) fn post(&self, event: &Event<'_>) -> Result<(), Gone> {
-        let deadline = Instant::now() + self.patience;
         let posted = Slot::Posted(event.opcode());
-        self.send(event, posted, deadline).map(|_| ())
+        self.within(event.opcode(), |end| self.send(event, posted, end))?;
+        Ok(())
     }
 
     /// Tells the device, and waits for its reply.
     pub(crate) fn call(&self, event: &Event<'_>) -> Result<Reply, Gone> {
-        let deadline = Instant::now() + self.patience;
-        let slot = self.send(event, Slot::Awaited, deadline)?;
+        self.within(event.opcode(), |end| self.call_until(event, end))
+    }
+
+    /// Does `work`, which waits for the device, within what is left of our patience.
+    fn within<T>(
+        &self,
+        opcode: Opcode,
+        work: impl FnOnce(End) -> Result<T, Gone>,
+    ) -> Result<T, Gone> {
+        let began = Instant::now();
+        let patience = self.patience(opcode, began);
+        let done = work(End {
+            at: began + patience,
+            patience,
+        });
+        if is_under_locks(opcode) {
+            let credit = &self.line.counts().credit;
+            credit.spend(began + self.lease_wait, Instant::now());
+        }
+        done
+    }
+
+    /// How long an event that is said at `now` may take.
+    pub(crate) fn patience(&self, opcode: Opcode, now: Instant) -> Duration {
+        let patience = if is_under_locks(opcode) {
+            self.line.counts().credit.left(now)
+        } else {
+            PATIENCE
+        };
+        patience + self.lease_wait
+    }
+
+    fn call_until(&self, event: &Event<'_>, end: End) -> Result<Reply, Gone> {
+        let slot = self.send(event, Slot::Awaited, end)?;
         let began = Instant::now();
         loop {
             let mut state = self.lock();
@@ -145,7 +210,7 @@ impl EventQueue {
                 drop(state);
                 std::hint::spin_loop();
             } else {
-                drop(self.wait(state, deadline)?);
+                drop(self.wait(state, end)?);
             }
         }
     }
@@ -159,14 +224,14 @@ impl EventQueue {
         drop(state);
     }
 
-    fn send(&self, event: &Event<'_>, how: Slot, deadline: Instant) -> Result<u16, Gone> {
+    fn send(&self, event: &Event<'_>, how: Slot, end: End) -> Result<u16, Gone> {
         let mut state = self.lock();
         let slot = loop {
             self.line.check()?;
             self.harvest(&mut state)?;
             match state.free.pop() {
                 Some(slot) => break slot,
-                None => state = self.wait(state, deadline)?,
+                None => state = self.wait(state, end)?,
             }
         };
         let put = self.put(&mut state, event, slot);
@@ -282,12 +347,12 @@ impl EventQueue {
     fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
-        deadline: Instant,
+        end: End,
     ) -> Result<MutexGuard<'a, State>, Gone> {
         self.line.check()?;
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = end.at.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            let seconds = self.patience.as_secs_f32();
+            let seconds = end.patience.as_secs_f32();
             let why = format!("it has not answered for {seconds} s");
             self.line.break_off(&why);
             ring_event(&self.call);

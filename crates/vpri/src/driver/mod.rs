@@ -21,7 +21,8 @@
 //! # Whom not to believe
 //! The device is another process. [`ring`] checks what it writes into the rings,
 //! [`faults`] what it asks for, [`events`] how long it takes. The worst it can do is
-//! to be disconnected, after one wait of [`events::PATIENCE`]. What is not defended
+//! to be disconnected, after one wait of [`events::PATIENCE`]; and should it come back
+//! and be slow again, the shorter is the next ([`credit`]). What is not defended
 //! against is a device that changes the flags of the eventfds it was given: whoever
 //! may run one may stop this daemon.
 //!
@@ -35,6 +36,7 @@
 pub(crate) mod area;
 pub(crate) mod counts;
 pub(crate) mod events;
+pub(crate) mod credit;
 #[cfg(test)]
 pub(crate) mod fake;
 mod faults;
@@ -325,15 +327,34 @@ impl Shared {
             return;
         };
         let space = registry.attached.swap_remove(at);
-        let told = space.destroy(farewell);
         registry.refused.retain(|(refused, _)| *refused != id);
         if farewell == Farewell::Retire {
+        let told = space.destroy(farewell);
             // Should the file come again, it is another space.
             registry.known.remove(&space.key());
             if !told {
                 registry.retired.push((space.key(), space.page_count()));
             }
         }
+        } else if !told {
+            self.lift_bars("a VM has gone whose RAM file it did not take");
+        }
+    }
+}
+
+/// Bars.
+impl Shared {
+    /// Keeps the device in use, if there is one, from the memory `key`.
+    fn keep_from_device(&self, key: FileKey) -> Result<(), ConnectError> {
+        // Without a device, or with one that goes meanwhile: the next one is told.
+        self.session().map_or(Ok(()), |session| session.bar(key))
+    }
+
+    /// Begins another session because of `why`: what was barred in this one is until it ends.
+    fn lift_bars(&self, why: &str) {
+        if let Some(session) = self.session() {
+            tracing::info!("the DPU is connected to anew: {why}");
+            session.line().ended(why);
     }
 }
 
@@ -377,10 +398,7 @@ impl IoSpaces for Driver {
         if !registry.barred.insert(key) {
             return;
         }
-        // Without a device, or with one that goes meanwhile: the next one is told.
-        let told =
-            (self.shared.session()).map(|session| session.demand(&Event::Bar { name: key }, "BAR"));
-        if let Some(Err(error)) = told {
+        if let Err(error) = self.shared.keep_from_device(key) {
             tracing::error!(%key, "RAM is not kept from devices: {error}");
         }
     }

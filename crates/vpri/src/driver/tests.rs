@@ -610,6 +610,30 @@ fn each_of_many_callers_gets_his_own_answer() {
         _ => Answers::good(event, number),
     });
     std::thread::scope(|scope| {
+#[test]
+fn device_that_was_waited_for_long_is_waited_for_less_when_it_is_back() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    let patience = |opcode| {
+        let session = rig.driver.shared.session().unwrap();
+        session.events.patience(opcode, Instant::now())
+    };
+    let whole = patience(wire::Opcode::Unmap);
+    assert_eq!(patience(wire::Opcode::Create), whole);
+    fake.follow(|event, number| match event {
+        Event::Unmap { .. } => Answers::Silence,
+        _ => Answers::good(event, number),
+    });
+    assert!(!space.unmap(SectionNo(1), &some_pages()));
+    rig.driver.wait_connected(LONG).unwrap();
+    assert!(patience(wire::Opcode::Unmap) < whole / 2);
+    assert_eq!(patience(wire::Opcode::Create), whole, "no lock is held");
+    assert!(!space.unmap(SectionNo(1), &some_pages()));
+    fake.follow(Answers::good);
+    rig.driver.wait_connected(LONG).unwrap();
+    assert!(space.unmap(SectionNo(1), &some_pages()), "it is taken back");
+}
+
         for thread in 0..6_u64 {
             let space = &space;
             scope.spawn(move || {
