@@ -158,7 +158,7 @@ impl Dma {
     ) -> Result<(), OutsideMemory> {
         let bytes = u64::from(len);
         let slice = (area.bytes(first, bytes.div_ceil(PAGE_BYTES)))
-            .and_then(|slots| slots.subslice(0, usize::try_from(len).ok()?).ok())
+            .and_then(|slots| slots.subslice(0, len as usize).ok())
             .ok_or(OutsideMemory {
                 gpa: Gpa(u64::from(first) * PAGE_BYTES),
                 bytes,

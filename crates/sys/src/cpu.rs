@@ -143,7 +143,9 @@ pub fn online_count() -> io::Result<usize> {
 fn count_of_list(list: &str) -> Option<usize> {
     let count = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last) = (first.parse::<usize>().ok()?, last.parse::<usize>().ok()?);
+        let (Ok(first), Ok(last)) = (first.parse::<usize>(), last.parse::<usize>()) else {
+            return None;
+        };
         last.checked_sub(first)?.checked_add(1)
     };
     list.split(',').map(count).sum()
@@ -161,7 +163,9 @@ pub fn idle_times() -> io::Result<Vec<(usize, Duration)>> {
 /// Of `cpu3 user nice system idle iowait …`; `None` for all other lines.
 fn idle_time_of_line(line: &str) -> Option<(usize, Duration)> {
     let (number, fields) = line.strip_prefix("cpu")?.split_once(' ')?;
-    let cpu = number.parse().ok()?;
+    let Ok(cpu) = number.parse() else {
+        return None;
+    };
     let mut fields = fields.split_ascii_whitespace().skip(3);
     let mut ticks = || fields.next()?.parse::<u64>().ok();
     let idle = ticks()?.checked_add(ticks()?)?;

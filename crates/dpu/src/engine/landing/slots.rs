@@ -51,20 +51,22 @@ impl Slots {
 
     /// Takes `count` neighbouring slots, if there are any left for `device`.
     pub fn take(&mut self, device: DeviceId, count: u32) -> Option<Taken> {
-        let wanted = usize::try_from(count).ok()?;
+        let wanted = count as usize;
         let most = self.taken.len().div_ceil(2);
         let has = self.by_device.get(&device).copied().unwrap_or(0);
-        if wanted == 0 || usize::try_from(has).ok()? + wanted > most {
+        if wanted == 0 || has as usize + wanted > most {
             return None;
         }
         let at = (self.find(self.next, wanted)).or_else(|| self.find(0, wanted))?;
+        // An area has fewer slots than a u32 counts.
+        let offset = u32::try_from(at).unwrap_or(u32::MAX);
         self.taken[at..at + wanted].fill(true);
         self.next = at + wanted;
         *self.by_device.entry(device).or_insert(0) += count;
         Some(Taken {
             area: self.area.clone(),
             device,
-            first: self.area.slots().start + u32::try_from(at).ok()?,
+            first: self.area.slots().start + offset,
             count,
         })
     }
