@@ -32,4 +32,14 @@ pub trait FaultSource: Send + Sync {
         let _ = (slot, count, into);
         false
     }
+
+    /// False once the device has given up the request whose content landed in `slot`, before any page
+    /// is evicted that was used since: what was read of the slot must not be installed any more. Asked
+    /// under locks, so it must not wait.
+    ///
+    /// True for a device that gives none up before it has the answer, such as an engine of this process.
+    fn still_wants(&self, slot: u32) -> bool {
+        let _ = slot;
+        true
+    }
 }

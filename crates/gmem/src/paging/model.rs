@@ -308,7 +308,7 @@ fn fault_as_device(space: &PagedMemory) -> FaultOutcome {
 /// A device's transfer of a whole page, which has landed in its own buffer: the page is overwritten, or
 /// else written under a lease.
 fn overwrite_as_device(model: &Model, space: &PagedMemory) -> FaultOutcome {
-    let done = space.overwrite(&fault(DeviceId(1)), &[LANDED; 4096]);
+    let done = space.overwrite(&fault(DeviceId(1)), &[LANDED; 4096], &|| true);
     match (done.outcome, done.installed) {
         (FaultOutcome::Present, 0) => store_as_device_or_be_refused(model, space, LANDED),
         (outcome, _) => outcome,

@@ -20,6 +20,18 @@
 //! and a death leaves the page stored, with its old content (the request is then
 //! done again, for its device has not completed it), or present, with the new.
 //! Stored content that is damaged is not even looked at.
+//!
+//! # A device that gives up
+//! A device may die while its overwrite waits here for room, a lock or a CPU. Its
+//! successor does the request again; then the guest may change the page, and it may
+//! be evicted. What is stored now is newer than the device's bytes, and its only copy.
+//! So before each claim the caller is asked whether the bytes are wanted still,
+//! with the section's lock held shared. If they are at that moment, no page that was
+//! used since has been evicted. Nor is one before the claim, because an eviction needs
+//! the lock exclusively: a page that is used anew is present, and stays so.
+//!
+//! *Invariant:* nothing is installed in place of content that was stored after the
+//! device had given the request up.
 
 use super::{
     fault::{Fault, FaultOutcome},
@@ -63,6 +75,7 @@ struct Work<'a> {
     memory: &'a PagedMemory,
     fault: &'a Fault,
     content: &'a [u8],
+    still_wanted: &'a dyn Fn() -> bool,
     /// The first page that has not been looked at.
     page: PageNo,
     /// How often that was tried in vain.
@@ -76,10 +89,19 @@ impl PagedMemory {
     /// Installs `content` in those of `fault.pages` that are absent; see the module. May evict other
     /// pages first (the limit).
     ///
+    /// `still_wanted` is asked under a section's lock, so it must not wait. Once the device has given the
+    /// request up, it must be false before any page is evicted that was used since; then no further page
+    /// is installed, and the outcome is [`FaultOutcome::Gone`].
+    ///
     /// Refused as [`FaultOutcome::OutOfRange`] if these are more than [`OVERWRITE_PAGES_MAX`] pages,
     /// or `content` is not as long as they are.
-    pub fn overwrite(&self, fault: &Fault, content: &[u8]) -> Overwritten {
-        let Some(mut work) = Work::new(self, fault, content) else {
+    pub fn overwrite(
+        &self,
+        fault: &Fault,
+        content: &[u8],
+        still_wanted: &dyn Fn() -> bool,
+    ) -> Overwritten {
+        let Some(mut work) = Work::new(self, fault, content, still_wanted) else {
             return Overwritten::nothing(FaultOutcome::OutOfRange);
         };
         let absent = self.absent_pages(fault.pages);
@@ -96,8 +118,13 @@ impl PagedMemory {
     /// Does what [`Self::overwrite`] does if that needs neither an eviction nor a wait: `None` if it
     /// does, and nothing was installed. If a wait is needed half way, the rest is left to the device.
     #[must_use]
-    pub fn overwrite_without_waiting(&self, fault: &Fault, content: &[u8]) -> Option<Overwritten> {
-        let Some(mut work) = Work::new(self, fault, content) else {
+    pub fn overwrite_without_waiting(
+        &self,
+        fault: &Fault,
+        content: &[u8],
+        still_wanted: &dyn Fn() -> bool,
+    ) -> Option<Overwritten> {
+        let Some(mut work) = Work::new(self, fault, content, still_wanted) else {
             return Some(Overwritten::nothing(FaultOutcome::OutOfRange));
         };
         let absent = self.absent_pages(fault.pages);
@@ -118,7 +145,12 @@ impl PagedMemory {
 
 impl<'a> Work<'a> {
     /// `None` if that is no sound request.
-    fn new(memory: &'a PagedMemory, fault: &'a Fault, content: &'a [u8]) -> Option<Self> {
+    fn new(
+        memory: &'a PagedMemory,
+        fault: &'a Fault,
+        content: &'a [u8],
+        still_wanted: &'a dyn Fn() -> bool,
+    ) -> Option<Self> {
         let sound = fault.pages.len() <= OVERWRITE_PAGES_MAX
             && fault.pages.bytes() == content.len() as u64
             && memory.table.contains(fault.pages);
@@ -126,6 +158,7 @@ impl<'a> Work<'a> {
             memory,
             fault,
             content,
+            still_wanted,
             page: fault.pages.start,
             still: 0,
             done: Overwritten::nothing(FaultOutcome::Present),
@@ -171,9 +204,11 @@ impl<'a> Work<'a> {
         let (memory, page) = (self.memory, self.page);
         let word = memory.table.word(page);
         match word.state() {
+            State::Stored(_) if !(self.still_wanted)() => Resolved::Failed(FaultOutcome::Gone),
             State::Stored(_) => self.install_from(page),
             State::Present => match memory.place.is_present(page) {
                 Ok(true) => memory.found_present(section, page, self.fault),
+                Ok(false) if !(self.still_wanted)() => Resolved::Failed(FaultOutcome::Gone),
                 Ok(false) => self.install_in_hole(section, page),
                 Err(error) => memory.failed(page, &error),
             },

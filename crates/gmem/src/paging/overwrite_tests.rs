@@ -234,7 +234,7 @@ fn whole(first: u64, count: u64) -> (Fault, Vec<u8>) {
 
 fn overwrite(space: &AddressSpace, first: u64, count: u64) -> Overwritten {
     let (fault, bytes) = whole(first, count);
-    space.overwrite(&fault, &bytes)
+    space.overwrite(&fault, &bytes, &|| true)
 }
 
 fn installed(bits: u64) -> Overwritten {
@@ -354,22 +354,28 @@ fn without_waiting_nothing_is_done_at_the_limit_or_while_the_section_is_owned() 
     let (fake, space) = setting();
     let (fault, bytes) = whole(SECTION_PAGES - 1, 2);
     fake.with(|vm| vm.is_full = true);
-    assert_eq!(space.overwrite_without_waiting(&fault, &bytes), None);
+    assert_eq!(
+        space.overwrite_without_waiting(&fault, &bytes, &|| true),
+        None
+    );
     fake.with(|vm| vm.is_full = false);
     let table = space.memory().unwrap().table();
     let own = |number| table.made_section(SectionNo(number)).lock.write().unwrap();
     {
         let _first = own(0);
-        assert_eq!(space.overwrite_without_waiting(&fault, &bytes), None);
+        assert_eq!(
+            space.overwrite_without_waiting(&fault, &bytes, &|| true),
+            None
+        );
         assert_eq!(fake.with(|vm| (vm.room_taken, vm.present.len())), (0, 0));
     }
     {
         let _second = own(1);
-        let done = space.overwrite_without_waiting(&fault, &bytes);
+        let done = space.overwrite_without_waiting(&fault, &bytes, &|| true);
         assert_eq!(done, Some(installed(0b01)), "the rest is the device's");
     }
     assert_eq!(fake.with(|vm| vm.room_taken), 1);
-    let done = space.overwrite_without_waiting(&fault, &bytes);
+    let done = space.overwrite_without_waiting(&fault, &bytes, &|| true);
     assert_eq!(done, Some(installed(0b10)));
 }
 
@@ -380,8 +386,54 @@ fn what_is_no_sound_overwrite_is_refused() {
     assert_eq!(overwrite(&space, 0, OVERWRITE_PAGES_MAX + 1), out_of_range);
     assert_eq!(overwrite(&space, PAGES - 1, 2), out_of_range);
     let (fault, bytes) = whole(0, 2);
-    assert_eq!(space.overwrite(&fault, &bytes[1..]), out_of_range);
+    assert_eq!(space.overwrite(&fault, &bytes[1..], &|| true), out_of_range);
     let all = overwrite(&space, 0, OVERWRITE_PAGES_MAX);
     assert_eq!(all, installed(u64::MAX));
     assert_eq!(fake.byte(OVERWRITE_PAGES_MAX), None);
+}
+
+#[test]
+fn device_that_gives_up_while_room_is_made_replaces_nothing_that_is_stored_by_then() {
+    let (fake, space) = setting();
+    let (fault, bytes) = whole(4, 2);
+    // Once there is room, the request has been begun anew, and the page evicted with new content.
+    let still_wanted = || {
+        set(&space, 4, State::Stored(content(900)));
+        fake.with(|vm| vm.room_taken == 0)
+    };
+    let gone = Overwritten::nothing(FaultOutcome::Gone);
+    assert_eq!(space.overwrite(&fault, &bytes, &still_wanted), gone);
+    let at_once = space.overwrite_without_waiting(&fault, &bytes, &still_wanted);
+    assert_eq!(at_once, Some(gone), "it is over");
+    assert_eq!(state(&space, 4), State::Stored(content(900)));
+    assert_eq!(state(&space, 5), State::Stored(content(5)));
+    fake.with(|vm| {
+        assert!(vm.present.is_empty() && vm.freed.is_empty());
+        assert_eq!(vm.room_taken, 0, "it was given back");
+    });
+}
+
+#[test]
+fn device_that_gives_up_half_way_is_told_what_was_installed_and_no_more_is() {
+    let (fake, space) = setting();
+    let (fault, bytes) = whole(SECTION_PAGES - 1, 2);
+    let still_wanted = || fake.with(|vm| vm.present.is_empty());
+    let expected = Overwritten {
+        outcome: FaultOutcome::Gone,
+        installed: 0b01,
+    };
+    assert_eq!(space.overwrite(&fault, &bytes, &still_wanted), expected);
+    let second = SECTION_PAGES;
+    assert_eq!(state(&space, second), State::Stored(content(second)));
+    assert_eq!(fake.with(|vm| vm.room_taken), 1);
+}
+
+#[test]
+fn hole_is_not_filled_for_a_device_that_has_given_up() {
+    let (fake, space) = setting();
+    set(&space, 5, State::Present);
+    let (fault, bytes) = whole(5, 1);
+    let done = space.overwrite(&fault, &bytes, &|| false);
+    assert_eq!(done, Overwritten::nothing(FaultOutcome::Gone));
+    assert_eq!((fake.byte(5), state(&space, 5)), (None, State::Present));
 }

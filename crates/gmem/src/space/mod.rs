@@ -260,11 +260,18 @@ impl AddressSpace {
 
     /// Installs `content`, which a device has written, in those pages of a fault that are absent, in
     /// place of what they held (see [`crate::paging::overwrite`]); the same door for pages that need
-    /// nothing brought back. Pages of frames are left to the device. May wait for an eviction.
-    pub fn overwrite(&self, fault: &Fault, content: &[u8]) -> Overwritten {
+    /// nothing brought back. Pages of frames are left to the device. May wait for an eviction;
+    /// `still_wanted` says whether the device has not given up meanwhile (see
+    /// [`PagedMemory::overwrite`]).
+    pub fn overwrite(
+        &self,
+        fault: &Fault,
+        content: &[u8],
+        still_wanted: &dyn Fn() -> bool,
+    ) -> Overwritten {
         match (self.region_over(fault.pages), &self.memory) {
             (Some(region), Some(memory)) if region.kind == Kind::Paged => {
-                memory.overwrite(fault, content)
+                memory.overwrite(fault, content, still_wanted)
             }
             (Some(_), _) => Overwritten::nothing(FaultOutcome::Present),
             (None, _) => Overwritten::nothing(FaultOutcome::OutOfRange),
@@ -275,10 +282,15 @@ impl AddressSpace {
     /// if it does, and then [`Self::overwrite`] must be called. If that turns out half way, the
     /// pages that are left are left to the device.
     #[must_use]
-    pub fn overwrite_without_waiting(&self, fault: &Fault, content: &[u8]) -> Option<Overwritten> {
+    pub fn overwrite_without_waiting(
+        &self,
+        fault: &Fault,
+        content: &[u8],
+        still_wanted: &dyn Fn() -> bool,
+    ) -> Option<Overwritten> {
         match (self.region_over(fault.pages), &self.memory) {
             (Some(region), Some(memory)) if region.kind == Kind::Paged => {
-                memory.overwrite_without_waiting(fault, content)
+                memory.overwrite_without_waiting(fault, content, still_wanted)
             }
             (Some(_), _) => Some(Overwritten::nothing(FaultOutcome::Present)),
             (None, _) => Some(Overwritten::nothing(FaultOutcome::OutOfRange)),

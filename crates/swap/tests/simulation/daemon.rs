@@ -339,9 +339,12 @@ impl Daemon {
         }
         let at_once = quick
             .into()
-            .then(|| self.space.overwrite_without_waiting(fault, &content))
+            .then(|| {
+                self.space
+                    .overwrite_without_waiting(fault, &content, &|| true)
+            })
             .flatten();
-        at_once.unwrap_or_else(|| self.space.overwrite(fault, &content))
+        at_once.unwrap_or_else(|| self.space.overwrite(fault, &content, &|| true))
     }
 
     fn evict(&self, section: SectionNo, wanted: &PageSet, pages_max: u64) {

@@ -253,9 +253,14 @@ impl FaultQueue {
 
     /// Landing slots from `slot` on, as a request of this connection names it.
     pub(crate) fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
-        let tag = self.terms.session << SLOT_BITS;
         let own = slot & ((1 << SLOT_BITS) - 1);
-        slot & !((1 << SLOT_BITS) - 1) == tag && self.area.read_landing(own, count, into)
+        self.owns_slot(slot) && self.area.read_landing(own, count, into)
+    }
+
+    /// True if a request of this connection names the slot.
+    pub(crate) fn owns_slot(&self, slot: u32) -> bool {
+        let tag = self.terms.session << SLOT_BITS;
+        slot & !((1 << SLOT_BITS) - 1) == tag
     }
 
     fn broken(&self, error: &RingError) -> Gone {

@@ -58,7 +58,9 @@ pub(super) fn serve_at_once(tenant: &Tenant, mut duty: Duty) -> Result<(), Duty>
                     return Ok(());
                 }
             };
-            match tenant.space.overwrite_without_waiting(&fault, &content) {
+            let still_wanted = || duty.source().still_wants(slot);
+            let space = &tenant.space;
+            match space.overwrite_without_waiting(&fault, &content, &still_wanted) {
                 Some(done) => answer_overwrite(duty, done),
                 None => return Err(duty),
             }
@@ -75,7 +77,11 @@ fn serve_waiting(tenant: &Tenant, duty: Duty) {
     };
     if let RequestKind::Overwrite { slot } = duty.request().kind {
         match read_landing(&duty, slot, fault.pages) {
-            Ok(content) => answer_overwrite(duty, tenant.space.overwrite(&fault, &content)),
+            Ok(content) => {
+                let still_wanted = || duty.source().still_wants(slot);
+                let done = tenant.space.overwrite(&fault, &content, &still_wanted);
+                answer_overwrite(duty, done);
+            }
             Err(outcome) => duty.answer(outcome),
         }
         return;

@@ -209,6 +209,27 @@ fn overwrite_installs_what_the_device_has_written_and_tells_where() {
 }
 
 #[test]
+fn overwrite_whose_device_goes_while_it_waits_for_room_installs_nothing() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, _tenant) = rig.vm();
+    vm.ram.fill_up();
+    rig.device.ask(PageRequest {
+        kind: RequestKind::Overwrite { slot: 0 },
+        pages: PageRange::new(PageNo(30), PageNo(32)),
+        ..Device::demand(&vm, 0)
+    });
+    vm.ram.wait_for_waiting(1);
+    rig.device.go();
+    vm.ram.make_room();
+    let answer = rig.device.answer();
+    assert_eq!(
+        (answer.code, answer.installed),
+        (ResponseCode::ResponseFailure, 0)
+    );
+    assert!(vm.ram.lock().present.is_empty());
+}
+
+#[test]
 fn pages_beyond_the_memory_are_refused() {
     let rig = Rig::started(Handling::Affined);
     let (vm, _tenant) = rig.vm();

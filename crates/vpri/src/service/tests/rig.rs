@@ -16,7 +16,7 @@ use pagetide_sys::{cpu, memory_file::GuestFile};
 use std::{
     collections::{BTreeMap, HashSet, VecDeque},
     os::fd::AsFd,
-    sync::{Condvar, MutexGuard, mpsc},
+    sync::{Condvar, MutexGuard, atomic::Ordering, mpsc},
 };
 
 pub const PAGES: u64 = 1024;
@@ -202,6 +202,7 @@ pub struct Device {
     answer: mpsc::Sender<PageResponse>,
     answers: Mutex<mpsc::Receiver<PageResponse>>,
     book: Mutex<Book>,
+    is_gone: AtomicBool,
 }
 
 #[derive(Default)]
@@ -222,6 +223,7 @@ impl Device {
             answer,
             answers: Mutex::new(answers),
             book: Mutex::default(),
+            is_gone: AtomicBool::new(false),
         })
     }
 
@@ -250,6 +252,11 @@ impl Device {
         self.requests.lock().unwrap().push_back(request);
         self.bell.ring();
         id
+    }
+
+    /// From now on it may begin anew what it has asked for.
+    pub fn go(&self) {
+        self.is_gone.store(true, Ordering::SeqCst);
     }
 
     pub fn waiting(&self) -> usize {
@@ -288,6 +295,10 @@ impl FaultSource for Device {
         let bytes = usize::try_from(count * PAGE_BYTES).unwrap();
         into.resize(into.len() + bytes, LANDED);
         slot == 0
+    }
+
+    fn still_wants(&self, _slot: u32) -> bool {
+        !self.is_gone.load(Ordering::SeqCst)
     }
 }
 
