@@ -13,8 +13,7 @@
 //! # When the device goes
 //! A thread notices the hang-up. From then on every restriction says that DMA is
 //! under way, grants are dropped, requests that were taken from it are forgotten
-//! (their answers are dropped when they come, and what landed for them is not
-//! installed any more: the device reads it anew), and [`IoSpaces::eviction_bar`] says
+//! (their answers are dropped when they come), and [`IoSpaces::eviction_bar`] says
 //! why nothing is evicted: I/O of the dead may still write. The thread
 //! connects again whenever the socket answers. The device is told of all spaces
 //! before anybody uses it; each begins unmapped, and is asked for page by page.
@@ -36,8 +35,8 @@
 
 pub(crate) mod area;
 pub(crate) mod counts;
-pub(crate) mod events;
 pub(crate) mod credit;
+pub(crate) mod events;
 #[cfg(test)]
 pub(crate) mod fake;
 mod faults;
@@ -329,33 +328,14 @@ impl Shared {
         };
         let space = registry.attached.swap_remove(at);
         registry.refused.retain(|(refused, _)| *refused != id);
-        if farewell == Farewell::Retire {
         let told = space.destroy(farewell);
+        if farewell == Farewell::Retire {
             // Should the file come again, it is another space.
             registry.known.remove(&space.key());
             if !told {
                 registry.retired.push((space.key(), space.page_count()));
             }
         }
-        } else if !told {
-            self.lift_bars("a VM has gone whose RAM file it did not take");
-        }
-    }
-}
-
-/// Bars.
-impl Shared {
-    /// Keeps the device in use, if there is one, from the memory `key`.
-    fn keep_from_device(&self, key: FileKey) -> Result<(), ConnectError> {
-        // Without a device, or with one that goes meanwhile: the next one is told.
-        self.session().map_or(Ok(()), |session| session.bar(key))
-    }
-
-    /// Begins another session because of `why`: what was barred in this one is until it ends.
-    fn lift_bars(&self, why: &str) {
-        if let Some(session) = self.session() {
-            tracing::info!("the DPU is connected to anew: {why}");
-            session.line().ended(why);
     }
 }
 
@@ -399,7 +379,10 @@ impl IoSpaces for Driver {
         if !registry.barred.insert(key) {
             return;
         }
-        if let Err(error) = self.shared.keep_from_device(key) {
+        // Without a device, or with one that goes meanwhile: the next one is told.
+        let told =
+            (self.shared.session()).map(|session| session.demand(&Event::Bar { name: key }, "BAR"));
+        if let Some(Err(error)) = told {
             tracing::error!(%key, "RAM is not kept from devices: {error}");
         }
     }
@@ -490,12 +473,5 @@ impl FaultSource for Source {
 
     fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
         (self.0.session()).is_some_and(|session| session.faults.read_landing(slot, count, into))
-    }
-
-    /// As long as the connection is in use: a device gives an overwrite up only when that has ended. From
-    /// then on nothing is evicted, for nobody answers UNMAP, until a later one is set up; and that is
-    /// after this one was taken out.
-    fn still_wants(&self, slot: u32) -> bool {
-        (self.0.session()).is_some_and(|session| session.faults.owns_slot(slot))
     }
 }
