@@ -33,7 +33,9 @@
 //! # The same file again
 //! A backend with a path may be taken out and put in again between two looks. That
 //! is told by its mapping, which nobody watches, and is both columns above, one
-//! after the other: its pages that were away have no content any more.
+//! after the other: its pages that were away have no content any more. Devices may
+//! ask for pages by the new mapping by then, so its page requests are not refused
+//! in between but wait.
 //!
 //! # DMA into RAM that is gone
 //! The front end takes the region from its device before the VMM unmaps it, so a
@@ -253,21 +255,31 @@ impl Hotplug {
         let Some(pages) = layout.file(key).map(|file| file.pages()) else {
             return Ok(());
         };
-        vm.whole.remove_ram(pages)?;
-        let domains = vm.mmu.domains();
-        if let Some(domain) = domains.iter().find(|domain| domain.key() == key) {
+        let service = &self.shared.service;
+        let mut domains = vm.mmu.domains();
+        domains.retain(|domain| domain.key() == key);
+        // A device may have it by its new mapping already, and is not to be refused.
+        if matches!(fate, Fate::Back) {
+            service.withhold(&domains);
+        }
+        if let Err(error) = vm.whole.remove_ram(pages) {
+            if matches!(fate, Fate::Back) {
+                service.serve_domains(&vm.tenant, &domains);
+            }
+            return Err(error);
+        }
+        for domain in &domains {
             vm.mmu.remove(domain.id());
             match fate {
                 Fate::Gone => {
-                    self.shared.service.refuse(domain);
+                    service.refuse(domain);
                     self.shared.spaces.retire(&**domain);
                 }
-                // A device may have it by its new mapping already.
-                Fate::Back => {
-                    domain.detach();
-                    self.shared.service.release(std::slice::from_ref(domain));
-                }
+                Fate::Back => domain.detach(),
             }
+        }
+        if matches!(fate, Fate::Back) {
+            service.release(&domains);
         }
         let left = layout.without(key);
         vm.remember_ram(&left)?;

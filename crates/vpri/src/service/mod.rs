@@ -213,7 +213,16 @@ impl FaultService {
         }
     }
 
-    /// Undoes [`Self::hold`]: the attach failed, and the domains are read-write again.
+    /// Like [`Self::hold`], of domains of a tenant: they are nobody's from now on, because their RAM
+    /// was plugged out and in again. A request of them that is being served by then goes on.
+    pub fn withhold(&self, domains: &[Arc<dyn IoSpace>]) {
+        self.hold(domains);
+        self.disown(domains);
+    }
+
+    /// Undoes [`Self::hold`]: those held are answered, for the domains are read-write again. A domain
+    /// that is a tenant's stays that: one that was held in vain, by an attach of a VM that has it
+    /// already.
     pub fn release(&self, domains: &[Arc<dyn IoSpace>]) {
         for duty in self.take_held(domains) {
             duty.answer(FaultOutcome::Present);
@@ -228,13 +237,21 @@ impl FaultService {
             retired.retain(|_, known| known.strong_count() > 0);
             retired.insert(domain.id(), Arc::downgrade(domain));
         }
-        let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
-        let removed = tenants.remove(&domain.id());
-        drop(tenants);
-        drop(removed);
+        self.disown(std::slice::from_ref(domain));
         for duty in self.take_held(std::slice::from_ref(domain)) {
             duty.answer(FaultOutcome::OutOfRange);
         }
+    }
+
+    fn disown(&self, domains: &[Arc<dyn IoSpace>]) {
+        let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
+        let removed: Vec<_> = domains
+            .iter()
+            .filter_map(|domain| tenants.remove(&domain.id()))
+            .collect();
+        drop(tenants);
+        // Perhaps the last of a tenant, which ends with workers of its own.
+        drop(removed);
     }
 
     fn take_held(&self, domains: &[Arc<dyn IoSpace>]) -> Vec<Duty> {

@@ -315,6 +315,53 @@ fn tenant_that_leaves_ends_an_injected_delay_and_its_request_is_held_until_its_r
 }
 
 #[test]
+fn ram_that_is_plugged_in_again_as_the_same_file_is_nobodys_then_held_then_served() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, tenant) = rig.vm();
+    let domains = vm.mmu.domains();
+    let ask = |page| rig.device.ask(Device::demand(&vm, page));
+    let is_fine = |asked: RequestId| {
+        let answer = rig.device.answer();
+        assert_eq!((answer.id, answer.code), (asked, ResponseCode::Success));
+    };
+    // Out, as `host/hotplug.rs` does it.
+    rig.service.withhold(&domains);
+    let early = ask(1);
+    while rig.device.waiting() > 0 {
+        std::thread::yield_now();
+    }
+    vm.mmu.remove(domains[0].id());
+    rig.service.release(&domains);
+    is_fine(early);
+    is_fine(ask(2));
+    assert!(!vm.is_granted(1) && !vm.is_granted(2), "it is nobody's");
+    // And in.
+    rig.service.hold(&domains);
+    let held = ask(3);
+    while rig.device.waiting() > 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(rig.device.answer_now(), None);
+    vm.mmu
+        .add(&domains[0], PageRange::new(PageNo(0), PageNo(PAGES)));
+    rig.service.serve_domains(&tenant, &domains);
+    is_fine(held);
+    assert!(vm.is_granted(3));
+}
+
+#[test]
+fn domain_that_was_held_in_vain_stays_its_tenants_after_the_release() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, _tenant) = rig.vm();
+    let domains = vm.mmu.domains();
+    rig.service.hold(&domains);
+    rig.service.release(&domains);
+    rig.device.ask(Device::demand(&vm, 1));
+    assert_eq!(rig.device.answer().code, ResponseCode::Success);
+    assert!(vm.is_granted(1));
+}
+
+#[test]
 fn sources_come_and_go_while_the_dispatcher_sleeps() {
     let rig = Rig::started(Handling::Affined);
     let (vm, _tenant) = rig.vm();
