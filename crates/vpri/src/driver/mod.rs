@@ -13,7 +13,8 @@
 //! # When the device goes
 //! A thread notices the hang-up. From then on every restriction says that DMA is
 //! under way, grants are dropped, requests that were taken from it are forgotten
-//! (their answers are dropped when they come), and [`IoSpaces::eviction_bar`] says
+//! (their answers are dropped when they come, and what landed for them is not
+//! installed any more: the device reads it anew), and [`IoSpaces::eviction_bar`] says
 //! why nothing is evicted: I/O of the dead may still write. The thread
 //! connects again whenever the socket answers. The device is told of all spaces
 //! before anybody uses it; each begins unmapped, and is asked for page by page.
@@ -473,5 +474,12 @@ impl FaultSource for Source {
 
     fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
         (self.0.session()).is_some_and(|session| session.faults.read_landing(slot, count, into))
+    }
+
+    /// As long as the connection is in use: a device gives an overwrite up only when that has ended. From
+    /// then on nothing is evicted, for nobody answers UNMAP, until a later one is set up; and that is
+    /// after this one was taken out.
+    fn still_wants(&self, slot: u32) -> bool {
+        (self.0.session()).is_some_and(|session| session.faults.owns_slot(slot))
     }
 }
