@@ -8,7 +8,8 @@
 //! ```
 //! A device is in use only when it was told of every space: until then, and from
 //! the hang-up on, whoever asks finds no device. Setting up and the life of spaces
-//! exclude each other (the registry's lock), so no space is missed.
+//! exclude each other (the registry's lock), so no space is missed. One that the device
+//! refuses is barred: its pages are away, and READY makes whatever was not named read-write.
 
 use super::{
     Shared,
@@ -90,6 +91,8 @@ fn set_up(shared: &Shared, session: Session) -> Result<Arc<Session>, ConnectErro
             Created::Refused(error) => {
                 tracing::error!(%error, "nothing of a VM is evicted until its RAM file is taken");
                 registry.refused.push((space.id(), error.to_string()));
+                // Else our own READY would release it.
+                session.bar(space.key())?;
             }
         }
     }

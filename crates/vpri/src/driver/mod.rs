@@ -336,6 +336,25 @@ impl Shared {
             if !told {
                 registry.retired.push((space.key(), space.page_count()));
             }
+        } else if !told {
+            self.lift_bars("a VM has gone whose RAM file it did not take");
+        }
+    }
+}
+
+/// Bars.
+impl Shared {
+    /// Keeps the device in use, if there is one, from the memory `key`.
+    fn keep_from_device(&self, key: FileKey) -> Result<(), ConnectError> {
+        // Without a device, or with one that goes meanwhile: the next one is told.
+        self.session().map_or(Ok(()), |session| session.bar(key))
+    }
+
+    /// Begins another session because of `why`: what was barred in this one is until it ends.
+    fn lift_bars(&self, why: &str) {
+        if let Some(session) = self.session() {
+            tracing::info!("the DPU is connected to anew: {why}");
+            session.line().ended(why);
         }
     }
 }
@@ -380,10 +399,7 @@ impl IoSpaces for Driver {
         if !registry.barred.insert(key) {
             return;
         }
-        // Without a device, or with one that goes meanwhile: the next one is told.
-        let told =
-            (self.shared.session()).map(|session| session.demand(&Event::Bar { name: key }, "BAR"));
-        if let Some(Err(error)) = told {
+        if let Err(error) = self.shared.keep_from_device(key) {
             tracing::error!(%key, "RAM is not kept from devices: {error}");
         }
     }

@@ -479,42 +479,6 @@ fn requests_of_a_device_that_went_are_forgotten_even_if_the_next_uses_their_ids(
 }
 
 #[test]
-fn overwrite_of_a_device_that_went_is_wanted_no_more_even_if_its_content_was_read_before() {
-    let (rig, fake) = Rig::connected();
-    let _space = rig.attached(1);
-    let mut overwrite = demand(8, FIRST);
-    overwrite.kind = RequestKind::Overwrite { slot: 5 };
-    fake.request(&overwrite);
-    let RequestKind::Overwrite { slot } = rig.next_request().kind else {
-        panic!("it was an overwrite");
-    };
-    let source = rig.driver.source();
-    assert!(source.read_landing(slot, 1, &mut Vec::new()));
-    assert!(source.still_wants(slot));
-    // A session that is not READY yet: from here on the device may begin the request anew.
-    fake.follow(|event, number| match event {
-        Event::Begin => Answers::Silence,
-        _ => Answers::good(event, number),
-    });
-    let begun = |fake: &Fake| {
-        let seen = fake.seen();
-        seen.iter().filter(|event| **event == Event::Begin).count()
-    };
-    let before = begun(&fake);
-    fake.hang_up();
-    eventually("another session begins", || begun(&fake) > before);
-    assert!(!source.still_wants(slot), "none is in use");
-    fake.follow(Answers::good);
-    fake.hang_up();
-    eventually("another session", || rig.driver.counts().sessions == 2);
-    rig.driver.wait_connected(LONG).unwrap();
-    assert!(!source.still_wants(slot), "another is in use");
-}
-
-/// What a device does wrong, once.
-type Wrong = fn(&Fake);
-
-#[test]
 fn device_that_breaks_a_ring_is_disconnected_and_a_better_one_taken() {
     let wrongs: [(&str, Wrong); 7] = [
         ("a head in the event queue", |fake| {
@@ -794,4 +758,56 @@ fn file_of_no_pages_and_one_that_is_barred_are_refused() {
     rig.driver.bar(key(2));
     let barred = rig.driver.open(fd, key(2), PAGE_BYTES);
     assert!(matches!(barred, Err(DomainError::Barred(_))));
+}
+
+/// What the fake was told in the session that is in use.
+fn told_since_begin(fake: &Fake) -> Vec<Event<'static>> {
+    let mut seen = fake.seen();
+    let begin = seen.iter().rposition(|event| *event == Event::Begin);
+    seen.split_off(begin.unwrap())
+}
+
+#[test]
+fn space_that_a_new_device_refuses_is_barred_before_ready_until_its_vm_goes() {
+    let (rig, fake) = Rig::connected();
+    let space = rig.attached(1);
+    let other = rig.attached(2);
+    rig.driver.all_known();
+    fake.follow(|event, number| match event {
+        Event::Create { name, .. } if *name == key(1) => {
+            Answers::Reply(Status::of(Code::Unsupported).into())
+        }
+        // DMA is under way, from a device that does not look up.
+        Event::Bar { .. } => Answers::Reply(Status::of(Code::Busy).into()),
+        _ => Answers::good(event, number),
+    });
+    fake.hang_up();
+    eventually("another session", || rig.driver.counts().sessions == 2);
+    let told = told_since_begin(&fake);
+    let at = |wanted: Event<'_>| told.iter().position(|event| *event == wanted);
+    let barred = at(Event::Bar { name: key(1) }).expect("it is barred");
+    assert!(Some(barred) < at(Event::Ready), "else READY releases it");
+    assert_eq!(at(Event::Bar { name: key(2) }), None);
+    // Its memory is its VM's own again: only another session lifts the bar.
+    space.detach();
+    eventually("a third session", || rig.driver.counts().sessions == 3);
+    let told = told_since_begin(&fake);
+    assert!(told.contains(&Event::Ready));
+    assert!(!told.contains(&Event::Bar { name: key(1) }));
+    eventually("it is in use", || rig.driver.eviction_bar().is_none());
+    assert_eq!(rig.driver.counts().broken_off, 0);
+    // One that the device has is given back without that.
+    other.detach();
+    assert!(rig.driver.is_connected());
+}
+
+#[test]
+fn device_that_has_dma_under_way_when_memory_is_barred_has_barred_it() {
+    let (rig, fake) = Rig::connected();
+    for code in Code::ALL {
+        fake.follow(move |_, _| Answers::Reply(Status::of(code).into()));
+        let kept = rig.driver.shared.keep_from_device(key(9));
+        let is_done = matches!(code, Code::Ok | Code::Busy);
+        assert_eq!(kept.is_ok(), is_done, "{code:?}");
+    }
 }
