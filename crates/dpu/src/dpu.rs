@@ -279,6 +279,7 @@ struct BlkDevice {
 pub struct Dpu {
     engines: Vec<EngineHandle>,
     domains: Arc<DomainTable>,
+    iopf_timeout: Option<Duration>,
     devices: Mutex<Devices>,
 }
 
@@ -306,6 +307,7 @@ impl Dpu {
         let mut dpu = Self {
             engines: Vec::new(),
             domains,
+            iopf_timeout: config.iopf_timeout,
             devices: Mutex::default(),
         };
         let mut host_ends = Vec::new();
@@ -419,7 +421,7 @@ impl Dpu {
             image,
             serial,
             config.on_fault,
-            self.engines.len(),
+            (self.engines.len(), self.iopf_timeout),
         ));
         let control = Arc::new(Control::new(Parts {
             slot,

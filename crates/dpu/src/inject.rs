@@ -16,6 +16,11 @@
 //! fault queue, the function of a DPU in another process, the host's service, and back, with a host
 //! that takes `latency` to handle it.
 //!
+//! The host may hold faults of one VM one after another, and a request's time-out runs meanwhile. So
+//! those under way, held one after another, may take a third of the time-out (of ten seconds, if there
+//! is none); an arrival that would make it more is skipped, and counted, too. What is held when an
+//! injection ends runs out.
+//!
 //! An injection ends by itself, and is replaced by the next one. On a request's way there is one
 //! load: the time at which an injection is due.
 
@@ -52,6 +57,16 @@ pub enum InjectionError {
     /// The latency.
     #[error("the latency of an injected fault is {0:?}; it must be at most {LATENCY_MAX:?}")]
     Latency(Duration),
+    /// The latency, for a device with this time-out.
+    #[error(
+        "the latency of an injected fault is {latency:?}; it must be at most {most:?}, a third of the time that requests wait for pages (iopf-timeout-ms)"
+    )]
+    LatencyOfTimeout {
+        /// What was asked for.
+        latency: Duration,
+        /// What is allowed.
+        most: Duration,
+    },
     /// The burst.
     #[error("the burst is {0} faults; it must be from {min} to {max}", min = BURST.start(), max = BURST.end())]
     Burst(u32),
@@ -102,9 +117,10 @@ pub struct InjectionReport {
     pub left: Duration,
     /// Requests that were made to fault.
     pub injected: u64,
-    /// Of them, those that have gone on.
+    /// Of them, those that have gone on in time.
     pub resumed: u64,
-    /// Arrivals that met no request before the next.
+    /// Arrivals that met no request before the next, and those that were left out, or cut short,
+    /// because too much was held already.
     pub skipped: u64,
     /// Half of those resumed were parked no longer than this.
     pub parked_p50: Duration,
@@ -129,21 +145,28 @@ struct Plan {
     parked_max_ns: u64,
 }
 
+/// Injected faults under way, of whatever injection.
+#[derive(Debug, Default)]
+struct Held {
+    faults: u32,
+    /// The longest latency of those since there were none.
+    longest: Duration,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    plan: Option<Plan>,
+    held: Held,
+}
+
 /// The injection into one device, which all its engines look at.
 #[derive(Debug)]
 pub(crate) struct Injector {
     /// When the next fault is due; [`NEVER_NS`] without an injection.
     due_ns: AtomicU64,
-    plan: Mutex<Option<Plan>>,
-}
-
-impl Default for Injector {
-    fn default() -> Self {
-        Self {
-            due_ns: AtomicU64::new(NEVER_NS),
-            plan: Mutex::default(),
-        }
-    }
+    /// What faults under way may take, held one after another.
+    held_max: Duration,
+    state: Mutex<State>,
 }
 
 /// A fault to be injected.
@@ -154,9 +177,22 @@ pub(crate) struct Hold {
 }
 
 impl Injector {
+    /// For a device whose requests wait so long for their pages; for ever without one.
+    pub fn new(iopf_timeout: Option<Duration>) -> Self {
+        Self {
+            due_ns: AtomicU64::new(NEVER_NS),
+            held_max: iopf_timeout.map_or(LATENCY_MAX, |timeout| timeout / 3),
+            state: Mutex::default(),
+        }
+    }
+
     /// Begins an injection; one that goes on is replaced.
     pub fn begin(&self, injection: Injection, now_ns: u64) -> Result<(), InjectionError> {
         injection.check()?;
+        let (latency, most) = (injection.latency, self.held_max);
+        if latency > most {
+            return Err(InjectionError::LatencyOfTimeout { latency, most });
+        }
         let interval_ns = interval_ns(injection.rate);
         // Checked to be seconds at most.
         let hold_us = u32::try_from(injection.latency.as_micros()).unwrap_or(u32::MAX);
@@ -172,15 +208,15 @@ impl Injector {
             parked: LatencyCounts::default(),
             parked_max_ns: 0,
         };
-        let mut slot = self.lock();
+        let mut state = self.lock();
         self.publish(&plan);
-        *slot = Some(plan);
+        state.plan = Some(plan);
         Ok(())
     }
 
-    /// Ends the injection; what it has done can still be asked for.
+    /// Ends the injection; what it has done can still be asked for. Faults that are held stay so.
     pub fn stop(&self, now_ns: u64) {
-        if let Some(plan) = self.lock().as_mut() {
+        if let Some(plan) = self.lock().plan.as_mut() {
             plan.until_ns = plan.until_ns.min(now_ns);
             plan.end();
             self.publish(plan);
@@ -203,18 +239,28 @@ impl Injector {
         self.due_ns.load(Ordering::Relaxed) <= now_ns
     }
 
-    /// Asks whether a request with data, which is about to begin, is to fault.
+    /// Asks whether a request with data, which is about to begin, is to fault. If so it must be told
+    /// what becomes of it, by [`Self::resumed`] or [`Self::given_up`].
     pub fn claim(&self, now_ns: u64) -> Option<Hold> {
-        let mut slot = self.lock();
-        let plan = slot.as_mut()?;
-        let hold = plan.claim(now_ns);
+        let mut state = self.lock();
+        let State { plan, held } = &mut *state;
+        let plan = plan.as_mut()?;
+        let hold = plan.claim(now_ns, held, self.held_max);
         self.publish(plan);
         hold
     }
 
+    /// So many requests that were made to fault wait no more, and have not gone on: their time was up,
+    /// or their queue has stopped.
+    pub fn given_up(&self, count: u32) {
+        self.lock().held.release(count);
+    }
+
     /// A request that was made to fault goes on after `parked_ns`.
     pub fn resumed(&self, parked_ns: u64) {
-        if let Some(plan) = self.lock().as_mut() {
+        let mut state = self.lock();
+        state.held.release(1);
+        if let Some(plan) = state.plan.as_mut() {
             plan.parked.record(parked_ns);
             plan.parked_max_ns = plan.parked_max_ns.max(parked_ns);
         }
@@ -222,8 +268,8 @@ impl Injector {
 
     /// The last injection, if there ever was one.
     pub fn report(&self, now_ns: u64) -> Option<InjectionReport> {
-        let slot = self.lock();
-        let plan = slot.as_ref()?;
+        let state = self.lock();
+        let plan = state.plan.as_ref()?;
         let at = |numerator, denominator| {
             let ns = plan.parked.quantile_ns(numerator, denominator);
             Duration::from_nanos(ns.unwrap_or(0).min(plan.parked_max_ns))
@@ -240,13 +286,33 @@ impl Injector {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Plan>> {
-        self.plan.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Held {
+    /// Counts one more in, if all of them, held one after another, take no longer than `most`.
+    fn admit(&mut self, latency: Duration, most: Duration) -> bool {
+        let longest = match self.faults {
+            0 => latency,
+            _ => self.longest.max(latency),
+        };
+        let faults = self.faults.saturating_add(1);
+        if longest.saturating_mul(faults) > most {
+            return false;
+        }
+        *self = Self { faults, longest };
+        true
+    }
+
+    fn release(&mut self, count: u32) {
+        self.faults = self.faults.saturating_sub(count);
     }
 }
 
 impl Plan {
-    fn claim(&mut self, now_ns: u64) -> Option<Hold> {
+    fn claim(&mut self, now_ns: u64, held: &mut Held, held_max: Duration) -> Option<Hold> {
         if now_ns > self.until_ns {
             self.end();
             return None;
@@ -257,7 +323,13 @@ impl Plan {
             self.due_ns += (behind + 1) * self.interval_ns;
             self.left_of_burst = self.injection.burst;
         }
-        self.left_of_burst = self.left_of_burst.checked_sub(1)?;
+        let left_of_burst = self.left_of_burst.checked_sub(1)?;
+        if !held.admit(self.injection.latency, held_max) {
+            self.left_of_burst = 0;
+            self.skipped += 1;
+            return None;
+        }
+        self.left_of_burst = left_of_burst;
         self.injected += 1;
         Some(Hold {
             hold_us: self.hold_us,
@@ -320,7 +392,7 @@ mod tests {
     }
 
     fn begun(injection: Injection) -> Injector {
-        let injector = Injector::default();
+        let injector = Injector::new(None);
         injector.begin(injection, BEGAN).unwrap();
         injector
     }
@@ -359,6 +431,47 @@ mod tests {
     }
 
     #[test]
+    fn arrival_is_skipped_while_what_is_held_would_take_over_a_third_of_the_time_out() {
+        let slow = Injection {
+            latency: Duration::from_secs(4),
+            ..injection(10.0, 3)
+        };
+        // Ten seconds without a time-out.
+        for timeout in [Some(Duration::from_secs(30)), None] {
+            let injector = Injector::new(timeout);
+            injector.begin(slow, BEGAN).unwrap();
+            assert_eq!(injected(&injector, 1, 550), [100, 101]);
+            let report = injector.report(BEGAN + 550 * MS).unwrap();
+            assert_eq!((report.injected, report.resumed, report.skipped), (2, 0, 5));
+            injector.resumed(4 * S);
+            assert_eq!(injected(&injector, 1, 650), [600]);
+            injector.given_up(2);
+            assert_eq!(injected(&injector, 1, 750), [700, 701]);
+            let report = injector.report(BEGAN + 750 * MS).unwrap();
+            assert_eq!((report.injected, report.resumed), (5, 1));
+            // What an injection has begun is held still when the next one begins.
+            injector.begin(injection(10.0, 1), BEGAN).unwrap();
+            assert_eq!(injected(&injector, 1, 150), [0; 0]);
+            injector.given_up(2);
+            assert_eq!(injected(&injector, 1, 250), [200]);
+        }
+    }
+
+    #[test]
+    fn latency_above_a_third_of_the_time_out_is_refused_with_a_sentence() {
+        let injector = Injector::new(Some(Duration::from_secs(3)));
+        let of_ms = |ms| Injection {
+            latency: Duration::from_millis(ms),
+            ..injection(1.0, 1)
+        };
+        let error = injector.begin(of_ms(1_001), BEGAN).unwrap_err();
+        assert!(error.to_string().contains("at most 1s, a third"), "{error}");
+        assert_eq!(injector.report(BEGAN), None, "nothing was begun");
+        injector.begin(of_ms(1_000), BEGAN).unwrap();
+        assert_eq!(injected(&injector, 500, 1_000), [1_000]);
+    }
+
+    #[test]
     fn stop_ends_it_at_once_and_a_new_one_begins_afresh() {
         let injector = begun(injection(10.0, 5));
         assert_eq!(injected(&injector, 100, 100), [100]);
@@ -372,7 +485,7 @@ mod tests {
 
     #[test]
     fn latencies_of_what_was_injected_are_told() {
-        let injector = Injector::default();
+        let injector = Injector::new(None);
         assert_eq!(injector.report(BEGAN), None);
         injector.resumed(5);
         injector.begin(injection(1.0, 1), BEGAN).unwrap();
@@ -403,7 +516,7 @@ mod tests {
         for seconds in [0, 3601] {
             assert!(Injection { seconds, ..good }.check().is_err());
         }
-        let injector = Injector::default();
+        let injector = Injector::new(None);
         assert!(injector.begin(injection(0.0, 1), BEGAN).is_err());
         assert_eq!(injector.report(BEGAN), None, "nothing was begun");
     }

@@ -439,6 +439,12 @@ impl ParkedChains {
         Some(slot)
     }
 
+    /// How many chains of `queue` are parked by injected faults.
+    pub fn held_of(&self, queue: QueueKey) -> u32 {
+        let its = (self.slots.iter().flatten()).filter(|slot| slot.chain.asker.queue == queue);
+        its.map(|slot| u32::from(slot.chain.course.is_held())).sum()
+    }
+
     /// Forgets what waits for `queue`; how many chains that were. They stay in the in-flight
     /// region, from which a successor takes them.
     pub fn abandon(&mut self, queue: QueueKey) -> usize {

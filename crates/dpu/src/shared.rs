@@ -15,9 +15,12 @@ use crate::{
     slo::{account::Account, course::now_ns, report::Accounting},
 };
 use pagetide_addr::DeviceId;
-use std::sync::{
-    Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicBool, AtomicU64, Ordering},
+use std::{
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
 };
 
 /// Why a device stopped. It stays stopped until its front end connects again.
@@ -120,7 +123,7 @@ impl DeviceShared {
         image: Image,
         serial: [u8; SERIAL_BYTES],
         on_fault: OnFault,
-        engine_count: usize,
+        (engine_count, iopf_timeout): (usize, Option<Duration>),
     ) -> Self {
         Self {
             id,
@@ -130,7 +133,7 @@ impl DeviceShared {
             counters: (0..engine_count).map(|_| Counters::default()).collect(),
             account: Mutex::new(Account::new(engine_count, now_ns())),
             accounted: AtomicBool::new(true),
-            injector: Injector::default(),
+            injector: Injector::new(iopf_timeout),
             stopped: AtomicBool::new(false),
             reason: Mutex::new(None),
         }

@@ -149,6 +149,87 @@ fn injected_fault_asks_the_host_for_a_present_page_with_its_hold() {
 }
 
 #[test]
+fn injected_faults_that_are_held_keep_further_ones_away_until_they_go_on() {
+    let rig = Rig::with_timeout(1, Some(Duration::from_secs(30)));
+    let socket = rig.add("disk", 1, Writes::Taken);
+    let mut guest = Guest::new();
+    let mut connection = Connection::open(&socket, &mut guest, 1, 0);
+    let requests: Vec<BlkRequest> = (0..8)
+        .map(|i| BlkRequest::new(&mut guest, T_IN, 8 * i, 4096))
+        .collect();
+    guest.domain(&rig);
+    let id = rig.report(&socket).id;
+    let slow = Injection {
+        latency: Duration::from_secs(10),
+        burst: 128,
+        ..injection(10_000.0)
+    };
+    rig.dpu.inject(id, slow).unwrap();
+    rig.host.hold();
+    let told = || rig.dpu.injection(id).unwrap().unwrap();
+    let injects_one_of_them = |guest: &Guest, queue: &mut TestQueue, before: u64| {
+        // Until one is held, others may come before the injection is due.
+        while told().injected == before {
+            queue.submit(guest, &requests[0].parts(WRITE));
+            eventually("done or held", || {
+                told().injected > before || queue.poll_used(guest).is_some()
+            });
+        }
+        for request in &requests[1..] {
+            queue.submit(guest, &request.parts(WRITE));
+        }
+        for _ in &requests[1..] {
+            queue.wait_used(guest);
+        }
+        assert_eq!(told().injected, before + 1);
+        assert!(told().skipped > 0);
+    };
+    injects_one_of_them(&guest, &mut connection.queues[0], 0);
+    rig.host.next_request();
+    rig.host.answer(ResponseCode::Success, 1);
+    connection.queues[0].wait_used(&guest);
+    assert_eq!(told().resumed, 1);
+    injects_one_of_them(&guest, &mut connection.queues[0], 1);
+    // A front end that goes takes what is held with it.
+    drop(connection);
+    let mut connection = Connection::open(&socket, &mut guest, 1, 0);
+    injects_one_of_them(&guest, &mut connection.queues[0], 2);
+    rig.host.let_go();
+    connection.queues[0].wait_used(&guest);
+    assert_eq!(told().resumed, 2);
+}
+
+#[test]
+fn injected_fault_whose_time_is_up_is_not_told_as_resumed() {
+    let rig = Rig::with_timeout(1, Some(Duration::from_millis(30)));
+    let socket = rig.add("disk", 1, Writes::Taken);
+    let mut guest = Guest::new();
+    let mut connection = Connection::open(&socket, &mut guest, 1, 0);
+    let queue = &mut connection.queues[0];
+    let request = BlkRequest::new(&mut guest, T_IN, 8, 4096);
+    guest.domain(&rig);
+    let id = rig.report(&socket).id;
+    let refused = Injection {
+        latency: Duration::from_millis(11),
+        ..injection(1.0)
+    };
+    assert!(matches!(
+        rig.dpu.inject(id, refused),
+        Err(DpuError::Injection(InjectionError::LatencyOfTimeout { .. }))
+    ));
+    rig.dpu.inject(id, injection(1000.0)).unwrap();
+    rig.host.hold();
+    while rig.report(&socket).timed_out_requests == 0 {
+        queue.submit(&guest, &request.parts(WRITE));
+        queue.wait_used(&guest);
+    }
+    let told = rig.dpu.injection(id).unwrap().unwrap();
+    assert_eq!((told.injected, told.resumed), (1, 0));
+    assert_eq!(told.parked_max, Duration::ZERO);
+    rig.host.let_go();
+}
+
+#[test]
 fn injection_that_makes_no_sense_or_has_no_device_is_refused() {
     let rig = Rig::new(1);
     let socket = rig.add("disk", 1, Writes::Taken);

@@ -10,9 +10,8 @@
 
 use super::{Engine, Progress, chain::Origin, landing::Answered, take_queue};
 use crate::{
-    parked::{Resumed, Waiter},
+    parked::{Ended, Resumed, Waiter},
     shared::{add, sub},
-    slo::course::Injected,
 };
 use pagetide_addr::{DeviceId, RequestKind};
 use pagetide_vpri::queue::HostPresence;
@@ -93,10 +92,14 @@ impl Engine {
                 queue.count_resumed(resumed.purpose);
                 sub(&device.shared.counters[self.io.index].parked, 1);
                 let mut course = resumed.course;
-                let was_first = course.is_first_parking();
+                let was_held = course.is_held();
                 let parked_ns = course.resume(self.io.now_ns);
-                if was_first && course.injected == Injected::Yes {
-                    device.shared.injector.resumed(parked_ns);
+                if was_held {
+                    let injector = &device.shared.injector;
+                    match resumed.ended {
+                        Ended::Present | Ended::Lost => injector.resumed(parked_ns),
+                        Ended::TimedOut => injector.given_up(1),
+                    }
                 }
                 let origin = Origin::Resumed {
                     purpose: resumed.purpose,

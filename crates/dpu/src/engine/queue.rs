@@ -540,6 +540,7 @@ impl Io {
 
     /// Forgets the parked chains of a queue, which stay in the in-flight region.
     pub fn abandon_parked(&mut self, device: &DeviceShared, queue: &mut EngineQueue) {
+        device.injector.given_up(self.parked.held_of(queue.key));
         let gone = self.parked.abandon(queue.key);
         queue.parked -= gone;
         queue.faulting = 0;

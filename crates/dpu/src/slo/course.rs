@@ -97,6 +97,11 @@ impl Course {
         self.parked_ns == 0
     }
 
+    /// True while it is parked by an injected fault.
+    pub fn is_held(&self) -> bool {
+        self.injected == Injected::Yes && self.is_first_parking()
+    }
+
     /// It waits for pages from now on.
     pub fn park(&mut self, now_ns: u64) {
         self.parked_at_ns = now_ns;
