@@ -479,6 +479,42 @@ fn requests_of_a_device_that_went_are_forgotten_even_if_the_next_uses_their_ids(
 }
 
 #[test]
+fn overwrite_of_a_device_that_went_is_wanted_no_more_even_if_its_content_was_read_before() {
+    let (rig, fake) = Rig::connected();
+    let _space = rig.attached(1);
+    let mut overwrite = demand(8, FIRST);
+    overwrite.kind = RequestKind::Overwrite { slot: 5 };
+    fake.request(&overwrite);
+    let RequestKind::Overwrite { slot } = rig.next_request().kind else {
+        panic!("it was an overwrite");
+    };
+    let source = rig.driver.source();
+    assert!(source.read_landing(slot, 1, &mut Vec::new()));
+    assert!(source.still_wants(slot));
+    // A session that is not READY yet: from here on the device may begin the request anew.
+    fake.follow(|event, number| match event {
+        Event::Begin => Answers::Silence,
+        _ => Answers::good(event, number),
+    });
+    let begun = |fake: &Fake| {
+        let seen = fake.seen();
+        seen.iter().filter(|event| **event == Event::Begin).count()
+    };
+    let before = begun(&fake);
+    fake.hang_up();
+    eventually("another session begins", || begun(&fake) > before);
+    assert!(!source.still_wants(slot), "none is in use");
+    fake.follow(Answers::good);
+    fake.hang_up();
+    eventually("another session", || rig.driver.counts().sessions == 2);
+    rig.driver.wait_connected(LONG).unwrap();
+    assert!(!source.still_wants(slot), "another is in use");
+}
+
+/// What a device does wrong, once.
+type Wrong = fn(&Fake);
+
+#[test]
 fn device_that_breaks_a_ring_is_disconnected_and_a_better_one_taken() {
     let wrongs: [(&str, Wrong); 7] = [
         ("a head in the event queue", |fake| {
