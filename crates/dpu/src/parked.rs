@@ -419,6 +419,24 @@ impl ParkedChains {
         Some(slot.resumed(Ended::TimedOut))
     }
 
+    /// All chains of `queue`, given up, those that have waited longest first. Their requests stay
+    /// outstanding until they are answered.
+    pub fn give_up_all_of(&mut self, queue: QueueKey) -> Vec<Resumed> {
+        let is_its_chain = |slot: &Slot| {
+            slot.chain.asker.queue == queue && matches!(slot.chain.waiter, Waiter::Chain(_))
+        };
+        let mut given_up = Vec::new();
+        for index in 0..self.slots.len() {
+            if self.slots[index].as_ref().is_some_and(is_its_chain)
+                && let Some(slot) = self.forget(index)
+            {
+                given_up.push(slot.resumed(Ended::TimedOut));
+            }
+        }
+        given_up.sort_by_key(|resumed| resumed.since);
+        given_up
+    }
+
     /// Takes a slot out; the responses to its requests will be dropped.
     fn forget(&mut self, index: usize) -> Option<Slot> {
         let slot = self.slots.get_mut(index)?.take()?;

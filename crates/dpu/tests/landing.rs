@@ -8,7 +8,9 @@ use pagetide_addr::{
     Access, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse, RequestKind, ResponseCode,
 };
 use pagetide_dpu::{BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, OnFault, Writes};
-use pagetide_vpri::{DmaDomain, DomainTable, Doorbell, FaultSource, HostEnd, LandingArea, LookUp};
+use pagetide_vpri::{
+    DmaDomain, DomainTable, Doorbell, FaultSource, HostEnd, HostPresence, LandingArea, LookUp,
+};
 use std::{
     collections::HashMap,
     fs::File,
@@ -17,6 +19,7 @@ use std::{
     sync::Arc,
 };
 use support::*;
+use vhost::VhostBackend;
 
 const PAGE: usize = 4096;
 const IMAGE_BYTES: u64 = 4 << 20;
@@ -547,6 +550,72 @@ fn queue_is_not_stopped_before_the_overwrites_that_are_out_are_answered() {
     assert_eq!(set.seen(read.data, PAGE), image(0, PAGE));
     let mut other = Guest::new();
     Connection::open(&socket, &mut other, 1, 0);
+}
+
+/// A read of one absent page whose overwrite is out, of a host that has gone since.
+fn landed_in_vain(set: &mut Setting, connection: &mut Connection) -> (BlkRequest, PageRequest) {
+    let read = BlkRequest::new(&mut set.guest, T_IN, 0, 4096);
+    set.evict(read.data, PAGE_BYTES);
+    connection.queues[0].submit(&set.guest, &read.parts(WRITE));
+    let out = set.next_request();
+    assert!(is_overwrite(&out));
+    set.ends[0].set_host(HostPresence::Away);
+    (read, out)
+}
+
+#[test]
+fn dpu_whose_host_is_away_ends_though_overwrites_are_out() {
+    let mut set = Setting::new(64);
+    let mut connection = set.connect();
+    landed_in_vain(&mut set, &mut connection);
+    let dpu = set.dpu.take();
+    in_time("the DPU ends", move || drop(dpu));
+    assert_eq!(connection.taken(0).len(), 1, "it is to be done again");
+}
+
+#[test]
+fn read_that_landed_is_done_again_if_its_queue_is_stopped_while_the_host_is_away() {
+    let mut set = Setting::new(64);
+    let mut connection = set.connect();
+    let (read, out) = landed_in_vain(&mut set, &mut connection);
+    connection = in_time("the queue stops", move || {
+        connection.frontend.get_vring_base(0).unwrap();
+        connection
+    });
+    assert_eq!(connection.taken(0).len(), 1);
+    assert_eq!(set.report().inflight_requests, 0);
+    connection.start_queues();
+    set.ends[0].set_host(HostPresence::Here);
+    let again = set.next_request();
+    // What the host that comes next says of a landing area that is no more.
+    set.respond(&out, ResponseCode::Success, 0);
+    set.serve(&again);
+    set.finish(&mut connection.queues[0]);
+    assert_eq!(read.status(&set.guest), 0);
+    assert_eq!(set.seen(read.data, PAGE), image(0, PAGE));
+    assert_eq!(connection.taken(0), [0; 0]);
+    let report = set.report();
+    assert_eq!((report.requests, report.inflight_requests), (1, 0));
+}
+
+#[test]
+fn read_that_landed_and_that_nobody_tracks_fails_if_its_queue_is_stopped_while_the_host_is_away() {
+    let mut set = Setting::new(64);
+    let socket = set.socket();
+    let mut connection = Connection::open_untracked(&socket, &mut set.guest, 1, F_INDIRECT);
+    let (read, out) = landed_in_vain(&mut set, &mut connection);
+    connection = in_time("the queue stops", move || {
+        connection.frontend.get_vring_base(0).unwrap();
+        connection
+    });
+    connection.queues[0].wait_used(&set.guest);
+    assert_eq!(read.status(&set.guest), S_IOERR);
+    let old: Vec<u8> = (read.data..).take(PAGE).map(old_byte).collect();
+    assert_eq!(set.seen(read.data, PAGE), old);
+    set.respond(&out, ResponseCode::Success, 0);
+    eventually("leases returned", || {
+        !set.domain().attributes().is_any_leased()
+    });
 }
 
 /// A little generator, so that a failure tells its seed.

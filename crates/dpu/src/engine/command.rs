@@ -57,7 +57,7 @@ pub(crate) struct AddDevice {
 /// How a queue is stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StopHow {
-    /// All that was popped is completed first.
+    /// All that was popped is completed first. Without a host that cannot be: see [`super::stop`].
     Drain,
     /// I/O under way is completed; parked chains stay in the in-flight region.
     Abandon,

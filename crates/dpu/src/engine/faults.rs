@@ -78,7 +78,7 @@ impl Engine {
         }
     }
 
-    fn resume(&mut self, resumed: &Resumed) -> io::Result<()> {
+    pub(super) fn resume(&mut self, resumed: &Resumed) -> io::Result<()> {
         let key = resumed.queue;
         let Some(device) = self.devices.get_mut(key.device).and_then(Option::as_mut) else {
             return Ok(());

@@ -38,6 +38,7 @@ mod landing;
 mod pages;
 mod patience;
 pub(crate) mod queue;
+mod stop;
 
 use crate::{
     mailbox::Mailbox,
@@ -52,7 +53,7 @@ use crate::{
 use chain::{Request, Scratch};
 use command::{AddDevice, Command};
 use hdrhistogram::Histogram;
-use pagetide_vpri::{DeviceEnd, Doorbell, FaultAssist};
+use pagetide_vpri::{DeviceEnd, Doorbell, FaultAssist, HostPresence};
 use patience::{Idle, Patience, WaitsFor};
 use queue::{EngineQueue, QueueState};
 use std::{
@@ -138,6 +139,8 @@ pub(crate) struct Engine {
     /// Queues that are running or stopping.
     active: Vec<(usize, u16)>,
     device_end: DeviceEnd,
+    /// Whether there was a host when that was last looked at.
+    host_seen: HostPresence,
     bell: Arc<Doorbell>,
     assist: Option<Arc<dyn FaultAssist>>,
     patience: Patience,
@@ -173,6 +176,7 @@ impl Engine {
             devices: Vec::new(),
             active: Vec::new(),
             device_end: seed.device_end,
+            host_seen: HostPresence::Here,
             bell: seed.bell,
             assist: None,
             patience: Patience::new(seed.poll),
@@ -229,6 +233,7 @@ impl Engine {
         self.take_completions(&mut progress)?;
         self.take_responses(&mut progress)?;
         self.give_up(&mut progress)?;
+        self.stop_without_host(&mut progress)?;
         // What is done is told before more is begun: somebody waits for it.
         self.call();
         self.pop_chains(&mut progress)?;
@@ -328,7 +333,8 @@ impl Engine {
         self.bell.arm();
         let awake = self.arm_queues()
             || !self.io.shared.mailbox.is_empty()
-            || self.device_end.has_response();
+            || self.device_end.has_response()
+            || self.device_end.host() != self.host_seen;
         if awake {
             self.disarm_queues();
             return self.bell.disarm();
@@ -381,49 +387,6 @@ impl Engine {
                 device.shared.stop(reason);
             }
         }
-    }
-
-    /// Answers those who wait for a queue to stop, once nothing of it is under way.
-    fn finish_stops(&mut self) -> io::Result<()> {
-        let mut at = 0;
-        while at < self.active.len() {
-            let (index, number) = self.active[at];
-            let done = self.devices[index].as_mut().is_some_and(|device| {
-                let stopped = device.shared.is_stopped();
-                let queue = device.queues[usize::from(number)].as_mut();
-                queue.is_some_and(|queue| {
-                    if stopped && queue.is_stopping() {
-                        self.io.abandon_parked(&device.shared, queue);
-                    }
-                    queue.is_stopping() && queue.is_idle()
-                })
-            });
-            if done {
-                self.active.swap_remove(at);
-                self.end_queue(index, number)?;
-            } else {
-                at += 1;
-            }
-        }
-        Ok(())
-    }
-
-    fn end_queue(&mut self, index: usize, number: u16) -> io::Result<()> {
-        let Some(device) = self.devices[index].as_mut() else {
-            return Ok(());
-        };
-        let Some(mut queue) = device.queues[usize::from(number)].take() else {
-            return Ok(());
-        };
-        if queue.polled {
-            self.io.ring.stop_poll(queue.token)?;
-            // The poll must be gone before its descriptor can be closed and used again.
-            self.io.ring.submit()?;
-        }
-        self.io.scratch.forget_memory();
-        queue.end(&device.shared.counters[self.io.index]);
-        device.close_account(self.io.index);
-        Ok(())
     }
 
     fn obey(&mut self, command: Command) -> io::Result<()> {

@@ -275,6 +275,13 @@ impl EngineQueue {
         matches!(&self.state, QueueState::Stopping { how: stop, .. } if *stop == how)
     }
 
+    /// What it has not done shall stay in the in-flight region, if it is stopping.
+    pub fn give_up_draining(&mut self) {
+        if let QueueState::Stopping { how, .. } = &mut self.state {
+            *how = StopHow::Abandon;
+        }
+    }
+
     /// True if nothing of it is under way, nor to be done before it may stop.
     pub fn is_idle(&self) -> bool {
         let owes = match &self.state {

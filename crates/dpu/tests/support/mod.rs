@@ -49,6 +49,13 @@ pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
+/// What `work` gives, which must not wait for ever.
+pub fn in_time<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let thread = std::thread::spawn(work);
+    eventually(what, || thread.is_finished());
+    thread.join().unwrap()
+}
+
 /// The DPU under test with everything it needs.
 pub struct Rig {
     pub dpu: Dpu,
@@ -481,6 +488,30 @@ impl Connection {
         features: u64,
         inflight: Option<(VhostUserInflight, std::fs::File)>,
     ) -> Self {
+        let mut this = Self::greet(socket, guest, queues, features);
+        let inflight = inflight.unwrap_or_else(|| {
+            let count = u16::try_from(this.queues.len()).unwrap();
+            let wanted = VhostUserInflight::new(0, 0, count, QUEUE_SIZE);
+            this.frontend.get_inflight_fd(&wanted).unwrap()
+        });
+        this.frontend
+            .set_inflight_fd(&inflight.0, inflight.1.as_raw_fd())
+            .unwrap();
+        this.inflight = Some(inflight);
+        this.start_queues();
+        this
+    }
+
+    /// As [`Self::open`], by a front end that knows of no in-flight region.
+    pub fn open_untracked(socket: &Path, guest: &mut Guest, queues: usize, features: u64) -> Self {
+        let rings = (0..queues).map(|i| TestQueue::new(guest, i)).collect();
+        let mut this = Self::greet(socket, guest, rings, features);
+        this.start_queues();
+        this
+    }
+
+    /// Connects and shares the RAM.
+    fn greet(socket: &Path, guest: &Guest, queues: Vec<TestQueue>, features: u64) -> Self {
         let (mut frontend, offered) = greeted(socket);
         let features = offered & (features | F_PROTOCOL | F_VERSION_1 | F_DISK);
         frontend.set_features(features).unwrap();
@@ -494,22 +525,12 @@ impl Connection {
         frontend.set_protocol_features(wanted).unwrap();
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         frontend.set_mem_table(&[region(guest)]).unwrap();
-        let inflight = inflight.unwrap_or_else(|| {
-            let count = u16::try_from(queues.len()).unwrap();
-            let wanted = VhostUserInflight::new(0, 0, count, QUEUE_SIZE);
-            frontend.get_inflight_fd(&wanted).unwrap()
-        });
-        frontend
-            .set_inflight_fd(&inflight.0, inflight.1.as_raw_fd())
-            .unwrap();
-        let mut this = Self {
+        Self {
             frontend,
             queues,
             features,
-            inflight: Some(inflight),
-        };
-        this.start_queues();
-        this
+            inflight: None,
+        }
     }
 
     pub fn start_queues(&mut self) {

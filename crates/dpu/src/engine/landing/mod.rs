@@ -30,6 +30,10 @@
 //! end, the guest may have other plans for them. A death leaves it in the
 //! in-flight region, and the read is done again.
 //!
+//! A host that has gone away installs nothing of it any more: the landing area
+//! went with its session, and whoever comes next answers as much. So a queue that
+//! stops while the host is away does not wait for it (see [`super::stop`]).
+//!
 //! # Limits
 //! Slots are few (see [`slots`]); requests out are no more than
 //! [`OVERWRITES_PER_DEVICE_MAX`] a device. What finds no slot is asked for as ever.
@@ -48,7 +52,7 @@ use crate::{
     blk::request::{Frame, Header, Status, Work, decide},
     chain::Buffers,
     memory::{DeviceMemory, LeaseSet, Span},
-    parked::Wanted,
+    parked::{QueueKey, Wanted},
     ring::Job,
     shared::{add, sub},
 };
@@ -189,6 +193,20 @@ impl Landings {
         }
     }
 
+    /// Forgets a transfer of `queue` that is being settled; its job, as long as there is one. Slots of
+    /// overwrites that are out stay taken until those are answered.
+    pub fn forsake_next(&mut self, queue: QueueKey) -> Option<Box<Job<Request>>> {
+        let its = self.settling.iter();
+        let mut its = its.filter(|(_, settling)| settling.job.request.key == queue);
+        let token = *its.next()?.0;
+        let settling = self.settling.remove(&token)?;
+        self.unsent.retain(|unsent| *unsent != token);
+        for run in settling.unsent.iter().chain(&settling.answered) {
+            self.give_back(&run.slots);
+        }
+        Some(settling.job)
+    }
+
     /// True if there are overwrites to be sent.
     pub fn has_unsent(&self) -> bool {
         !self.unsent.is_empty()
@@ -260,7 +278,8 @@ impl Landings {
             }
         }
         let Some(settling) = self.settling.get_mut(&of) else {
-            debug_assert!(false, "a transfer went away under its overwrites");
+            // It was forsaken.
+            self.give_back(&run.slots);
             return Answered::More;
         };
         settling.take_answer(run, response.installed);

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+//! How queues end, and what becomes of their chains if there is no host.
+//!
+//! A queue that is *drained* completes what it has taken before its stop is
+//! answered: its front end asks for that when it pauses its guest, changes the
+//! memory or disables a ring, and waits in its main loop. A chain that waits for
+//! pages then waits for the host. One that is away may stay away for long, and
+//! meanwhile the whole VMM would stand still. So a stop waits for I/O that the disk
+//! does, and never for a host that is away, whether it went before the stop
+//! or goes in the middle of it:
+//!
+//! | | with an in-flight region | without |
+//! |---|---|---|
+//! | chains that are parked, and reads that have landed and are being settled | stay in the region, to be done again when the ring is started with it | fail with an I/O error |
+//! | the same, with an absent page where the status byte goes, or the table that says where | likewise | are lost, which the log tells: there is no place to say it |
+//! | chains that a predecessor left and that were not begun again | stay in the region | there are none |
+//!
+//! The base that the front end is told counts those that stay in the region as
+//! taken, as after a crash; the region says which they are.
+//!
+//! The overwrites of a read that is forsaken remain out until they are answered,
+//! with their slots: nothing of them is installed, see [`super::landing`].
+
+use super::{Engine, Progress};
+use crate::{blk::request::Status, parked::QueueKey, shared::sub};
+use pagetide_addr::Access;
+use pagetide_vpri::HostPresence;
+use std::io;
+
+/// Whether what is not done of a queue is told its driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Undone {
+    /// As an I/O error: nobody else remembers it.
+    Fails,
+    /// No: it is in the in-flight region, or the device has stopped.
+    Stays,
+}
+
+impl Engine {
+    /// Has queues that stop not wait for a host that is away.
+    pub(super) fn stop_without_host(&mut self, progress: &mut Progress) -> io::Result<()> {
+        self.host_seen = self.device_end.host();
+        if self.host_seen == HostPresence::Here {
+            return Ok(());
+        }
+        for at in 0..self.active.len() {
+            let (index, number) = self.active[at];
+            let Some(device) = self.devices[index].as_ref() else {
+                continue;
+            };
+            let queue = device.queues[usize::from(number)].as_ref();
+            let Some(queue) = queue.filter(|queue| queue.is_stopping()) else {
+                continue;
+            };
+            let undone = match queue.inflight {
+                None if !device.shared.is_stopped() => Undone::Fails,
+                _ => Undone::Stays,
+            };
+            let key = queue.key;
+            let lost = self.forsake_parked(key, undone, progress)?
+                + self.forsake_landed(key, undone, progress);
+            if lost > 0 && undone == Undone::Fails {
+                tracing::warn!(
+                    queue = number,
+                    lost,
+                    "a queue without in-flight tracking was stopped while no daemon is there: requests whose status cannot be written are lost"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the waiting of a queue's parked chains; how many were not answered.
+    fn forsake_parked(
+        &mut self,
+        key: QueueKey,
+        undone: Undone,
+        progress: &mut Progress,
+    ) -> io::Result<usize> {
+        if undone == Undone::Fails {
+            for resumed in self.io.parked.give_up_all_of(key) {
+                progress.anything = true;
+                self.io.look_at_clock();
+                self.resume(&resumed)?;
+            }
+        }
+        let device = self.devices.get_mut(key.device).and_then(Option::as_mut);
+        let Some(device) = device else {
+            return Ok(0);
+        };
+        let Some(queue) = device.queues[usize::from(key.queue)].as_mut() else {
+            return Ok(0);
+        };
+        let lost = queue.parked;
+        queue.give_up_draining();
+        self.io.abandon_parked(&device.shared, queue);
+        Ok(lost)
+    }
+
+    /// Ends the settling of a queue's landed reads; how many were not answered.
+    fn forsake_landed(&mut self, key: QueueKey, undone: Undone, progress: &mut Progress) -> usize {
+        let device = self.devices.get_mut(key.device).and_then(Option::as_mut);
+        let Some(device) = device else {
+            return 0;
+        };
+        let mut lost = 0;
+        while let Some(mut job) = self.io.landings.forsake_next(key) {
+            progress.anything = true;
+            let memory = job.dma.memory().clone();
+            let request = &mut job.request;
+            if undone == Undone::Fails
+                && request.leases.take(&memory, request.status, Access::Write)
+            {
+                self.io.complete_job(device, job, Status::IoError);
+                continue;
+            }
+            lost += 1;
+            if let Some(queue) = device.queues[usize::from(key.queue)].as_mut() {
+                queue.in_flight -= 1;
+                sub(&device.shared.counters[self.io.index].in_flight, 1);
+            }
+        }
+        lost
+    }
+
+    /// Answers those who wait for a queue to stop, once nothing of it is under way.
+    pub(super) fn finish_stops(&mut self) -> io::Result<()> {
+        let mut at = 0;
+        while at < self.active.len() {
+            let (index, number) = self.active[at];
+            let done = self.devices[index].as_mut().is_some_and(|device| {
+                let stopped = device.shared.is_stopped();
+                let queue = device.queues[usize::from(number)].as_mut();
+                queue.is_some_and(|queue| {
+                    if stopped && queue.is_stopping() {
+                        self.io.abandon_parked(&device.shared, queue);
+                    }
+                    queue.is_stopping() && queue.is_idle()
+                })
+            });
+            if done {
+                self.active.swap_remove(at);
+                self.end_queue(index, number)?;
+            } else {
+                at += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn end_queue(&mut self, index: usize, number: u16) -> io::Result<()> {
+        let Some(device) = self.devices[index].as_mut() else {
+            return Ok(());
+        };
+        let Some(mut queue) = device.queues[usize::from(number)].take() else {
+            return Ok(());
+        };
+        if queue.polled {
+            self.io.ring.stop_poll(queue.token)?;
+            // The poll must be gone before its descriptor can be closed and used again.
+            self.io.ring.submit()?;
+        }
+        self.io.scratch.forget_memory();
+        queue.end(&device.shared.counters[self.io.index]);
+        device.close_account(self.io.index);
+        Ok(())
+    }
+}
