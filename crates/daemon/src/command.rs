@@ -220,15 +220,16 @@ fn inject(args: &InjectArgs) -> Result<(), CommandError> {
         path: "/v1/injection".into(),
     }
     .fetch(Some(&request))?;
-    // The last faults go on some time after the injection's end, or never, if their device stops.
-    let patience = Duration::from_micros(request.latency_us) + Duration::from_secs(1);
-    let mut looks_left = patience.div_duration_f64(LOOK_EVERY);
-    while args.wait && looks_left > 0.0 {
-        let is_over = report.left_seconds <= 0.0;
-        if is_over && report.resumed >= report.injected_iopfs {
-            break;
+    let mut looks_left = None;
+    while args.wait {
+        if report.left_seconds <= 0.0 {
+            let held = report.injected_iopfs.saturating_sub(report.resumed);
+            let looks_left = looks_left.get_or_insert_with(|| looks_for(held, request.latency_us));
+            if held == 0 || *looks_left <= 0.0 {
+                break;
+            }
+            *looks_left -= 1.0;
         }
-        looks_left -= f64::from(u8::from(is_over));
         std::thread::sleep(LOOK_EVERY);
         report = Call {
             client,
@@ -238,6 +239,14 @@ fn inject(args: &InjectArgs) -> Result<(), CommandError> {
         .fetch::<(), _>(None)?;
     }
     print_report(&report, client.json.into())
+}
+
+/// How often to look for faults that are held when an injection ends. They go on one after another,
+/// usually within 10 s; never, if their device has stopped.
+fn looks_for(held: u64, latency_us: u64) -> f64 {
+    let all = Duration::from_micros(held.saturating_mul(latency_us));
+    let patience = all.min(Duration::from_secs(10)) + Duration::from_secs(1);
+    patience.div_duration_f64(LOOK_EVERY)
 }
 
 /// A device as a person names it: a path is made absolute, a serial number left as it is.

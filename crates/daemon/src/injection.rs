@@ -31,7 +31,7 @@ pub struct InjectionRequest {
     pub device: String,
     /// Arrivals a second, evenly spaced; above 0, at most 10000.
     pub rate: f64,
-    /// How long the host holds each fault, in microseconds; at most 10 s.
+    /// How long the host holds each fault, in microseconds; at most 10 s, and a third of `iopf-timeout-ms`.
     pub latency_us: u64,
     /// Faults back to back at each arrival; from 1 to 128.
     #[serde(default = "default_burst")]
@@ -60,7 +60,7 @@ pub struct InjectionReport {
     pub injected_iopfs: u64,
     /// Of them, those that have gone on.
     pub resumed: u64,
-    /// Arrivals that met no request before the next came, because the device was idle.
+    /// Arrivals that met no request before the next came, or came while too much was held already.
     pub skipped: u64,
     /// Half of those that went on were parked no longer than this.
     pub parked_p50_us: f64,
@@ -99,7 +99,10 @@ impl Text for InjectionReport {
         }
         text.push('\n');
         if self.skipped > 0 {
-            text += &format!("{} skipped: the device had no request\n", self.skipped);
+            text += &format!(
+                "{} skipped: the device had no request, or too much was held already\n",
+                self.skipped
+            );
         }
         text
     }
@@ -206,7 +209,7 @@ mod tests {
             report.text(),
             "/d: 3 faults back to back, 10 times a second, held for 5.0 ms each, for 10 s; over\n\
              90 injected so far; 90 of them went on, after p50 5.1 ms, p99 5.9 ms, at most 6.0 ms\n\
-             70 skipped: the device had no request\n"
+             70 skipped: the device had no request, or too much was held already\n"
         );
     }
 }
