@@ -31,8 +31,9 @@
 //! section's lock (callers) → registry → a session's `creating` → its spaces, its
 //! fault queue → its event queue. None is held while a page is waited for. `creating`
 //! is held over a CREATE and its status; who takes requests waits for it, with no
-//! other lock held, when he meets a space that he does not know: the device may ask
-//! for pages of a space before we have read its number.
+//! other lock of the driver held, when he meets a space that he does not know: the
+//! device may ask for pages of a space before we have read its number. Whoever holds
+//! `creating` waits for the device alone, so that is over after its patience.
 
 pub(crate) mod area;
 pub(crate) mod counts;
