@@ -12,12 +12,19 @@
 //!
 //! Where the host is another process it *declares* domains before any device may
 //! have mapped their files; and until it has declared all, a domain that only a
-//! device knows begins unmapped ([`DomainTable::set_initial`]).
+//! device knows begins unmapped ([`DomainTable::set_initial`]). A device that does
+//! not look up would not notice, so until then it gets no port.
+//!
+//! Order of locks: the table's entries, then a domain's owner.
+
+mod port;
+
+pub use port::EnginePort;
 
 use crate::{
     bitmap::Attribute,
     delay::Delay,
-    lease::{Lease, PageAttributes},
+    lease::PageAttributes,
     space::{IoSpace, IoSpaces, LookError},
 };
 use pagetide_addr::{
@@ -54,6 +61,11 @@ pub enum DomainError {
         "look-up cannot be off for RAM file {0}: its VM is attached; detach the VM first, or start the device with look-up on"
     )]
     LookUpNeeded(FileKey),
+    /// A device without look-up would touch memory of which nobody has said yet whether it is there.
+    #[error(
+        "look-up cannot be off for RAM file {0}: the host has not said yet which memory has pages elsewhere; connect the device again once 'pagetide run' is connected, or start the device with look-up on"
+    )]
+    NotKnown(FileKey),
     /// A VM cannot be attached while a device serves it without look-up.
     #[error(
         "{devices} device queue(s) work on RAM file {key} with look-up off; restart those devices with look-up on, then attach"
@@ -127,6 +139,8 @@ pub struct DmaDomain {
     attributes: PageAttributes,
     owner: Mutex<Ownership>,
     watch: TheWatch,
+    /// Those of the table that it is in.
+    entries: Arc<Mutex<Entries>>,
 }
 
 #[derive(Debug, Default)]
@@ -245,7 +259,7 @@ impl Drop for DmaDomain {
 pub struct DomainTable {
     engine_count: usize,
     watch: TheWatch,
-    entries: Mutex<Entries>,
+    entries: Arc<Mutex<Entries>>,
 }
 
 #[derive(Debug)]
@@ -264,12 +278,12 @@ impl DomainTable {
         Self {
             engine_count,
             watch: Arc::default(),
-            entries: Mutex::new(Entries {
+            entries: Arc::new(Mutex::new(Entries {
                 next_id: 0,
                 initial: Attribute::ReadWrite,
                 barred: HashSet::new(),
                 by_key: HashMap::new(),
-            }),
+            })),
         }
     }
 
@@ -281,7 +295,8 @@ impl DomainTable {
     }
 
     /// What a domain is from now on as long as only a device knows it: read-write if the host knows
-    /// all memory of which content is elsewhere, unmapped until then.
+    /// all memory of which content is elsewhere, unmapped until then. A device without look-up gets
+    /// a port in the first case only.
     pub fn set_initial(&self, initial: Attribute) {
         self.lock().initial = initial;
     }
@@ -388,11 +403,24 @@ impl DomainTable {
     }
 
     fn lock(&self) -> MutexGuard<'_, Entries> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.entries)
     }
 }
 
+fn lock(entries: &Mutex<Entries>) -> MutexGuard<'_, Entries> {
+    entries.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Entries {
+    /// Whether a device may do DMA into the file `key` without looking at its attributes.
+    fn permit_without_look_up(&self, key: FileKey) -> Result<(), DomainError> {
+        match self.initial {
+            _ if self.barred.contains(&key) => Err(DomainError::Barred(key)),
+            Attribute::ReadWrite => Ok(()),
+            Attribute::Unmapped | Attribute::ReadOnly => Err(DomainError::NotKnown(key)),
+        }
+    }
+
     fn known(&self, key: FileKey, bytes: u64) -> Result<Option<Arc<DmaDomain>>, DomainError> {
         let Some(domain) = self.by_key.get(&key).and_then(Weak::upgrade) else {
             return Ok(None);
@@ -425,6 +453,7 @@ impl Entries {
             attributes: PageAttributes::new(pages, table.engine_count, attribute),
             owner: Mutex::default(),
             watch: Arc::clone(&table.watch),
+            entries: Arc::clone(&table.entries),
         });
         self.by_key.retain(|_, known| known.strong_count() > 0);
         self.by_key.insert(key, Arc::downgrade(&domain));
@@ -559,90 +588,5 @@ fn seal(file: BorrowedFd<'_>, key: FileKey) {
     }
     if let Err(error) = fcntl_add_seals(file, SealFlags::SHRINK) {
         tracing::warn!(%key, %error, "the RAM file takes no seal: whoever has it open could stop this daemon by shrinking it");
-    }
-}
-
-/// One device's way into a domain, used on one engine's thread only.
-///
-/// Not `Sync`, and to be moved to its engine's thread before the first lease: the counters of an
-/// engine have one writer.
-#[derive(Debug)]
-pub struct EnginePort {
-    domain: Arc<DmaDomain>,
-    mapping: Arc<SharedMapping>,
-    engine: usize,
-    look_up: LookUp,
-    not_sync: std::marker::PhantomData<std::cell::Cell<()>>,
-}
-
-impl EnginePort {
-    /// A port of engine number `engine`.
-    ///
-    /// # Errors
-    /// [`DomainError::LookUpNeeded`] if look-up is to be off and a VM owns the domain;
-    /// [`DomainError::Device`] if its file is not mapped.
-    pub fn new(
-        domain: Arc<DmaDomain>,
-        engine: usize,
-        look_up: LookUp,
-    ) -> Result<Self, DomainError> {
-        let Some(mapping) = domain.mapping.get().map(Arc::clone) else {
-            let why = format!("has not mapped RAM file {}", domain.key);
-            return Err(DomainError::Device(why));
-        };
-        if look_up == LookUp::Off {
-            let mut owner = domain.lock_owner();
-            if owner.attached {
-                return Err(DomainError::LookUpNeeded(domain.key));
-            }
-            owner.ports_without_lookup += 1;
-        }
-        Ok(Self {
-            domain,
-            mapping,
-            engine,
-            look_up,
-            not_sync: std::marker::PhantomData,
-        })
-    }
-
-    /// The domain.
-    #[must_use]
-    pub fn domain(&self) -> &Arc<DmaDomain> {
-        &self.domain
-    }
-
-    /// The mapping of the domain's file.
-    #[must_use]
-    #[inline]
-    pub fn mapping(&self) -> &SharedMapping {
-        &self.mapping
-    }
-
-    /// Leases `range` if all of it allows `access`; `None` means a page request is due.
-    #[inline]
-    pub fn lease(&self, range: PageRange, access: Access) -> Option<Lease> {
-        match self.look_up {
-            LookUp::On => self.domain.attributes.lease(self.engine, range, access),
-            LookUp::Off => Some(Lease::nothing()),
-            LookUp::Slowed(delay) => {
-                delay.pass();
-                self.domain.attributes.lease(self.engine, range, access)
-            }
-        }
-    }
-
-    /// Returns a lease this port gave.
-    #[inline]
-    pub fn release(&self, lease: Lease) {
-        self.domain.attributes.release(self.engine, lease);
-    }
-}
-
-impl Drop for EnginePort {
-    fn drop(&mut self) {
-        if self.look_up == LookUp::Off {
-            self.domain.lock_owner().ports_without_lookup -= 1;
-        }
     }
 }

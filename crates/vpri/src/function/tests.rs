@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::{
-    Attribute, DmaDomain, DomainTable, Lease,
+    Attribute, DmaDomain, DomainError, DomainTable, EnginePort, Lease, LookUp,
     wire::{Answer, Code, Config, Event, Farewell, Reply, Status},
 };
 use pagetide_addr::{
@@ -453,6 +453,53 @@ fn space_released_before_ready_is_unmapped_until_ready_and_longer_if_it_is_barre
             assert_eq!(rig.answered(), [(1, ResponseCode::Success)]);
         }
     }
+}
+
+#[test]
+fn device_without_look_up_waits_for_ready_and_keeps_its_memory_from_a_later_driver() {
+    let mut rig = Rig::new();
+    let domain = rig.open();
+    let port = || EnginePort::new(Arc::clone(&domain), 0, LookUp::Off);
+    let is_not_known = || matches!(port(), Err(DomainError::NotKnown(_)));
+    assert!(is_not_known(), "no driver has said anything");
+    rig.tell(Event::Begin);
+    assert!(is_not_known());
+    assert!(EnginePort::new(Arc::clone(&domain), 0, LookUp::On).is_ok());
+    rig.tell(Event::Ready);
+    let known = port().unwrap();
+    rig.core.hang_up(&mut rig.engines);
+    rig.tell(Event::Begin);
+    let (name, page_count) = (rig.name(), PAGES);
+    let create = Event::Create { name, page_count };
+    assert_eq!(rig.code(&create), Code::Unsupported, "it looks nothing up");
+    assert!(is_not_known(), "a second one is not permitted any more");
+    drop(known);
+    let space = rig.create();
+    assert!(matches!(port(), Err(DomainError::LookUpNeeded(_))));
+    rig.tell(Event::Destroy {
+        space,
+        farewell: Farewell::Release,
+    });
+    assert!(is_not_known(), "pages of it may be away");
+    rig.tell(Event::Bar { name });
+    rig.tell(Event::Ready);
+    assert!(matches!(port(), Err(DomainError::Barred(_))));
+    // The next driver says nothing of it.
+    rig.tell(Event::Begin);
+    rig.tell(Event::Ready);
+    assert!(port().is_ok());
+}
+
+#[test]
+fn device_without_look_up_has_its_port_at_once_where_the_host_is_in_the_process() {
+    let file = GuestFile::new_memfd("ram", PAGES * PAGE_BYTES).unwrap();
+    let table = DomainTable::new(1);
+    let opened = table.open(file.as_fd(), file.key().unwrap(), PAGES * PAGE_BYTES);
+    let domain = opened.unwrap();
+    assert!(EnginePort::new(Arc::clone(&domain), 0, LookUp::Off).is_ok());
+    domain.attach().unwrap();
+    let refused = EnginePort::new(domain, 0, LookUp::Off);
+    assert!(matches!(refused, Err(DomainError::LookUpNeeded(_))));
 }
 
 #[test]

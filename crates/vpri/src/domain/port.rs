@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`EnginePort`]: one device's way into a domain.
+//!
+//! A port without look-up reads no attribute, so it may exist only while there is no
+//! absent page in the domain and none can come: no VM owns the domain, it is not barred, and
+//! all memory with pages elsewhere is known. As long as there is one, no VM can be
+//! attached ([`DomainError::LookUpOff`]); so a port that was made while all was known
+//! stays right when a later driver says what it pages.
+
+use super::{DmaDomain, DomainError, LookUp};
+use crate::lease::Lease;
+use pagetide_addr::{Access, PageRange};
+use pagetide_sys::mapping::SharedMapping;
+use std::sync::Arc;
+
+/// One device's way into a domain, used on one engine's thread only.
+///
+/// Not `Sync`, and to be moved to its engine's thread before the first lease: the counters of an
+/// engine have one writer.
+#[derive(Debug)]
+pub struct EnginePort {
+    domain: Arc<DmaDomain>,
+    mapping: Arc<SharedMapping>,
+    engine: usize,
+    look_up: LookUp,
+    not_sync: std::marker::PhantomData<std::cell::Cell<()>>,
+}
+
+impl EnginePort {
+    /// A port of engine number `engine`.
+    ///
+    /// # Errors
+    /// If look-up is to be off: [`DomainError::LookUpNeeded`] if a VM owns the domain,
+    /// [`DomainError::NotKnown`] if one may turn out to, [`DomainError::Barred`].
+    /// [`DomainError::Device`] if its file is not mapped.
+    pub fn new(
+        domain: Arc<DmaDomain>,
+        engine: usize,
+        look_up: LookUp,
+    ) -> Result<Self, DomainError> {
+        let Some(mapping) = domain.mapping.get().map(Arc::clone) else {
+            let why = format!("has not mapped RAM file {}", domain.key);
+            return Err(DomainError::Device(why));
+        };
+        if look_up == LookUp::Off {
+            // Held until the port counts: who says from now on that not all is known finds it.
+            let entries = super::lock(&domain.entries);
+            let mut owner = domain.lock_owner();
+            if owner.attached {
+                return Err(DomainError::LookUpNeeded(domain.key));
+            }
+            entries.permit_without_look_up(domain.key)?;
+            owner.ports_without_lookup += 1;
+        }
+        Ok(Self {
+            domain,
+            mapping,
+            engine,
+            look_up,
+            not_sync: std::marker::PhantomData,
+        })
+    }
+
+    /// The domain.
+    #[must_use]
+    pub fn domain(&self) -> &Arc<DmaDomain> {
+        &self.domain
+    }
+
+    /// The mapping of the domain's file.
+    #[must_use]
+    #[inline]
+    pub fn mapping(&self) -> &SharedMapping {
+        &self.mapping
+    }
+
+    /// Leases `range` if all of it allows `access`; `None` means a page request is due.
+    #[inline]
+    pub fn lease(&self, range: PageRange, access: Access) -> Option<Lease> {
+        match self.look_up {
+            LookUp::On => self.domain.attributes.lease(self.engine, range, access),
+            LookUp::Off => Some(Lease::nothing()),
+            LookUp::Slowed(delay) => {
+                delay.pass();
+                self.domain.attributes.lease(self.engine, range, access)
+            }
+        }
+    }
+
+    /// Returns a lease this port gave.
+    #[inline]
+    pub fn release(&self, lease: Lease) {
+        self.domain.attributes.release(self.engine, lease);
+    }
+}
+
+impl Drop for EnginePort {
+    fn drop(&mut self) {
+        if self.look_up == LookUp::Off {
+            self.domain.lock_owner().ports_without_lookup -= 1;
+        }
+    }
+}
