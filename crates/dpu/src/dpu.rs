@@ -5,13 +5,14 @@ use crate::{
     alias::{Alias, SLIPS_MAX},
     blk::{
         config::QUEUES_MAX,
-        image::{DirectIo, Image, ImageError, Writes},
+        image::{Image, Writes},
         request::SERIAL_BYTES,
     },
-    device::{Control, DeviceState, Endpoint, EngineGone, Parts, SocketError},
+    config::{BlkConfig, DpuConfig, DpuError},
+    device::{Control, DeviceState, Endpoint, EngineGone, Parts},
     engine::{Engine, EngineShared, Seed, command::Command, queue::OnFault},
-    inject::{Injection, InjectionError, InjectionReport},
-    lock::{self, LockError},
+    inject::{Injection, InjectionReport},
+    lock,
     ring::DEVICES_MAX,
     shared::DeviceShared,
     slo::{
@@ -22,8 +23,7 @@ use crate::{
 use hdrhistogram::Histogram;
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_vpri::{
-    DomainTable, Doorbell, FaultAssist, HostEnd, LandingArea, LandingError, LookUp, fault_queue,
-    landing::LANDING_SLOTS_MAX,
+    DomainTable, Doorbell, FaultAssist, HostEnd, LandingArea, LookUp, fault_queue,
 };
 use std::{
     io,
@@ -36,164 +36,6 @@ use std::{
     thread::JoinHandle,
     time::Duration,
 };
-
-/// Longest an engine polls before it sleeps; beyond it a wake-up is the lesser evil.
-pub const POLL_MAX: Duration = Duration::from_millis(1);
-/// Most engines: one a CPU is all that makes sense, and few machines have more.
-pub const ENGINES_MAX: usize = 256;
-/// Usual [`DpuConfig::iopf_timeout`]: as long as a Linux guest waits for a disk of its own (SCSI's
-/// `timeout`) before it gives a command up.
-pub const IOPF_TIMEOUT: Duration = Duration::from_secs(30);
-/// Bounds of [`DpuConfig::ring_entries`].
-pub const RING_ENTRIES: std::ops::RangeInclusive<u32> = 16..=4096;
-
-/// Why the DPU cannot do what it was asked.
-#[derive(Debug, thiserror::Error)]
-pub enum DpuError {
-    /// A setting is out of its bounds.
-    #[error("{setting} is {value}; it must be {must}")]
-    Setting {
-        /// Its name.
-        setting: &'static str,
-        /// What it is.
-        value: u64,
-        /// What it must be.
-        must: &'static str,
-    },
-    /// An engine's lock.
-    #[error(transparent)]
-    Lock(#[from] LockError),
-    /// An engine's ring or thread could not be made.
-    #[error(
-        "engine {engine} could not be started: {source} (Linux 6.1 or later with io_uring allowed is needed)"
-    )]
-    Engine {
-        /// Its number.
-        engine: usize,
-        /// The kernel's answer.
-        source: io::Error,
-    },
-    /// The image.
-    #[error(transparent)]
-    Image(#[from] ImageError),
-    /// The socket.
-    #[error(transparent)]
-    Socket(#[from] SocketError),
-    /// The serial number is too long.
-    #[error("serial number {0:?} is longer than {SERIAL_BYTES} bytes")]
-    Serial(String),
-    /// As many devices as there can be.
-    #[error("there are {DEVICES_MAX} devices already")]
-    TooManyDevices,
-    /// An injection of faults is not what one can be.
-    #[error(transparent)]
-    Injection(#[from] InjectionError),
-    /// No such device.
-    #[error("there is no device {0:?}")]
-    NoSuchDevice(DeviceId),
-    /// The image could not be put into an engine's file table.
-    #[error("an engine could not take the image: {0}")]
-    Table(io::Error),
-    /// No memory for landing slots.
-    #[error(transparent)]
-    Landing(#[from] LandingError),
-    /// An engine has ended.
-    #[error(transparent)]
-    Gone(#[from] EngineGone),
-}
-
-/// How the DPU is to be.
-#[derive(Debug, Clone)]
-pub struct DpuConfig {
-    /// Engine threads; the same as the [`DomainTable`] was made for.
-    pub engine_count: usize,
-    /// Longest time an engine polls with nothing to do before it sleeps.
-    pub poll_max: Duration,
-    /// Requests an engine has with the kernel at a time.
-    pub ring_entries: u32,
-    /// Page requests an engine has outstanding.
-    pub fault_queue_entries: usize,
-    /// Pages of reads that an engine may have under way whose own pages are absent: its landing slots,
-    /// of 4 KiB; 0: such pages are brought back first, as for a write. Only for a host in this process:
-    /// one that is elsewhere gives slots of its own ([`HostEnd::set_landing`]).
-    pub landing_slots: u32,
-    /// Directory for the engines' lock files.
-    pub state_dir: PathBuf,
-    /// CPUs of the engines, taken in turn; empty: wherever the kernel likes.
-    pub cpus: Vec<usize>,
-    /// How long a request waits for its pages before it fails with an I/O error; for ever without
-    /// one. It stands still while no host is there ([`HostPresence`](pagetide_vpri::queue::HostPresence)).
-    pub iopf_timeout: Option<Duration>,
-}
-
-impl DpuConfig {
-    /// One engine, with usual values.
-    #[must_use]
-    pub fn new(state_dir: PathBuf) -> Self {
-        Self {
-            engine_count: 1,
-            poll_max: Duration::from_micros(60),
-            ring_entries: 256,
-            fault_queue_entries: 1024,
-            landing_slots: 0,
-            state_dir,
-            cpus: Vec::new(),
-            iopf_timeout: Some(IOPF_TIMEOUT),
-        }
-    }
-
-    fn check(&self, domains: &DomainTable) -> Result<(), DpuError> {
-        let setting = |setting, value, must| DpuError::Setting {
-            setting,
-            value,
-            must,
-        };
-        let engines = self.engine_count;
-        if engines == 0 || engines > ENGINES_MAX || engines != domains.engine_count() {
-            let must = "from 1 to 256, and what the domain table was made for";
-            return Err(setting("engine_count", engines as u64, must));
-        }
-        if self.poll_max > POLL_MAX {
-            let value = u64::try_from(self.poll_max.as_micros()).unwrap_or(u64::MAX);
-            return Err(setting("poll_max_us", value, "at most 1000"));
-        }
-        if !RING_ENTRIES.contains(&self.ring_entries) {
-            let value = u64::from(self.ring_entries);
-            return Err(setting("ring_entries", value, "from 16 to 4096"));
-        }
-        let entries = self.fault_queue_entries;
-        if !(1..=65_536).contains(&entries) {
-            let must = "from 1 to 65536";
-            return Err(setting("fault_queue_entries", entries as u64, must));
-        }
-        if self.landing_slots > LANDING_SLOTS_MAX {
-            let value = u64::from(self.landing_slots);
-            return Err(setting("landing_slots", value, "at most 1048576"));
-        }
-        Ok(())
-    }
-}
-
-/// A block device to be.
-#[derive(Debug, Clone)]
-pub struct BlkConfig {
-    /// Unix socket to listen on.
-    pub socket: PathBuf,
-    /// Image file or block device.
-    pub image: PathBuf,
-    /// Request queues offered.
-    pub queue_count: u16,
-    /// Whether the guest may write.
-    pub writes: Writes,
-    /// Whether pages are looked up before DMA.
-    pub look_up: LookUp,
-    /// Serial number shown to the guest, at most 20 bytes.
-    pub serial: String,
-    /// Whether I/O goes past the page cache.
-    pub direct_io: DirectIo,
-    /// What a queue does while one of its requests waits for pages.
-    pub on_fault: OnFault,
-}
 
 /// A device and its figures.
 #[derive(Debug, Clone)]

@@ -14,7 +14,7 @@
 //!
 //! | module | what it is about |
 //! |---|---|
-//! | [`dpu`] | the whole: starting it, adding devices, reports |
+//! | [`dpu`], [`config`] | the whole: starting it, adding devices, reports; what it is to be like |
 //! | `engine` | the loop of an engine, a chain's way through it |
 //! | `parked` | chains that wait for pages, and why only they wait |
 //! | `ring` | io_uring, and why giving it guest memory is sound |
@@ -35,6 +35,7 @@
 mod alias;
 pub mod blk;
 mod chain;
+pub mod config;
 mod device;
 pub mod dpu;
 mod engine;
@@ -50,8 +51,9 @@ mod slo;
 
 pub use blk::image::{DirectIo, ImageError, Writes};
 pub use chain::ChainError;
+pub use config::{BlkConfig, DpuConfig, DpuError};
 pub use device::{DeviceState, EngineGone, SocketError};
-pub use dpu::{BlkConfig, DeviceReport, Dpu, DpuConfig, DpuError};
+pub use dpu::{DeviceReport, Dpu};
 pub use engine::queue::OnFault;
 pub use lock::{LockError, wait_for_dead_engines};
 pub use memory::{MemoryError, OutsideMemory};

@@ -11,7 +11,7 @@ use crate::{
     settings::EngineSettings,
 };
 use pagetide_addr::{DeviceId, FileKey};
-use pagetide_dpu::dpu::POLL_MAX;
+use pagetide_dpu::config::POLL_MAX;
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, Writes, wait_for_dead_engines};
 use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, HostEnd, LookUp};
 use serde::{Deserialize, Serialize};
