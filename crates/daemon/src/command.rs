@@ -214,19 +214,33 @@ fn inject(args: &InjectArgs) -> Result<(), CommandError> {
         seconds: args.seconds,
     };
     let client = &args.client;
-    let mut report: InjectionReport = Call {
+    let begun: InjectionReport = Call {
         client,
         method: Method::POST,
         path: "/v1/injection".into(),
     }
     .fetch(Some(&request))?;
+    let report = if args.wait {
+        wait_for_injection(client, &request, begun)?
+    } else {
+        begun
+    };
+    print_report(&report, client.json.into())
+}
+
+/// Looks until an injection is over and what it held has gone on.
+fn wait_for_injection(
+    client: &ClientArgs,
+    request: &InjectionRequest,
+    mut report: InjectionReport,
+) -> Result<InjectionReport, CommandError> {
     let mut looks_left = None;
-    while args.wait {
+    loop {
         if report.left_seconds <= 0.0 {
             let held = report.injected_iopfs.saturating_sub(report.resumed);
             let looks_left = looks_left.get_or_insert_with(|| looks_for(held, request.latency_us));
             if held == 0 || *looks_left <= 0.0 {
-                break;
+                return Ok(report);
             }
             *looks_left -= 1.0;
         }
@@ -238,7 +252,6 @@ fn inject(args: &InjectArgs) -> Result<(), CommandError> {
         }
         .fetch::<(), _>(None)?;
     }
-    print_report(&report, client.json.into())
 }
 
 /// How often to look for faults that are held when an injection ends. They go on one after another,

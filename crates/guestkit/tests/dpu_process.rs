@@ -101,7 +101,9 @@ fn daemon_killed_in_the_middle_the_dpu_parks_what_faults_and_goes_on_when_it_is_
     // So that a request of the disk faults before a vCPU does, which would then ask for no more.
     let device = socket.to_string_lossy();
     let words = ["iopf", "inject", "--device", &device, "--rate", "1000"];
-    let words = words.into_iter().chain(["--latency", "1ms", "--seconds", "300"]);
+    let words = words
+        .into_iter()
+        .chain(["--latency", "1ms", "--seconds", "300"]);
     let injected = stage.devices().client(words).expect("a client");
     injected.success().expect("an injection");
     stage.product.kill();

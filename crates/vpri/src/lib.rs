@@ -13,9 +13,9 @@ pub mod delay;
 #[cfg(not(loom))]
 pub mod domain;
 #[cfg(not(loom))]
-pub mod function;
-#[cfg(not(loom))]
 pub mod driver;
+#[cfg(not(loom))]
+pub mod function;
 #[cfg(not(loom))]
 pub mod landing;
 pub mod lease;

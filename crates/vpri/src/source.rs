@@ -25,11 +25,10 @@ pub trait FaultSource: Send + Sync {
     /// given the request up, is dropped.
     fn respond(&self, response: PageResponse);
 
-    /// What the device has written into `count` landing slots from `slot` on (the content of an
-    /// [`Overwrite`](pagetide_addr::RequestKind::Overwrite)), appended to `into`; false if the source
+    /// What the device has written into so many landing slots from a slot on (the content of an
+    /// [`Overwrite`](pagetide_addr::RequestKind::Overwrite)), appended to the bytes given; false if the source
     /// has no such slots.
-    fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
-        let _ = (slot, count, into);
+    fn read_landing(&self, _slot: u32, _count: u64, _into: &mut Vec<u8>) -> bool {
         false
     }
 
@@ -38,8 +37,7 @@ pub trait FaultSource: Send + Sync {
     /// under locks, so it must not wait.
     ///
     /// True for a device that gives none up before it has the answer, such as an engine of this process.
-    fn still_wants(&self, slot: u32) -> bool {
-        let _ = slot;
+    fn still_wants(&self, _slot: u32) -> bool {
         true
     }
 }
