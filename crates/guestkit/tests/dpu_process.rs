@@ -98,19 +98,20 @@ fn daemon_killed_in_the_middle_the_dpu_parks_what_faults_and_goes_on_when_it_is_
     };
     let (mut guest, socket) = squeezed(&mut stage);
     disk_work(&mut guest, 8 << 20);
-    // So that a request of the disk faults before a vCPU does, which would then ask for no more.
+    // The daemon holds faults of the disk for so long that some are with it when it dies.
     let device = socket.to_string_lossy();
-    let words = ["iopf", "inject", "--device", &device, "--rate", "1000"];
+    let words = ["iopf", "inject", "--device", &device, "--rate", "10"];
     let words = words
         .into_iter()
-        .chain(["--latency", "1ms", "--seconds", "300"]);
+        .chain(["--latency", "5s", "--seconds", "300"]);
     let injected = stage.devices().client(words).expect("a client");
     injected.success().expect("an injection");
-    stage.product.kill();
-    let waits = || Ok(number(&self::device(&stage, &socket), "parked_chains") > 0);
+    let parked = |stage: &Stage| number(&self::device(stage, &socket), "parked_chains");
     stage
-        .until("a chain to be parked", PATIENCE, waits)
+        .until("a chain to be parked", PATIENCE, || Ok(parked(&stage) > 0))
         .expect("a parked chain");
+    stage.product.kill();
+    assert!(parked(&stage) > 0, "it waits for the next daemon");
     stage.product.run().expect("a successor");
     let words = ["iopf", "stop", "--device", &device];
     let stopped = stage.devices().client(words).expect("a client");
