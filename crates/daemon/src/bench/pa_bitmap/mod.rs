@@ -13,7 +13,7 @@
 //! `lease_wait_us` for sections without any and `lease_wait_engine_us` for those
 //! that the engine works on. The paper's update crosses PCIe; ours interrupts the
 //! engines' CPUs. An update is bits and fence: `bits_2mib_us` are a section's bits
-//! alone, `fence_us` is the fence alone, both taken in turns with the updates.
+//! alone, `membarrier_us` is what asking engines saves, both taken in turns with the updates.
 //!
 //! **A disk** ([`disk`]): our vhost-user-blk three times over one image, with
 //! look-ups, without, and with look-ups that take 100 ns more each (a request of
@@ -202,7 +202,7 @@ mod tests {
             "update_4kib_us",
             "update_2mib_us",
             "bits_2mib_us",
-            "fence_us",
+            "membarrier_us",
             "lease_wait_us",
             "grant_2mib_us",
         ] {

@@ -133,7 +133,7 @@ struct Updates {
     page: Times,
     section: Times,
     section_bits: Times,
-    fence: Times,
+    membarrier: Times,
     grant: Times,
     wait: Times,
     wait_engine: Times,
@@ -178,7 +178,7 @@ impl Updates {
         self.section_bits.add(began.elapsed());
         let began = Instant::now();
         membarrier::heavy()?;
-        self.fence.add(began.elapsed());
+        self.membarrier.add(began.elapsed());
         attributes.grant(section, Access::Write);
         Ok(())
     }
@@ -207,7 +207,7 @@ impl Updates {
             ("update_4kib_us", &self.page),
             ("update_2mib_us", &self.section),
             ("bits_2mib_us", &self.section_bits),
-            ("fence_us", &self.fence),
+            ("membarrier_us", &self.membarrier),
             ("grant_2mib_us", &self.grant),
             ("lease_wait_us", &self.wait),
             ("lease_wait_engine_us", &self.wait_engine),
