@@ -19,12 +19,16 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates just below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 14] = [
+const BELOW: [(&str, &[&str]); 15] = [
     ("pagetide-addr", &[]),
     ("pagetide-sys", &["pagetide-addr"]),
     ("pagetide-gmem", &["pagetide-addr"]),
+    ("pagetide-policy", &["pagetide-addr"]),
     ("pagetide-capi", &["pagetide-gmem"]),
-    ("pagetide-swap", &["pagetide-gmem", "pagetide-sys"]),
+    (
+        "pagetide-swap",
+        &["pagetide-gmem", "pagetide-sys", "pagetide-policy"],
+    ),
     ("pagetide-vpri", &["pagetide-gmem", "pagetide-sys"]),
     ("pagetide-dpu", &["pagetide-vpri", "pagetide-sys"]),
     ("pagetide-vmm", &["pagetide-gmem", "pagetide-sys"]),
@@ -40,7 +44,7 @@ const BELOW: [(&str, &[&str]); 14] = [
     ("pagetide-guest", &[]),
     ("pagetide-guestkit", &["pagetide-guest"]),
     ("pagetide-trace", &["pagetide-addr"]),
-    ("pagetide-sim", &["pagetide-trace"]),
+    ("pagetide-sim", &["pagetide-trace", "pagetide-policy"]),
     ("xtask", &[]),
 ];
 
