@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Traces of I/O address translation: what they are made of, the formats they
 //! are kept in, tenants made by a recipe, and hyper-traces of any number of
-//! tenants (HyperTRIO IV).
+//! tenants (HyperTRIO IV); and traces of DMA to guest memory (VPRI 4.2, 5.3).
 
+mod access;
 mod error;
 mod event;
 mod hypersio;
@@ -17,6 +18,12 @@ mod stream;
 mod tenant;
 mod text;
 
+pub use access::analysis::{
+    AccessAnalysis, Analysis, AnalysisError, AnalysisParams, CURVE_POINTS_MAX, CountRow,
+    DEVICES_MAX, DeviceAnalysis, FAULT_INTERVAL, FootprintShares, GrowthCurve, Locality, PAIRS_MAX,
+    ReuseRow, SectionTouch, ServiceAnalysis, Tallies,
+};
+pub use access::{AccessRecord, Service};
 pub use error::TraceError;
 pub use event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId, TraceAccess};
 pub use hypersio::{HypersioLogReader, HypersioReader, HypersioWriter, LogSources};

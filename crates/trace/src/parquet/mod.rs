@@ -38,6 +38,7 @@
 //! out of proportion to the file. `footer` looks first whether the schema is
 //! nested so deep that the crate would run off the stack.
 
+pub(crate) mod column;
 mod contain;
 mod footer;
 mod reader;

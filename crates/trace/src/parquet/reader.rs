@@ -5,20 +5,18 @@
 //! row. Columns without nulls skip the level buffers, so the common trace (no
 //! times, all pages known) costs a dictionary look-up a value.
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
 use pagetide_addr::Iova;
-use parquet::column::reader::{ColumnReaderImpl, get_column_reader, get_typed_column_reader};
-use parquet::data_type::{DataType, Int32Type, Int64Type};
+use parquet::data_type::{Int32Type, Int64Type};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::contain::{CheckedPages, contained};
+use super::column::{Column, open_file, pairs};
 use super::{
     ACCESSES, FORMAT, FORMAT_KEY, KINDS, ORIGIN_KEY, PACKET_KEY, TraceMeta, VERSION, VERSION_KEY,
-    decoded, footer,
+    decoded,
 };
 use crate::error::TraceError;
 use crate::event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId};
@@ -44,19 +42,6 @@ pub struct ParquetReader {
     broken: Option<TraceError>,
 }
 
-/// One column: where it is, and its part of the batch.
-struct Column<T: DataType> {
-    name: &'static str,
-    index: usize,
-    /// Whether rows may be null, by the schema.
-    max_level: i16,
-    reader: Option<ColumnReaderImpl<T>>,
-    values: Vec<T::T>,
-    levels: Vec<i16>,
-    /// Next value of `values`, while rows are put together.
-    next: usize,
-}
-
 struct Columns {
     time_ns: Column<Int64Type>,
     source: Column<Int32Type>,
@@ -74,7 +59,7 @@ impl ParquetReader {
     /// If it cannot be opened, is no Parquet file, is not a trace of this
     /// project or of a version that is not known here, or lacks a column.
     pub fn open(path: &Path) -> Result<Self, TraceError> {
-        let mut input = File::open(path).map_err(|source| TraceError::Io {
+        let input = File::open(path).map_err(|source| TraceError::Io {
             path: path.to_owned(),
             source,
         })?;
@@ -82,8 +67,7 @@ impl ParquetReader {
             path: path.to_owned(),
             reason,
         };
-        footer::check(&mut input).map_err(wrong)?;
-        let file = contained(|| SerializedFileReader::new(input)).map_err(wrong)?;
+        let file = open_file(input).map_err(wrong)?;
         let meta = read_meta(&file).map_err(wrong)?;
         let columns = Columns::find(&file).map_err(wrong)?;
         let events = u64::try_from(file.metadata().file_metadata().num_rows())
@@ -268,14 +252,7 @@ fn checked_time(time_ns: i64, last_ns: &mut u64) -> Result<u64, String> {
 }
 
 fn read_meta(file: &SerializedFileReader<File>) -> Result<TraceMeta, String> {
-    let pairs: HashMap<&str, &str> = file
-        .metadata()
-        .file_metadata()
-        .key_value_metadata()
-        .into_iter()
-        .flatten()
-        .map(|pair| (pair.key.as_str(), pair.value.as_deref().unwrap_or_default()))
-        .collect();
+    let pairs = pairs(file);
     match pairs.get(FORMAT_KEY) {
         Some(&FORMAT) => {}
         Some(other) => return Err(format!("its {FORMAT_KEY} is `{other}`, not `{FORMAT}`")),
@@ -345,108 +322,5 @@ impl Columns {
         self.page_size_bytes.read(rows)?;
         self.access.read(rows)?;
         self.kind.read(rows)
-    }
-}
-
-impl<T: DataType> Column<T>
-where
-    T::T: Copy,
-{
-    /// Looks for the top-level column `name` and checks its type.
-    fn find(file: &SerializedFileReader<File>, name: &'static str) -> Result<Self, String> {
-        let schema = file.metadata().file_metadata().schema_descr();
-        let index = schema
-            .columns()
-            .iter()
-            .position(|column| column.path().parts() == [name])
-            .ok_or_else(|| format!("it has no column `{name}`"))?;
-        let column = schema.column(index);
-        if column.physical_type() != T::get_physical_type() || column.max_rep_level() != 0 {
-            return Err(format!(
-                "its column `{name}` is of type {}, and should be {}",
-                column.physical_type(),
-                T::get_physical_type()
-            ));
-        }
-        Ok(Self {
-            name,
-            index,
-            max_level: column.max_def_level(),
-            reader: None,
-            values: Vec::new(),
-            levels: Vec::new(),
-            next: 0,
-        })
-    }
-
-    fn open(
-        &mut self,
-        file: &SerializedFileReader<File>,
-        group: usize,
-        rows: u64,
-    ) -> Result<(), String> {
-        let index = self.index;
-        let reader = contained(|| {
-            let inner = file.get_row_group(group)?.get_column_page_reader(index)?;
-            let pages = CheckedPages {
-                inner,
-                rows,
-                value_bytes: size_of::<T::T>() as u64,
-            };
-            let descr = file.metadata().file_metadata().schema_descr().column(index);
-            Ok(get_typed_column_reader(get_column_reader(
-                descr,
-                Box::new(pages),
-            )))
-        });
-        self.reader = Some(reader.map_err(|reason| self.complaint(&reason))?);
-        Ok(())
-    }
-
-    /// Reads the values of the next `rows` rows, all of them or none.
-    fn read(&mut self, rows: usize) -> Result<(), String> {
-        self.values.clear();
-        self.levels.clear();
-        self.next = 0;
-        let (values, levels) = (&mut self.values, &mut self.levels);
-        let Some(reader) = &mut self.reader else {
-            return Err("no row group is open".to_owned());
-        };
-        let read = contained(|| reader.read_records(rows, Some(levels), None, values));
-        match read {
-            Ok((count, ..)) if count == rows => {}
-            Ok((count, ..)) => {
-                return Err(self.complaint(&format!("{count} rows where {rows} should be")));
-            }
-            Err(reason) => return Err(self.complaint(&reason)),
-        }
-        // Without a null in the batch the levels say nothing.
-        if self.max_level != 0 && self.values.len() == rows {
-            self.levels.clear();
-        }
-        Ok(())
-    }
-
-    /// Value of row `row` of the batch; rows are asked for in order.
-    fn optional(&mut self, row: usize) -> Option<T::T> {
-        let present = self
-            .levels
-            .get(row)
-            .is_none_or(|level| *level == self.max_level);
-        if !present {
-            return None;
-        }
-        let value = self.values.get(self.next).copied();
-        self.next += 1;
-        value
-    }
-
-    fn required(&mut self, row: usize) -> Result<T::T, String> {
-        self.optional(row)
-            .ok_or_else(|| format!("column `{}` is null", self.name))
-    }
-
-    fn complaint(&self, reason: &str) -> String {
-        format!("column `{}`: {reason}", self.name)
     }
 }

@@ -11,14 +11,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parquet::basic::{Compression, Encoding};
-use parquet::data_type::{DataType, Int32Type, Int64Type};
-use parquet::errors::{ParquetError, Result as ParquetResult};
+use parquet::data_type::{Int32Type, Int64Type};
+use parquet::errors::Result as ParquetResult;
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
-use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
+use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 use parquet::schema::types::ColumnPath;
 
+use super::column::{write_column, write_error};
 use super::{
     ACCESSES, ACCESSES_KEY, FORMAT, FORMAT_KEY, KINDS, KINDS_KEY, ORIGIN_KEY, PACKET_KEY, SCHEMA,
     TraceMeta, VERSION, VERSION_KEY, access_code, codes_json, kind_code,
@@ -174,25 +175,6 @@ impl std::fmt::Debug for ParquetWriter {
     }
 }
 
-/// The crate wraps what the system said; out it comes again, for a full disk is
-/// no fault of the trace.
-fn write_error(path: &Path, error: ParquetError) -> TraceError {
-    let refused = |reason: &dyn std::fmt::Display| TraceError::File {
-        path: path.to_owned(),
-        reason: format!("cannot be written: {reason}"),
-    };
-    match error {
-        ParquetError::External(inner) => match inner.downcast::<std::io::Error>() {
-            Ok(source) => TraceError::Io {
-                path: path.to_owned(),
-                source: *source,
-            },
-            Err(inner) => refused(&inner),
-        },
-        other => refused(&other),
-    }
-}
-
 /// Times are stored as differences. Everything else repeats itself, so it has a
 /// dictionary; where that grows too large the crate falls back to plain values.
 fn properties(meta: &TraceMeta) -> WriterProperties {
@@ -239,13 +221,13 @@ impl Rows {
 
     fn write(&self, writer: &mut SerializedFileWriter<BufWriter<File>>) -> ParquetResult<()> {
         let mut group = writer.next_row_group()?;
-        column::<Int64Type>(&mut group, &self.time_ns, Some(&self.time_levels))?;
-        column::<Int32Type>(&mut group, &self.source, None)?;
-        column::<Int32Type>(&mut group, &self.domain, None)?;
-        column::<Int64Type>(&mut group, &self.iova, None)?;
-        column::<Int64Type>(&mut group, &self.page_size, Some(&self.page_size_levels))?;
-        column::<Int32Type>(&mut group, &self.access, None)?;
-        column::<Int32Type>(&mut group, &self.kind, None)?;
+        write_column::<Int64Type>(&mut group, &self.time_ns, Some(&self.time_levels))?;
+        write_column::<Int32Type>(&mut group, &self.source, None)?;
+        write_column::<Int32Type>(&mut group, &self.domain, None)?;
+        write_column::<Int64Type>(&mut group, &self.iova, None)?;
+        write_column::<Int64Type>(&mut group, &self.page_size, Some(&self.page_size_levels))?;
+        write_column::<Int32Type>(&mut group, &self.access, None)?;
+        write_column::<Int32Type>(&mut group, &self.kind, None)?;
         group.close().map(drop)
     }
 
@@ -262,24 +244,11 @@ impl Rows {
     }
 }
 
-/// Writes the next column of a row group.
-fn column<T: DataType>(
-    group: &mut SerializedRowGroupWriter<'_, BufWriter<File>>,
-    values: &[T::T],
-    levels: Option<&[i16]>,
-) -> ParquetResult<()> {
-    let Some(mut writer) = group.next_column()? else {
-        return Err(ParquetError::General(
-            "more columns than the schema has".to_owned(),
-        ));
-    };
-    writer.typed::<T>().write_batch(values, levels, None)?;
-    writer.close()
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::{Error, ErrorKind, Write};
+
+    use parquet::errors::ParquetError;
 
     use super::*;
 

@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the DMA of a VM's devices looks like: how much memory they touch, how
+//! often, and after how long again (VPRI 4.2; Fig 9, 10 and 11).
+//!
+//! The trace passes through once. For each pair of device and section these are
+//! kept: when it was touched last, how often it was touched, and how often that
+//! was after longer than the *fault interval*. Such a touch is a **simulated
+//! fault** (4.2.2): whatever the host's policy of reclaim is, a section that
+//! nobody touched for so long may well be gone. What was touched for the first
+//! time has no interval and is not counted: no policy could have helped there.
+//! Other devices and the CPU are left out, as in the paper.
+//!
+//! ```text
+//!   section 7 of device 3:   t=0    t=4   t=310        t=900
+//!                             │  4 s │ 306 s │  590 s    │      3 intervals
+//!                           first         fault        fault    4 accesses, 2 faults
+//! ```
+//! Memory is bounded: some 40 bytes for each pair, at most [`PAIRS_MAX`] of them,
+//! and curves of at most [`CURVE_POINTS_MAX`] points, whose step doubles when
+//! they are full. That a section is counted by its *final* number of accesses is
+//! why its faults are kept by it and not in one sum.
+
+mod curve;
+mod report;
+
+pub use curve::{CURVE_POINTS_MAX, GrowthCurve};
+pub use report::{
+    AccessAnalysis, CountRow, DeviceAnalysis, FootprintShares, Locality, ReuseRow, ServiceAnalysis,
+    Tallies,
+};
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use pagetide_addr::{DeviceId, SECTION_BYTES, SectionNo};
+
+use super::Service;
+use report::{count_row, reuse_row};
+
+/// Pairs of device and section that are told apart: at 2 MiB that is 8 TiB of
+/// memory touched by one device, or 160 MB of ours.
+pub const PAIRS_MAX: usize = 1 << 22;
+
+/// Devices that are told apart; each has a curve of its own.
+pub const DEVICES_MAX: usize = 1 << 12;
+
+/// What the paper takes for the time after which a section may have been
+/// reclaimed (4.2.2).
+pub const FAULT_INTERVAL: Duration = Duration::from_secs(300);
+
+/// How a trace is looked at.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct AnalysisParams {
+    /// The VM's memory, in bytes, of which footprints are shares; `None` if it is not known.
+    pub memory_bytes: Option<u64>,
+    /// What the sections are in size, in bytes; only told, for touches come by section.
+    pub section_bytes: u64,
+    /// A section that was not touched for longer may have been reclaimed.
+    pub fault_interval: Duration,
+}
+
+impl Default for AnalysisParams {
+    fn default() -> Self {
+        Self {
+            memory_bytes: None,
+            section_bytes: SECTION_BYTES,
+            fault_interval: FAULT_INTERVAL,
+        }
+    }
+}
+
+/// A DMA access to one section. One that spans sections is several.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SectionTouch {
+    /// When, since any fixed moment; never before the touch told last.
+    pub at: Duration,
+    /// By which device.
+    pub device: DeviceId,
+    /// What kind of device that is.
+    pub service: Service,
+    /// Which section.
+    pub section: SectionNo,
+}
+
+/// Why a trace cannot be looked at any further.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum AnalysisError {
+    /// More sections than are told apart.
+    #[error(
+        "devices touch more than {PAIRS_MAX} sections of {section_bytes} bytes; \
+         look at larger sections, or at one device"
+    )]
+    TooManySections {
+        /// Size of a section, in bytes.
+        section_bytes: u64,
+    },
+    /// More devices than are told apart.
+    #[error("there are more than {DEVICES_MAX} devices; look at one VM at a time")]
+    TooManyDevices,
+    /// A touch from before the one told last.
+    #[error(
+        "a touch at {} ns after one at {} ns; times never run backwards",
+        at.as_nanos(), last.as_nanos()
+    )]
+    Backwards {
+        /// Of this touch.
+        at: Duration,
+        /// Of the one before.
+        last: Duration,
+    },
+}
+
+/// The looking itself: touches go in, figures come out.
+#[derive(Debug)]
+pub struct Analysis {
+    params: AnalysisParams,
+    first: Option<Duration>,
+    last: Duration,
+    pairs: usize,
+    numbers: HashMap<DeviceId, usize>,
+    devices: Vec<DeviceState>,
+}
+
+#[derive(Debug)]
+struct DeviceState {
+    device: DeviceId,
+    service: Service,
+    sections: HashMap<SectionNo, SectionState>,
+    footprint: GrowthCurve,
+    minutes: Minutes,
+    /// Only the reuse intervals and the number of accesses until the end.
+    tallies: Tallies,
+}
+
+#[derive(Debug)]
+struct SectionState {
+    /// Since the first touch of the trace.
+    last: Duration,
+    accesses: u64,
+    faults: u64,
+}
+
+/// Sections touched within a minute: of the minute that runs, and the most of any.
+#[derive(Debug, Default)]
+struct Minutes {
+    minute: u64,
+    sections: u64,
+    most: u64,
+}
+
+impl Analysis {
+    /// Begins.
+    #[must_use]
+    pub fn new(params: AnalysisParams) -> Self {
+        Self {
+            params,
+            first: None,
+            last: Duration::ZERO,
+            pairs: 0,
+            numbers: HashMap::new(),
+            devices: Vec::new(),
+        }
+    }
+
+    /// A device has touched a section.
+    ///
+    /// # Errors
+    /// [`AnalysisError`]; what was told before is not lost.
+    pub fn touch(&mut self, touch: SectionTouch) -> Result<(), AnalysisError> {
+        if touch.at < self.last {
+            return Err(AnalysisError::Backwards {
+                at: touch.at,
+                last: self.last,
+            });
+        }
+        let at = touch.at - *self.first.get_or_insert(touch.at);
+        let number = self.number(&touch)?;
+        self.last = touch.at;
+        let device = &mut self.devices[number];
+        if self.pairs == PAIRS_MAX && !device.sections.contains_key(&touch.section) {
+            return Err(AnalysisError::TooManySections {
+                section_bytes: self.params.section_bytes,
+            });
+        }
+        self.pairs += device.touch(touch.section, at, self.params.fault_interval);
+        Ok(())
+    }
+
+    /// Which of the devices it is, a new one if need be.
+    fn number(&mut self, touch: &SectionTouch) -> Result<usize, AnalysisError> {
+        if let Some(number) = self.numbers.get(&touch.device) {
+            return Ok(*number);
+        }
+        if self.devices.len() == DEVICES_MAX {
+            return Err(AnalysisError::TooManyDevices);
+        }
+        let number = self.devices.len();
+        self.devices.push(DeviceState {
+            device: touch.device,
+            service: touch.service,
+            sections: HashMap::new(),
+            footprint: GrowthCurve::default(),
+            minutes: Minutes::default(),
+            tallies: Tallies::default(),
+        });
+        self.numbers.insert(touch.device, number);
+        Ok(number)
+    }
+
+    /// The figures of what was told, devices by their numbers.
+    #[must_use]
+    pub fn finish(self) -> AccessAnalysis {
+        let span = self.last.saturating_sub(self.first.unwrap_or_default());
+        let mut devices: Vec<DeviceAnalysis> = self
+            .devices
+            .into_iter()
+            .map(|device| device.finish(&self.params, span))
+            .collect();
+        devices.sort_by_key(|device| device.device);
+        AccessAnalysis::of(&self.params, span, devices)
+    }
+}
+
+impl DeviceState {
+    /// Counts a touch; how many sections are new, none or one.
+    fn touch(&mut self, section: SectionNo, at: Duration, fault_interval: Duration) -> usize {
+        self.tallies.accesses += 1;
+        let minute = at.as_secs() / 60;
+        self.minutes.begin(minute);
+        let Some(state) = self.sections.get_mut(&section) else {
+            self.sections.insert(
+                section,
+                SectionState {
+                    last: at,
+                    accesses: 1,
+                    faults: 0,
+                },
+            );
+            self.footprint.grow(at);
+            self.minutes.count();
+            return 1;
+        };
+        let interval = at - state.last;
+        self.tallies.reuse[reuse_row(interval)] += 1;
+        if interval > fault_interval {
+            state.faults += 1;
+        }
+        if state.last.as_secs() / 60 != minute {
+            self.minutes.count();
+        }
+        state.accesses += 1;
+        state.last = at;
+        0
+    }
+
+    fn finish(mut self, params: &AnalysisParams, span: Duration) -> DeviceAnalysis {
+        for section in self.sections.values() {
+            let row = count_row(section.accesses);
+            self.tallies.sections[row] += 1;
+            self.tallies.faults[row] += section.faults;
+        }
+        self.footprint.until(span);
+        DeviceAnalysis::of(
+            (self.device, self.service),
+            params,
+            self.tallies,
+            &self.footprint,
+            self.minutes.most,
+        )
+    }
+}
+
+impl Minutes {
+    fn begin(&mut self, minute: u64) {
+        if minute != self.minute {
+            *self = Self {
+                minute,
+                sections: 0,
+                most: self.most,
+            };
+        }
+    }
+
+    fn count(&mut self) {
+        self.sections += 1;
+        self.most = self.most.max(self.sections);
+    }
+}
+
+#[cfg(test)]
+mod tests;

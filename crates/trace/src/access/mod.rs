@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Traces of DMA: which memory devices have touched, and when (VPRI 4.2, 5.3).
+//!
+//! Another kind of trace than the rest of this crate has. Those tell of
+//! translation requests, and feed a model of translation; these tell of accesses
+//! to a VM's memory, and feed decisions about that memory.
+//!
+//! ```text
+//!   a device's log ──► AccessRecord ──► log/       our format, written live, read back
+//!   other people's ──► BlockRequest ◄── block/     disk addresses, no memory in them
+//!                          │
+//!                 SectionTouch: when, which device, which section
+//!                          ▼
+//!                      analysis/        footprint, access counts, reuse intervals
+//! ```
+//! A **section** is what memory is tracked and evicted by, 2 MiB if nothing else
+//! is said. A **space** is a VM's memory as its host numbers it; addresses in an
+//! access log are counted in it, from 0.
+
+pub(crate) mod analysis;
+
+use pagetide_addr::{Access, DeviceId, DomainId};
+
+/// What kind of device made an access.
+#[derive(
+    Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, serde::Serialize, serde::Deserialize,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Service {
+    /// A disk.
+    Block,
+    /// A network interface.
+    Network,
+}
+
+impl Service {
+    /// All kinds, in the order of their codes in files.
+    pub const ALL: [Self; 2] = [Self::Block, Self::Network];
+
+    /// Name in files and reports.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Block => "block",
+            Self::Network => "network",
+        }
+    }
+}
+
+impl std::fmt::Display for Service {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// One DMA access, as a device logs it (VPRI 5.2, 5.3).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct AccessRecord {
+    /// When, in nanoseconds of the host's monotonic clock.
+    pub time_ns: u64,
+    /// By which device.
+    pub device: DeviceId,
+    /// In which space.
+    pub space: DomainId,
+    /// First byte, counted in the space.
+    pub address: u64,
+    /// Length, in bytes.
+    pub len_bytes: u32,
+    /// What it did.
+    pub access: Access,
+    /// What kind of device it was.
+    pub service: Service,
+}

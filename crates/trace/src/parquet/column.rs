@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Columns of a Parquet file, read a batch at a time and written a row group at a
+//! time; what every format of ours that is kept in Parquet shares.
+//!
+//! All calls into the `parquet` crate that look at a file's bytes go through
+//! [`contained`]: see the module above on hostile files.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::Path;
+
+use parquet::column::reader::{ColumnReaderImpl, get_column_reader, get_typed_column_reader};
+use parquet::data_type::DataType;
+use parquet::errors::{ParquetError, Result as ParquetResult};
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::file::writer::SerializedRowGroupWriter;
+
+use super::contain::{CheckedPages, contained};
+use super::footer;
+use crate::error::TraceError;
+
+/// Opens `input` as a Parquet file, its footer looked at first.
+pub(crate) fn open_file(mut input: File) -> Result<SerializedFileReader<File>, String> {
+    footer::check(&mut input)?;
+    contained(|| SerializedFileReader::new(input))
+}
+
+/// The file's key-value metadata.
+pub(crate) fn pairs(file: &SerializedFileReader<File>) -> HashMap<&str, &str> {
+    file.metadata()
+        .file_metadata()
+        .key_value_metadata()
+        .into_iter()
+        .flatten()
+        .map(|pair| (pair.key.as_str(), pair.value.as_deref().unwrap_or_default()))
+        .collect()
+}
+
+/// One column: where it is, and its part of the batch.
+pub(crate) struct Column<T: DataType> {
+    name: &'static str,
+    index: usize,
+    /// Whether rows may be null, by the schema.
+    max_level: i16,
+    reader: Option<ColumnReaderImpl<T>>,
+    values: Vec<T::T>,
+    levels: Vec<i16>,
+    /// Next value of `values`, while rows are put together.
+    next: usize,
+}
+
+impl<T: DataType> Column<T>
+where
+    T::T: Copy,
+{
+    /// Looks for the top-level column `name` and checks its type.
+    pub(crate) fn find(
+        file: &SerializedFileReader<File>,
+        name: &'static str,
+    ) -> Result<Self, String> {
+        let schema = file.metadata().file_metadata().schema_descr();
+        let index = schema
+            .columns()
+            .iter()
+            .position(|column| column.path().parts() == [name])
+            .ok_or_else(|| format!("it has no column `{name}`"))?;
+        let column = schema.column(index);
+        if column.physical_type() != T::get_physical_type() || column.max_rep_level() != 0 {
+            return Err(format!(
+                "its column `{name}` is of type {}, and should be {}",
+                column.physical_type(),
+                T::get_physical_type()
+            ));
+        }
+        Ok(Self {
+            name,
+            index,
+            max_level: column.max_def_level(),
+            reader: None,
+            values: Vec::new(),
+            levels: Vec::new(),
+            next: 0,
+        })
+    }
+
+    pub(crate) fn open(
+        &mut self,
+        file: &SerializedFileReader<File>,
+        group: usize,
+        rows: u64,
+    ) -> Result<(), String> {
+        let index = self.index;
+        let reader = contained(|| {
+            let inner = file.get_row_group(group)?.get_column_page_reader(index)?;
+            let pages = CheckedPages {
+                inner,
+                rows,
+                value_bytes: size_of::<T::T>() as u64,
+            };
+            let descr = file.metadata().file_metadata().schema_descr().column(index);
+            Ok(get_typed_column_reader(get_column_reader(
+                descr,
+                Box::new(pages),
+            )))
+        });
+        self.reader = Some(reader.map_err(|reason| self.complaint(&reason))?);
+        Ok(())
+    }
+
+    /// Reads the values of the next `rows` rows, all of them or none.
+    pub(crate) fn read(&mut self, rows: usize) -> Result<(), String> {
+        self.values.clear();
+        self.levels.clear();
+        self.next = 0;
+        let (values, levels) = (&mut self.values, &mut self.levels);
+        let Some(reader) = &mut self.reader else {
+            return Err("no row group is open".to_owned());
+        };
+        let read = contained(|| reader.read_records(rows, Some(levels), None, values));
+        match read {
+            Ok((count, ..)) if count == rows => {}
+            Ok((count, ..)) => {
+                return Err(self.complaint(&format!("{count} rows where {rows} should be")));
+            }
+            Err(reason) => return Err(self.complaint(&reason)),
+        }
+        // Without a null in the batch the levels say nothing.
+        if self.max_level != 0 && self.values.len() == rows {
+            self.levels.clear();
+        }
+        Ok(())
+    }
+
+    /// Value of row `row` of the batch; rows are asked for in order.
+    pub(crate) fn optional(&mut self, row: usize) -> Option<T::T> {
+        let present = self
+            .levels
+            .get(row)
+            .is_none_or(|level| *level == self.max_level);
+        if !present {
+            return None;
+        }
+        let value = self.values.get(self.next).copied();
+        self.next += 1;
+        value
+    }
+
+    pub(crate) fn required(&mut self, row: usize) -> Result<T::T, String> {
+        self.optional(row)
+            .ok_or_else(|| format!("column `{}` is null", self.name))
+    }
+
+    fn complaint(&self, reason: &str) -> String {
+        format!("column `{}`: {reason}", self.name)
+    }
+}
+
+/// Writes the next column of a row group.
+pub(crate) fn write_column<T: DataType>(
+    group: &mut SerializedRowGroupWriter<'_, BufWriter<File>>,
+    values: &[T::T],
+    levels: Option<&[i16]>,
+) -> ParquetResult<()> {
+    let Some(mut writer) = group.next_column()? else {
+        return Err(ParquetError::General(
+            "more columns than the schema has".to_owned(),
+        ));
+    };
+    writer.typed::<T>().write_batch(values, levels, None)?;
+    writer.close()
+}
+
+/// The crate wraps what the system said; out it comes again, for a full disk is
+/// no fault of the trace.
+pub(crate) fn write_error(path: &Path, error: ParquetError) -> TraceError {
+    let refused = |reason: &dyn std::fmt::Display| TraceError::File {
+        path: path.to_owned(),
+        reason: format!("cannot be written: {reason}"),
+    };
+    match error {
+        ParquetError::External(inner) => match inner.downcast::<std::io::Error>() {
+            Ok(source) => TraceError::Io {
+                path: path.to_owned(),
+                source: *source,
+            },
+            Err(inner) => refused(&inner),
+        },
+        other => refused(&other),
+    }
+}
