@@ -8,3 +8,5 @@
 //! virtual time.
 
 pub mod protect;
+#[cfg(test)]
+mod random;

@@ -12,6 +12,20 @@
 //!
 //! Times are durations since any fixed moment, and never run backwards.
 
+pub mod adaptive;
+pub mod adp;
+pub mod choice;
+pub mod lru;
+pub mod none;
+pub mod parameters;
+mod protected;
+mod protector;
+pub mod recency;
+
+pub use choice::{PolicyChoice, PolicyError};
+pub use protected::ProtectedSections;
+pub use protector::Protector;
+
 use pagetide_addr::{Access, SectionNo};
 use std::time::Duration;
 

@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Policy `adp`: the adaptive DMA protector (VPRI 6.2, figure 14).
+//!
+//! What a device touched a moment ago needs no protection: the memory subsystem saw it too, and
+//! keeps it. What it did not touch for long is about to be evicted; just that is protected.
+//!
+//! ```text
+//!      touch                                                  one order, by last touch
+//!        │      newest ◄───────────────────────────────────────────────────────► oldest
+//!        ▼      ┌──────────────── recent ─────────────┐┌────────── resting ──────────┐
+//!     at front  │ active  active  LEAVING  active …   ││ RESTING  RESTING  RESTING … │─► dropped
+//!               └─────────────────────────────────────┘└─────────────────────────────┘
+//!                                          promotion: the border moves to the left
+//!
+//!   active block   := active                at most `active-max` of the VM's sections (30 %)
+//!   inactive block := RESTING + LEAVING     at most `protected-max` (5 %); these are protected
+//!
+//!   touch of an unknown section    active, as the newest
+//!   touch of an active one         the newest
+//!   touch of a RESTING one         LEAVING and the newest; active `demote-after` (30 s) later
+//!   touch of a LEAVING one         the newest; its delay goes on
+//!   active block too long          the oldest recent one becomes RESTING, until it fits
+//!   every `scan-every` (20 s)      the oldest recent ones, as long as they were not touched for
+//!                                  `promote-after` (180 s), become RESTING
+//!   inactive block too long        its oldest is forgotten, and counted
+//! ```
+//! Both blocks are parts of one list, since both are sorted by last touch and promotion takes the
+//! tail of the active block: no entry of the resting part is newer than one of the recent part.
+//! So promotion and demotion move nothing, and every step is O(1).
+//!
+//! # Where the paper is silent
+//! - *Order of the inactive block.* "Metadata in each block is sorted by the last access interval":
+//!   by last touch, not by promotion. The two agree but for sections touched while in the block.
+//! - *A touch within the delay of 30 s* does not prolong it: the delay is for the memory subsystem
+//!   to notice that the page is hot, and a second touch does not make that later. It does count as the
+//!   last touch.
+//! - *The place of a demoted section in the active block* is that of its last touch, so that the
+//!   block stays sorted, which the early stop of the scan relies on.
+//! - *The active block overflows while the oldest recent section is a leaving one*: it would be
+//!   demoted to the tail of a full block and promoted at once. It stays in the inactive block, and its delay ends.
+//! - *A section dropped* from the inactive block is forgotten: its next touch is a first one.
+//! - *Evictions and page faults* change nothing: the paper's protector hears of accesses only.
+//! - *Shares* are of the VM's sections, for each device, rounded down.
+//! - *Promotion at just 180 s*: the scan stops at an interval *shorter* than the threshold, so it
+//!   takes that one.
+//! - *Several things due at once*: demotions, then what overflows, then the scan, then what overflows.
+
+use super::{
+    Change, Fate, PolicyReport, ProtectionPolicy, Touch,
+    parameters::{Field, Parameters, Share},
+    recency::{Recency, Slot},
+};
+use pagetide_addr::SectionNo;
+use std::{collections::VecDeque, time::Duration};
+
+/// Parameters of `adp`; the paper's by default.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct AdpParams {
+    /// Most sections in the active block, as a share of the VM's.
+    pub active_max: Share,
+    /// Most sections in the inactive block, which are those protected, as a share of the VM's.
+    pub protected_max: Share,
+    /// A section not touched for so long is promoted to the inactive block.
+    pub promote_after: Duration,
+    /// Sections are looked through for promotion this often.
+    pub scan_every: Duration,
+    /// A section of the inactive block is demoted so long after it was touched.
+    pub demote_after: Duration,
+}
+
+impl Default for AdpParams {
+    fn default() -> Self {
+        Self {
+            active_max: Share::percent(30),
+            protected_max: Share::percent(5),
+            promote_after: Duration::from_secs(180),
+            scan_every: Duration::from_secs(20),
+            demote_after: Duration::from_secs(30),
+        }
+    }
+}
+
+impl Parameters for AdpParams {
+    fn fields(&mut self) -> Vec<(&'static str, Field<'_>)> {
+        vec![
+            ("active-max", Field::Share(&mut self.active_max)),
+            ("protected-max", Field::Share(&mut self.protected_max)),
+            ("promote-after", Field::Time(&mut self.promote_after)),
+            ("scan-every", Field::Time(&mut self.scan_every)),
+            ("demote-after", Field::Time(&mut self.demote_after)),
+        ]
+    }
+
+    fn check(&self) -> Result<(), String> {
+        if self.demote_after >= self.promote_after {
+            return Err(format!(
+                "demote-after ({} ms) must be shorter than promote-after ({} ms), or a section \
+                 would be promoted again before it is demoted",
+                self.demote_after.as_millis(),
+                self.promote_after.as_millis()
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Where a section is; see the picture of the module.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Block {
+    Active,
+    Resting,
+    /// With the number of its entry in [`Adp::leaving`].
+    Leaving(u32),
+}
+
+/// A demotion to come. Void if the section is not `Leaving` with this number any more.
+#[derive(Debug)]
+struct Demotion {
+    due: Duration,
+    slot: Slot,
+    number: u32,
+}
+
+/// Demotions that may be void before they are looked for.
+const VOID_DEMOTIONS_MIN: u64 = 64;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Adp {
+    params: AdpParams,
+    active_max: u64,
+    inactive_max: u64,
+    order: Recency<Block>,
+    newest_resting: Option<Slot>,
+    active: u64,
+    leaving: u64,
+    /// By when they are due.
+    demotions: VecDeque<Demotion>,
+    demotion_number: u32,
+    scanned_at: Option<Duration>,
+    dropped: u64,
+}
+
+impl Adp {
+    /// The policy for a device of a VM with `sections` sections.
+    #[must_use]
+    pub fn new(params: AdpParams, sections: u64) -> Self {
+        Self {
+            params,
+            active_max: params.active_max.of(sections),
+            inactive_max: params.protected_max.of(sections),
+            order: Recency::default(),
+            newest_resting: None,
+            active: 0,
+            leaving: 0,
+            demotions: VecDeque::new(),
+            demotion_number: 0,
+            scanned_at: None,
+            dropped: 0,
+        }
+    }
+
+    /// Sections in the active block.
+    #[must_use]
+    pub fn active_sections(&self) -> u64 {
+        self.active
+    }
+
+    /// Sections in the inactive block, which are those protected.
+    #[must_use]
+    pub fn inactive_sections(&self) -> u64 {
+        self.order.len() - self.active
+    }
+
+    fn oldest_recent(&self) -> Option<Slot> {
+        match self.newest_resting {
+            Some(resting) => self.order.newer(resting),
+            None => self.order.oldest(),
+        }
+    }
+
+    /// The border is not at `slot` any more, which leaves its place.
+    fn move_border_off(&mut self, slot: Slot) {
+        if self.newest_resting == Some(slot) {
+            self.newest_resting = self.order.older(slot);
+        }
+    }
+
+    /// Takes the oldest recent section over the border.
+    fn promote(&mut self, slot: Slot, changes: &mut Vec<Change>) {
+        match std::mem::replace(self.order.state_mut(slot), Block::Resting) {
+            Block::Active => {
+                self.active -= 1;
+                changes.push(Change::Protect(self.order.section(slot)));
+            }
+            Block::Leaving(_) => self.leaving -= 1,
+            Block::Resting => unreachable!("a resting section is not recent"),
+        }
+        self.newest_resting = Some(slot);
+    }
+
+    fn begin_leaving(&mut self, slot: Slot, at: Duration) {
+        self.move_border_off(slot);
+        self.demotion_number = self.demotion_number.wrapping_add(1);
+        let number = self.demotion_number;
+        *self.order.state_mut(slot) = Block::Leaving(number);
+        self.leaving += 1;
+        self.demotions.push_back(Demotion {
+            due: at + self.params.demote_after,
+            slot,
+            number,
+        });
+        if self.demotions.len() as u64 > 2 * self.leaving + VOID_DEMOTIONS_MIN {
+            let order = &self.order;
+            self.demotions
+                .retain(|demotion| *order.state(demotion.slot) == Block::Leaving(demotion.number));
+        }
+    }
+
+    fn demote_due(&mut self, now: Duration, changes: &mut Vec<Change>) {
+        while let Some(demotion) = self.demotions.front()
+            && demotion.due <= now
+        {
+            let slot = demotion.slot;
+            if *self.order.state(slot) == Block::Leaving(demotion.number) {
+                *self.order.state_mut(slot) = Block::Active;
+                self.leaving -= 1;
+                self.active += 1;
+                changes.push(Change::Release(self.order.section(slot)));
+            }
+            self.demotions.pop_front();
+        }
+    }
+
+    fn scan(&mut self, now: Duration, changes: &mut Vec<Change>) {
+        while let Some(slot) = self.oldest_recent() {
+            if now.saturating_sub(self.order.touched_at(slot)) < self.params.promote_after {
+                return;
+            }
+            self.promote(slot, changes);
+        }
+    }
+
+    fn end_overflow(&mut self, changes: &mut Vec<Change>) {
+        while self.active > self.active_max
+            && let Some(slot) = self.oldest_recent()
+        {
+            self.promote(slot, changes);
+        }
+        while self.inactive_sections() > self.inactive_max
+            && let Some(slot) = self.oldest_inactive()
+        {
+            self.forget(slot, changes);
+            self.dropped += 1;
+        }
+    }
+
+    /// The oldest of all but when nothing rests, which is rare: the VM has shrunk.
+    fn oldest_inactive(&self) -> Option<Slot> {
+        std::iter::successors(self.order.oldest(), |slot| self.order.newer(*slot))
+            .find(|slot| *self.order.state(*slot) != Block::Active)
+    }
+
+    fn forget(&mut self, slot: Slot, changes: &mut Vec<Change>) {
+        self.move_border_off(slot);
+        // A demotion of this section must find nothing at its slot.
+        match std::mem::replace(self.order.state_mut(slot), Block::Active) {
+            Block::Active => {
+                self.active -= 1;
+                self.order.remove(slot);
+                return;
+            }
+            Block::Leaving(_) => self.leaving -= 1,
+            Block::Resting => {}
+        }
+        changes.push(Change::Release(self.order.remove(slot)));
+    }
+}
+
+impl ProtectionPolicy for Adp {
+    fn touched(&mut self, touch: Touch, changes: &mut Vec<Change>) {
+        // The order is by time; queues of one device may be a little late.
+        let newest = self.order.newest().map(|slot| self.order.touched_at(slot));
+        let at = newest.map_or(touch.at, |newest| newest.max(touch.at));
+        if let Some(slot) = self.order.find(touch.section) {
+            if *self.order.state(slot) == Block::Resting {
+                self.begin_leaving(slot, at);
+            }
+            self.order.touch(slot, at);
+        } else {
+            self.order.insert(touch.section, at, Block::Active);
+            self.active += 1;
+            self.end_overflow(changes);
+        }
+    }
+
+    fn passed(&mut self, now: Duration, changes: &mut Vec<Change>) {
+        self.demote_due(now, changes);
+        self.end_overflow(changes);
+        let is_due = |at: Duration| now.saturating_sub(at) >= self.params.scan_every;
+        if self.scanned_at.is_none_or(is_due) {
+            self.scanned_at = Some(now);
+            self.scan(now, changes);
+            self.end_overflow(changes);
+        }
+    }
+
+    fn fate(&mut self, section: SectionNo, fate: Fate, _: Duration, changes: &mut Vec<Change>) {
+        if fate == Fate::Gone
+            && let Some(slot) = self.order.find(section)
+        {
+            self.forget(slot, changes);
+        }
+    }
+
+    fn resized(&mut self, sections: u64, changes: &mut Vec<Change>) {
+        self.active_max = self.params.active_max.of(sections);
+        self.inactive_max = self.params.protected_max.of(sections);
+        self.end_overflow(changes);
+    }
+
+    fn report(&self) -> PolicyReport {
+        let demotions = self.demotions.capacity() * size_of::<Demotion>();
+        PolicyReport {
+            tracked_sections: self.order.len(),
+            protected_sections: self.inactive_sections(),
+            dropped_sections: self.dropped,
+            bytes: (size_of::<Self>() + demotions) as u64 + self.order.bytes(),
+        }
+    }
+}
