@@ -23,6 +23,7 @@ mod observe;
 mod outcome;
 mod paper;
 mod prefetch;
+pub mod replay;
 mod request;
 mod run;
 pub mod study;

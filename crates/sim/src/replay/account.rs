@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a replay counts.
+
+use super::Service;
+use pagetide_addr::DeviceId;
+use std::time::Duration;
+
+/// A number of sections over time.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Share {
+    /// Sum over time, in sections times nanoseconds.
+    pub section_ns: u128,
+    /// Most at any look.
+    pub max_sections: u64,
+}
+
+impl Share {
+    /// `sections` held for `time`.
+    pub(super) fn add(&mut self, sections: u64, time: Duration) {
+        self.section_ns += u128::from(sections) * time.as_nanos();
+        self.max_sections = self.max_sections.max(sections);
+    }
+
+    /// Mean over `time`; 0 for no time.
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "a mean for people")]
+    pub fn mean_sections(&self, time: Duration) -> f64 {
+        if time.is_zero() {
+            return 0.0;
+        }
+        self.section_ns as f64 / time.as_nanos() as f64
+    }
+}
+
+/// What one policy held for one device at one time (VPRI Fig 17).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Capacity {
+    /// When.
+    pub at: Duration,
+    /// Sections it remembered and did not protect: the paper's active block.
+    pub watched_sections: u64,
+    /// Sections it protected: the paper's inactive block.
+    pub protected_sections: u64,
+}
+
+/// What one device did and met.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DeviceAccount {
+    /// The device.
+    pub device: DeviceId,
+    /// Its kind.
+    pub service: Service,
+    /// DMA accesses.
+    pub touches: u64,
+    /// Bytes of them.
+    pub bytes: u64,
+    /// Sections it ever touched.
+    pub footprint_sections: u64,
+    /// I/O page faults: DMA to an evicted section.
+    pub faults: u64,
+    /// Consecutive touches of one section more than 300 s apart (4.2.2).
+    pub long_reuses: u64,
+    /// What its policy protected.
+    pub protected: Share,
+    /// Sections that left protection because there were too many.
+    pub dropped_sections: u64,
+    /// Most memory that its policy took, in bytes.
+    pub policy_bytes_max: u64,
+    /// What its policy held, if that was asked for.
+    pub capacity: Vec<Capacity>,
+}
+
+impl DeviceAccount {
+    pub(super) fn new(device: DeviceId, service: Service) -> Self {
+        Self {
+            device,
+            service,
+            touches: 0,
+            bytes: 0,
+            footprint_sections: 0,
+            faults: 0,
+            long_reuses: 0,
+            protected: Share::default(),
+            dropped_sections: 0,
+            policy_bytes_max: 0,
+            capacity: Vec::new(),
+        }
+    }
+}
+
+/// What happened in one VM.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct VmAccount {
+    /// Virtual time that has passed.
+    pub time: Duration,
+    /// Its memory, in sections.
+    pub sections: u64,
+    /// Bytes of one section.
+    pub section_bytes: u64,
+    /// The limit over time, in sections; the VM's size while there is none.
+    pub limit: Share,
+    /// Sections that were present.
+    pub resident: Share,
+    /// Accesses of its CPUs.
+    pub cpu_touches: u64,
+    /// CPU accesses to an evicted section.
+    pub cpu_faults: u64,
+    /// Sections evicted, each time counted.
+    pub evicted_sections: u64,
+    /// Scans of what was touched.
+    pub scans: u64,
+    /// Fills that went over the limit because nothing could be evicted at once.
+    pub over_limit_fills: u64,
+    /// Sections that a policy had brought back.
+    pub bring_backs: u64,
+    /// Of those, evicted again before anybody touched them.
+    pub wasted_bring_backs: u64,
+    /// Sections protected for any of its devices.
+    pub protected: Share,
+    /// Its devices, in the order of their first touch.
+    pub devices: Vec<DeviceAccount>,
+}
+
+impl VmAccount {
+    /// Faults of its devices of one kind.
+    #[must_use]
+    pub fn faults(&self, service: Service) -> u64 {
+        let of_kind = |device: &&DeviceAccount| device.service == service;
+        self.devices.iter().filter(of_kind).map(|d| d.faults).sum()
+    }
+}

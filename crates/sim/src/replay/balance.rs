@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+//! How much is taken from each VM of a host that has promised more memory than it has (VPRI 7.3: "the
+//! reclaim ratio for each VM is dynamically adjusted from 0% to 50%").
+//!
+//! The paper does not say how. Here a VM's *weight* is the number of its sections on the cold side,
+//! whether they were evicted already or not; each fault of the last minute says that some of them were
+//! not so cold. What the host lacks is parted by weight, nobody gives more than his most, and only a
+//! quarter of the way to that is gone at a time, so that one quiet minute does not cost a VM its memory.
+
+/// What one VM is known to need. All of it is past.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Need {
+    /// Its memory, in sections.
+    pub sections: u64,
+    /// Sections that it lacks now by its limit.
+    pub taken_sections: u64,
+    /// Sections on the cold side, present or not.
+    pub cold_sections: u64,
+    /// Faults since the last time, of CPUs and devices.
+    pub faults: u64,
+}
+
+/// How many cold sections one fault speaks for.
+const SECTIONS_PER_FAULT: u64 = 4;
+/// Every VM has this share of itself as weight, however hot: else nobody might be left to give.
+const LEAST_WEIGHT: u64 = 64;
+/// Part of the way to the new shares that is gone at once: one in so many.
+const STEP: u64 = 4;
+
+impl Need {
+    fn weight(&self) -> u64 {
+        let doubt = self.faults.saturating_mul(SECTIONS_PER_FAULT);
+        self.cold_sections.saturating_sub(doubt) + self.sections / LEAST_WEIGHT + 1
+    }
+
+    fn most(&self, most_permille: u64) -> u64 {
+        u64::try_from(u128::from(self.sections) * u128::from(most_permille) / 1000)
+            .unwrap_or(self.sections)
+    }
+}
+
+/// Sections to take from each VM so that together they lack `wanted`, none of them more than
+/// `most_permille` of itself. If they cannot, each gives its most.
+#[must_use]
+pub fn balance(needs: &[Need], wanted: u64, most_permille: u64) -> Vec<u64> {
+    let mut target = vec![0; needs.len()];
+    pour(needs, &mut target, wanted, most_permille);
+    let mut taken: Vec<u64> = needs
+        .iter()
+        .zip(&target)
+        .map(|(need, target)| {
+            let now = need.taken_sections.min(need.most(most_permille));
+            (now * (STEP - 1) + target) / STEP
+        })
+        .collect();
+    let sum: u64 = taken.iter().sum();
+    if sum > wanted {
+        // The host has got memory: the way is gone at once.
+        return target;
+    }
+    pour(needs, &mut taken, wanted - sum, most_permille);
+    taken
+}
+
+/// Parts `wanted` among the VMs by weight, on top of what is `taken`, as far as there is room.
+fn pour(needs: &[Need], taken: &mut [u64], mut wanted: u64, most_permille: u64) {
+    while wanted > 0 {
+        let room = |need: &Need, taken: u64| need.most(most_permille).saturating_sub(taken);
+        let open: Vec<usize> = (0..needs.len())
+            .filter(|&i| room(&needs[i], taken[i]) > 0)
+            .collect();
+        let weights: u128 = open.iter().map(|&i| u128::from(needs[i].weight())).sum();
+        if weights == 0 {
+            return;
+        }
+        let asked = wanted;
+        for &i in &open {
+            // Rounded up, so that each turn parts something.
+            let share = (u128::from(asked) * u128::from(needs[i].weight())).div_ceil(weights);
+            let share = u64::try_from(share).unwrap_or(asked);
+            let part = share.min(wanted).min(room(&needs[i], taken[i]));
+            taken[i] += part;
+            wanted -= part;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn need(sections: u64, taken: u64, cold: u64, faults: u64) -> Need {
+        Need {
+            sections,
+            taken_sections: taken,
+            cold_sections: cold,
+            faults,
+        }
+    }
+
+    #[test]
+    fn colder_vm_gives_more_and_the_sum_is_what_is_wanted() {
+        let needs = [need(1000, 0, 900, 0), need(1000, 0, 100, 0)];
+        let taken = balance(&needs, 300, 500);
+        assert_eq!(taken.iter().sum::<u64>(), 300);
+        assert!(taken[0] > 4 * taken[1], "{taken:?}");
+    }
+
+    #[test]
+    fn faults_take_weight_from_a_vm() {
+        let quiet = balance(&[need(1000, 0, 400, 0), need(1000, 0, 400, 0)], 200, 500);
+        let faulting = balance(&[need(1000, 0, 400, 60), need(1000, 0, 400, 0)], 200, 500);
+        assert_eq!(quiet, [100, 100]);
+        assert!(faulting[0] < 90, "{faulting:?}");
+    }
+
+    #[test]
+    fn nobody_gives_more_than_his_most_and_the_others_give_the_rest() {
+        let taken = balance(&[need(100, 0, 100, 0), need(1000, 0, 0, 0)], 300, 500);
+        assert!(
+            taken[0] <= 50 && taken.iter().sum::<u64>() == 300,
+            "{taken:?}"
+        );
+        assert_eq!(
+            balance(&[need(100, 0, 9, 0), need(10, 0, 9, 0)], 300, 500),
+            [50, 5]
+        );
+        assert_eq!(balance(&[], 300, 500), [0; 0]);
+    }
+
+    #[test]
+    fn shares_move_a_quarter_of_the_way() {
+        let mut taken = vec![200, 0];
+        for expected in [175, 156] {
+            let needs = [need(1000, taken[0], 400, 0), need(1000, taken[1], 400, 0)];
+            taken = balance(&needs, 200, 500);
+            assert!(taken[0].abs_diff(expected) <= 1, "{taken:?}");
+            assert_eq!(taken.iter().sum::<u64>(), 200);
+        }
+    }
+}

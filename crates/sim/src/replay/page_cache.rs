@@ -1,0 +1,370 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`GuestPageCache`]: what a guest's page cache makes of requests to its disks.
+//!
+//! A block trace says which blocks of a disk were asked for; DMA goes to pages of the guest's memory.
+//! Between them stands the page cache, which decides where a block lands:
+//! ```text
+//!   read   block in the cache   no DMA; the CPU copies it out
+//!          not                  a page is taken for it; the disk writes into it
+//!   write  any                  a page is taken or found, the CPU fills it; it is dirty. (Of a page that
+//!                               is not in the cache and not wholly written, the disk brings the rest.)
+//!   later  dirty for 30 s       looked for every 5 s: the disk reads it (as Linux has it by default,
+//!                               dirty_expire_centisecs and dirty_writeback_centisecs)
+//! ```
+//! Pages are taken in order while the memory is fresh, so that neighbours on the disk become neighbours in
+//! memory; when it is used up, the page that was used longest ago is taken again. One that is dirty is
+//! written first. There is no read-ahead: what a trace has read ahead is in it.
+
+use super::{Actor, ReplayAccess, ReplayError, Service};
+use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
+use rustc_hash::FxHashMap;
+use std::{collections::VecDeque, time::Duration};
+
+/// The longest request that is believed, in bytes.
+const REQUEST_BYTES_MAX: u64 = 64 << 20;
+/// No frame.
+const NONE: u32 = u32::MAX;
+/// Pages that a cache may have at most: 8 TiB.
+const PAGES_MAX: u64 = 1 << 31;
+
+/// How large a guest's page cache is and where it lies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PageCacheParams {
+    /// Where its pages begin in the guest's memory, in bytes; a multiple of 4 KiB.
+    pub base_bytes: u64,
+    /// Its size, in bytes.
+    pub cache_bytes: u64,
+    /// Bytes of a section.
+    pub section_bytes: u64,
+    /// A page that has been dirty for so long is written.
+    pub dirty_expire: Duration,
+    /// How often such pages are looked for.
+    pub writeback_every: Duration,
+}
+
+impl PageCacheParams {
+    /// A cache of `cache_bytes` at the end of `memory_bytes`, in sections of `section_bytes`.
+    #[must_use]
+    pub fn at_the_end_of(memory_bytes: u64, cache_bytes: u64, section_bytes: u64) -> Self {
+        let base = memory_bytes.saturating_sub(cache_bytes);
+        Self {
+            base_bytes: base.next_multiple_of(PAGE_BYTES),
+            cache_bytes: memory_bytes.min(cache_bytes),
+            section_bytes,
+            dirty_expire: Duration::from_secs(30),
+            writeback_every: Duration::from_secs(5),
+        }
+    }
+}
+
+/// One request to a disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DiskRequest {
+    /// Its number in the trace, from 0, for messages.
+    pub number: u64,
+    /// The disk, as a device of the VM.
+    pub disk: DeviceId,
+    /// Where on the disk, in bytes.
+    pub offset_bytes: u64,
+    /// How much, in bytes.
+    pub len_bytes: u64,
+    /// What it does to the disk.
+    pub access: Access,
+}
+
+impl DiskRequest {
+    /// Pages of the disk from the first to the last, and how they are covered.
+    ///
+    /// # Errors
+    /// [`ReplayError::Request`]: too long, or past the end of any disk.
+    pub(super) fn blocks(&self) -> Result<std::ops::Range<u64>, ReplayError> {
+        let end = self.offset_bytes.checked_add(self.len_bytes);
+        let Some(end) = end.filter(|_| self.len_bytes <= REQUEST_BYTES_MAX) else {
+            return Err(ReplayError::Request {
+                request: self.number,
+                disk: self.disk.0,
+                offset_bytes: self.offset_bytes,
+                len_bytes: self.len_bytes,
+                max_bytes: REQUEST_BYTES_MAX,
+            });
+        };
+        Ok(self.offset_bytes / PAGE_BYTES..end.div_ceil(PAGE_BYTES))
+    }
+
+    fn covers(&self, block: u64) -> bool {
+        let start = block * PAGE_BYTES;
+        self.offset_bytes <= start && start + PAGE_BYTES <= self.offset_bytes + self.len_bytes
+    }
+}
+
+/// What a cache did.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, serde::Serialize)]
+pub struct PageCacheCounts {
+    /// Pages read that were there.
+    pub read_hits: u64,
+    /// Pages read that the disk had to bring.
+    pub read_misses: u64,
+    /// Pages written.
+    pub written: u64,
+    /// Pages written back to the disk.
+    pub written_back: u64,
+    /// Pages that were taken from one block for another.
+    pub recycled: u64,
+}
+
+/// A block of a disk.
+type Block = (DeviceId, u64);
+
+/// A page of the cache.
+#[derive(Clone, Copy, Debug)]
+struct Frame {
+    block: Block,
+    /// Neighbours by time of use.
+    newer: u32,
+    older: u32,
+    /// Since when it is dirty.
+    dirty_at: Option<Duration>,
+}
+
+/// See the module. Its pages are those of one guest, whatever the number of its disks.
+#[derive(Debug)]
+pub struct GuestPageCache {
+    params: PageCacheParams,
+    pages_max: u32,
+    frames: Vec<Frame>,
+    of_block: FxHashMap<Block, u32>,
+    newest: u32,
+    oldest: u32,
+    /// Frames in the order in which they became dirty; those that were cleaned since are passed over.
+    dirty: VecDeque<(Duration, u32)>,
+    looked_at: Duration,
+    counts: PageCacheCounts,
+}
+
+impl GuestPageCache {
+    /// An empty cache.
+    ///
+    /// # Errors
+    /// [`ReplayError::Asked`] if it has no page, or more than can be told apart.
+    pub fn new(params: PageCacheParams) -> Result<Self, ReplayError> {
+        let pages = params.cache_bytes / PAGE_BYTES;
+        if pages == 0 || pages > PAGES_MAX || params.section_bytes < PAGE_BYTES {
+            return Err(ReplayError::Asked(format!(
+                "a page cache of {} bytes in sections of {} bytes cannot be modelled: it takes 4096 to {} \
+                 bytes, and sections of at least 4096",
+                params.cache_bytes,
+                params.section_bytes,
+                PAGES_MAX * PAGE_BYTES
+            )));
+        }
+        Ok(Self {
+            params,
+            pages_max: u32::try_from(pages).unwrap_or(NONE - 1),
+            frames: Vec::new(),
+            of_block: FxHashMap::default(),
+            newest: NONE,
+            oldest: NONE,
+            dirty: VecDeque::new(),
+            looked_at: Duration::ZERO,
+            counts: PageCacheCounts::default(),
+        })
+    }
+
+    /// What it did so far.
+    #[must_use]
+    pub fn counts(&self) -> PageCacheCounts {
+        self.counts
+    }
+
+    /// When dirty pages are to be looked for next, if there may be any.
+    #[must_use]
+    pub fn due(&self) -> Option<Duration> {
+        let (dirty_at, _) = self.dirty.front()?;
+        let expired = *dirty_at + self.params.dirty_expire;
+        let every = self.params.writeback_every.as_nanos().max(1);
+        let tick = expired.as_nanos().div_ceil(every) * every;
+        let tick = Duration::from_nanos(u64::try_from(tick).unwrap_or(u64::MAX));
+        Some(tick.max(self.looked_at))
+    }
+
+    /// Writes back what has been dirty for long enough at `now`. The accesses go to `out`.
+    pub fn passed(&mut self, now: Duration, out: &mut Vec<ReplayAccess>) {
+        self.looked_at = now;
+        let mut batch = Vec::new();
+        while let Some(&(dirty_at, frame)) = self.dirty.front() {
+            if dirty_at + self.params.dirty_expire > now {
+                break;
+            }
+            self.dirty.pop_front();
+            let of_frame = &mut self.frames[frame as usize];
+            // Cleaned since, and perhaps made dirty again: then it is further back, too.
+            if of_frame.dirty_at == Some(dirty_at) {
+                of_frame.dirty_at = None;
+                batch.push((of_frame.block, frame));
+            }
+        }
+        // As the kernel writes a file: along the disk.
+        batch.sort_unstable();
+        for ((disk, _), frame) in batch {
+            self.counts.written_back += 1;
+            self.touch_frame(now, dma(disk), Access::Read, frame, out);
+        }
+    }
+
+    /// What a request at `now` does to memory; the accesses go to `out`.
+    ///
+    /// # Errors
+    /// [`ReplayError::Request`].
+    pub fn request(
+        &mut self,
+        now: Duration,
+        request: &DiskRequest,
+        out: &mut Vec<ReplayAccess>,
+    ) -> Result<(), ReplayError> {
+        for block in request.blocks()? {
+            match request.access {
+                Access::Read => self.read(now, (request.disk, block), out),
+                Access::Write => self.write(now, request, block, out),
+            }
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, now: Duration, block: Block, out: &mut Vec<ReplayAccess>) {
+        if let Some(frame) = self.found(block) {
+            self.counts.read_hits += 1;
+            self.touch_frame(now, Actor::Cpu, Access::Read, frame, out);
+        } else {
+            self.counts.read_misses += 1;
+            let frame = self.take(now, block, out);
+            self.touch_frame(now, dma(block.0), Access::Write, frame, out);
+        }
+    }
+
+    fn write(
+        &mut self,
+        now: Duration,
+        request: &DiskRequest,
+        block: u64,
+        out: &mut Vec<ReplayAccess>,
+    ) {
+        let key = (request.disk, block);
+        let frame = self.found(key).unwrap_or_else(|| {
+            let frame = self.take(now, key, out);
+            if !request.covers(block) {
+                self.touch_frame(now, dma(request.disk), Access::Write, frame, out);
+            }
+            frame
+        });
+        self.counts.written += 1;
+        self.touch_frame(now, Actor::Cpu, Access::Write, frame, out);
+        let of_frame = &mut self.frames[frame as usize];
+        if of_frame.dirty_at.is_none() {
+            of_frame.dirty_at = Some(now);
+            self.dirty.push_back((now, frame));
+        }
+    }
+
+    /// The frame of a block, which is the newest now.
+    fn found(&mut self, block: Block) -> Option<u32> {
+        let frame = *self.of_block.get(&block)?;
+        if frame != self.newest {
+            self.unlink(frame);
+            self.link_newest(frame);
+        }
+        Some(frame)
+    }
+
+    /// A frame for a block that has none: a fresh one, else that of the block used longest ago.
+    fn take(&mut self, now: Duration, block: Block, out: &mut Vec<ReplayAccess>) -> u32 {
+        let fresh = u32::try_from(self.frames.len()).unwrap_or(NONE);
+        let frame = if fresh < self.pages_max {
+            self.frames.push(Frame {
+                block,
+                newer: NONE,
+                older: NONE,
+                dirty_at: None,
+            });
+            fresh
+        } else {
+            let frame = self.oldest;
+            let of_frame = &mut self.frames[frame as usize];
+            let before = std::mem::replace(&mut of_frame.block, block);
+            let was_dirty = of_frame.dirty_at.take().is_some();
+            self.of_block.remove(&before);
+            self.counts.recycled += 1;
+            if was_dirty {
+                self.counts.written_back += 1;
+                self.touch_frame(now, dma(before.0), Access::Read, frame, out);
+            }
+            self.unlink(frame);
+            frame
+        };
+        self.of_block.insert(block, frame);
+        self.link_newest(frame);
+        frame
+    }
+
+    fn unlink(&mut self, frame: u32) {
+        let Frame { newer, older, .. } = self.frames[frame as usize];
+        match newer {
+            NONE => self.newest = older,
+            newer => self.frames[newer as usize].older = older,
+        }
+        match older {
+            NONE => self.oldest = newer,
+            older => self.frames[older as usize].newer = newer,
+        }
+    }
+
+    fn link_newest(&mut self, frame: u32) {
+        let second = std::mem::replace(&mut self.newest, frame);
+        let of_frame = &mut self.frames[frame as usize];
+        of_frame.newer = NONE;
+        of_frame.older = second;
+        match second {
+            NONE => self.oldest = frame,
+            second => self.frames[second as usize].newer = frame,
+        }
+    }
+
+    fn touch_frame(
+        &self,
+        at: Duration,
+        actor: Actor,
+        access: Access,
+        frame: u32,
+        out: &mut Vec<ReplayAccess>,
+    ) {
+        let address = self.params.base_bytes + u64::from(frame) * PAGE_BYTES;
+        let section = SectionNo(address / self.params.section_bytes);
+        let touch = ReplayAccess {
+            at,
+            actor,
+            section,
+            access,
+            bytes: PAGE_BYTES,
+        };
+        push_merged(out, touch);
+    }
+}
+
+/// DMA of a disk.
+pub(super) fn dma(disk: DeviceId) -> Actor {
+    Actor::Device(disk, Service::Block)
+}
+
+/// Adds an access to `out`, or to the last of it if that differs in its bytes only.
+pub(super) fn push_merged(out: &mut Vec<ReplayAccess>, touch: ReplayAccess) {
+    match out.last_mut() {
+        Some(last)
+            if ReplayAccess {
+                bytes: touch.bytes,
+                ..*last
+            } == touch =>
+        {
+            last.bytes += touch.bytes;
+        }
+        _ => out.push(touch),
+    }
+}
