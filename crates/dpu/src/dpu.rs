@@ -23,7 +23,7 @@ use crate::{
 use hdrhistogram::Histogram;
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_vpri::{
-    DomainTable, Doorbell, FaultAssist, HostEnd, LandingArea, LookUp, fault_queue,
+    AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LandingArea, LookUp, fault_queue,
 };
 use std::{
     io,
@@ -92,6 +92,10 @@ pub struct DeviceReport {
     pub timed_out_requests: u64,
     /// Guest RAM under standing leases of its rings.
     pub wired_bytes: u64,
+    /// Records of its DMA in the access log.
+    pub logged_accesses: u64,
+    /// Records that were lost because nobody took them in time.
+    pub lost_accesses: u64,
     /// Time that looking up took in the requests that were sampled (one in 61).
     pub lookup_sampled_ns: u64,
     /// Requests that were sampled.
@@ -227,6 +231,20 @@ impl Dpu {
                 .mailbox
                 .post(command)
                 .map_err(EngineGone::from)?;
+        }
+        Ok(())
+    }
+
+    /// Has each engine tell what DMA touches by its pen of `log`, while anybody wants to know. Once.
+    ///
+    /// # Errors
+    /// [`DpuError::Gone`].
+    pub fn set_access_log(&self, log: &Arc<AccessLog>) -> Result<(), DpuError> {
+        for (index, engine) in self.engines.iter().enumerate() {
+            if let Some(pen) = log.pen(index) {
+                let posted = engine.shared.mailbox.post(Command::SetPen(pen));
+                posted.map_err(EngineGone::from)?;
+            }
         }
         Ok(())
     }
@@ -470,6 +488,8 @@ impl BlkDevice {
             overwritten_pages: shared.total(|c| &c.overwritten_pages),
             timed_out_requests: shared.total(|c| &c.timed_out),
             wired_bytes: shared.total(|c| &c.wired_bytes),
+            logged_accesses: shared.total(|c| &c.logged),
+            lost_accesses: shared.total(|c| &c.unlogged),
             lookup_sampled_ns: shared.total(|c| &c.lookup_ns),
             lookup_samples: shared.total(|c| &c.lookup_samples),
         }

@@ -84,6 +84,8 @@ pub(crate) struct Counters {
     pub parked: AtomicU64,
     pub in_flight: AtomicU64,
     pub wired_bytes: AtomicU64,
+    pub logged: AtomicU64,
+    pub unlogged: AtomicU64,
     pub lookup_ns: AtomicU64,
     pub lookup_samples: AtomicU64,
 }

@@ -3,8 +3,10 @@
 //!
 //! [`bitmap`] says what devices may touch, [`lease`] keeps it there meanwhile,
 //! [`domain`] ties both to a file of guest RAM, [`queue`] carries page requests
-//! to the host and responses back.
+//! to the host and responses back, [`access_log`] tells the host what they have touched.
 
+#[cfg(not(loom))]
+pub mod access_log;
 pub mod bitmap;
 #[cfg(not(loom))]
 pub mod check;
@@ -35,6 +37,8 @@ mod sync;
 #[cfg(not(loom))]
 pub mod wire;
 
+#[cfg(not(loom))]
+pub use access_log::{AccessLog, AccessPen, AccessSource, Logged, Wanted};
 pub use bitmap::{Attribute, PaBitmap};
 #[cfg(not(loom))]
 pub use delay::Delay;

@@ -30,7 +30,7 @@ pub use config::Config;
 pub use event::{Event, Farewell};
 pub use fault::{Answer, decode_request, encode_request, request_id};
 pub use header::Opcode;
-pub use record::{LogRecord, Service};
+pub use record::{LogEntry, LogRecord, Service};
 pub use reply::{Code, Reply, Status};
 
 use pagetide_addr::{PageNo, PageRange, SECTION_PAGES};
@@ -90,6 +90,8 @@ pub mod feature {
     pub const TOUCHED: u64 = 1 << 3;
     /// Faults of two levels. Specified, never offered.
     pub const NESTED: u64 = 1 << 4;
+    /// The access log tells how many records were lost.
+    pub const LOG_LOSSES: u64 = 1 << 5;
 }
 
 /// Why bytes are no message. `at` is the offset of the field that is wrong, in bytes.

@@ -8,10 +8,11 @@ use pagetide_addr::{
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_vpri::{
     Attribute, DeviceEnd, DmaDomain, DomainTable, Doorbell, Driver, EnginePort, FaultSource,
-    IoSpace, IoSpaces, LookUp,
+    IoSpace, IoSpaces, Logged, LookUp, Wanted,
     check::{self, CheckOptions, Verdict},
     fault_queue,
     function::{FunctionParts, FunctionServer, Phase},
+    wire::{LogRecord, Service},
 };
 use std::{
     os::fd::AsFd,
@@ -388,4 +389,67 @@ fn barred_memory_is_reached_by_no_device_and_given_to_nobody() {
     assert!(host.driver.open(file.as_fd(), other, PAGE_BYTES).is_ok());
     assert!(host.source.next().is_none());
     assert!(dpu.engine.next().is_none(), "it stays unanswered");
+}
+
+fn access(space: DomainId, address: u64) -> LogRecord {
+    LogRecord {
+        time_ns: 77,
+        device: DeviceId(3),
+        space,
+        address,
+        len_bytes: 4096,
+        access: Access::Write,
+        service: Service::Block,
+    }
+}
+
+#[test]
+fn accesses_are_told_with_the_hosts_number_of_the_space_while_they_are_wanted_and_losses_are_counted()
+ {
+    let dir = tempfile::tempdir().unwrap();
+    let dpu = Dpu::start(dir.path());
+    let host = Host::start(dir.path());
+    host.driver.wait_connected(PATIENCE).unwrap();
+    let files = [0, 1].map(|_| GuestFile::new_memfd("guest", PAGES * PAGE_BYTES).unwrap());
+    // The device numbers what it meets first.
+    let brought = dpu.bring(&files[1]);
+    let theirs = brought.id();
+    let spaces = [0, 1].map(|at| host.take(&files[at]));
+    host.driver.all_known();
+    assert_ne!(theirs, spaces[1].id(), "or the test shows nothing");
+    let log = dpu.server.access_log();
+    let mut pen = log.pen(0).unwrap();
+    let source = host.driver.access_log();
+    assert!(!log.is_on());
+    source.want(Wanted::Yes);
+    let mut records = Vec::new();
+    eventually("the log to be on", || {
+        source.take(100, &mut records);
+        log.is_on()
+    });
+    assert_eq!(pen.record(&access(theirs, 5)), Logged::Kept);
+    eventually("a record", || {
+        source.take(100, &mut records);
+        !records.is_empty()
+    });
+    assert_eq!(records, [access(spaces[1].id(), 5)]);
+    // Far more than there are credits for, and nobody takes any.
+    for at in 0..100_000 {
+        pen.record(&access(theirs, at));
+        if at % 4096 == 0 {
+            std::thread::yield_now();
+        }
+    }
+    eventually("the loss to be told", || {
+        source.take(100, &mut records);
+        pen.record(&access(theirs, 0));
+        source.lost() > 0
+    });
+    source.want(Wanted::No);
+    eventually("the log to be off", || {
+        pen.record(&access(theirs, 0));
+        !log.is_on()
+    });
+    assert_eq!(host.driver.counts().malformed_records, 0);
+    host.driver.stop();
 }

@@ -18,6 +18,7 @@ use crate::{
     ring::{Dma, Job, Operation, Step},
     shared::add,
 };
+use pagetide_addr::Access;
 use std::{io, rc::Rc};
 
 impl Io {
@@ -32,6 +33,9 @@ impl Io {
         let mut ready = ready;
         if let Some(landing) = ready.landing.take() {
             let Landing { plan, offset } = *landing;
+            let buffers = std::mem::take(&mut self.scratch.buffers);
+            self.log_accesses(device, memory, &buffers.writable, Access::Write);
+            self.scratch.buffers = buffers;
             let task = Task {
                 kind: Kind::Read,
                 operation: Operation::Read,
@@ -43,11 +47,12 @@ impl Io {
         let task = task(device, memory, &ready, &buffers);
         let status = match task {
             Ok(task) => {
-                let spans = match task.kind {
-                    Kind::Read => &buffers.writable[..],
-                    Kind::Write => &buffers.readable[..],
-                    Kind::Flush | Kind::Empty { .. } => &[],
+                let (spans, access) = match task.kind {
+                    Kind::Read => (&buffers.writable[..], Access::Write),
+                    Kind::Write => (&buffers.readable[..], Access::Read),
+                    Kind::Flush | Kind::Empty { .. } => (&[][..], Access::Read),
                 };
+                self.log_accesses(device, memory, spans, access);
                 return self
                     .start_task(device, queue, memory, (ready, task), Onto::Guest(spans))
                     .inspect(|()| self.scratch.buffers = buffers);

@@ -3,7 +3,7 @@
 
 use super::queue::OnFault;
 use crate::{chain::Indirect, inflight::InflightQueue, memory::DeviceMemory, shared::DeviceShared};
-use pagetide_vpri::FaultAssist;
+use pagetide_vpri::{AccessPen, FaultAssist};
 use std::{
     io,
     os::fd::OwnedFd,
@@ -42,6 +42,7 @@ pub(crate) enum Command {
         call: Option<OwnedFd>,
     },
     SetAssist(Arc<dyn FaultAssist>),
+    SetPen(AccessPen),
     /// To be sent when all queues have been stopped.
     ShutDown,
 }

@@ -26,6 +26,7 @@
 //! While a chain waits for pages the engine sleeps no longer than until it is to
 //! be given up.
 
+mod access;
 mod account;
 mod ahead;
 mod begin;
@@ -53,7 +54,7 @@ use crate::{
 use chain::{Request, Scratch};
 use command::{AddDevice, Command};
 use hdrhistogram::Histogram;
-use pagetide_vpri::{DeviceEnd, Doorbell, FaultAssist, HostPresence};
+use pagetide_vpri::{AccessPen, DeviceEnd, Doorbell, FaultAssist, HostPresence};
 use patience::{Idle, Patience, WaitsFor};
 use queue::{EngineQueue, QueueState};
 use std::{
@@ -130,6 +131,8 @@ pub(crate) struct Io {
     pub now_ns: u64,
     /// Slots of devices of which there is something to tell their accounts.
     pub news: Vec<usize>,
+    /// By which it tells what DMA touches, if anybody could ever want to know.
+    pub pen: Option<AccessPen>,
 }
 
 /// The engine itself.
@@ -172,6 +175,7 @@ impl Engine {
                 shared: seed.shared,
                 now_ns: now_ns(),
                 news: Vec::new(),
+                pen: None,
             },
             devices: Vec::new(),
             active: Vec::new(),
@@ -449,6 +453,7 @@ impl Engine {
                 }
             }
             Command::SetAssist(assist) => self.assist = Some(assist),
+            Command::SetPen(pen) => self.io.pen = Some(pen),
             Command::ShutDown => self.ending = true,
         }
         Ok(())

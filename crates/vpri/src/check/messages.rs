@@ -18,7 +18,7 @@ use vhost::vhost_user::{VhostUserFrontend, message::VhostUserConfigFlags};
 /// Pages of the spaces that are tried: not whole sections.
 const PAGES: u64 = 2 * SECTION_PAGES + 100;
 /// Bits that neither this version of VPRI nor vhost-user nor a ring has a meaning for.
-const NO_FEATURE: u64 = 0x00ff_ffe0;
+const NO_FEATURE: u64 = 0x00ff_ffc0;
 
 /// The checks, in order.
 pub(super) const CHECKS: &[Check] = &[

@@ -2,7 +2,7 @@
 //! The memory that a driver shares with the function: one sealed memfd for each session.
 //!
 //! ```text
-//!   event ring │ fault ring │ event slots: message, reply │ page requests │ landing area
+//!   event, fault, log ring │ event slots: message, reply │ page requests │ access records │ landing area
 //! ```
 //! It is made anew for each connection: what a device that was given up still
 //! writes lands where nobody looks any more. The seals keep either side from
@@ -25,6 +25,10 @@ pub(crate) const EVENT_SLOTS: u16 = 64;
 pub(crate) const EVENT_DESCRIPTORS: u16 = 2 * EVENT_SLOTS;
 /// Buffers for page requests: as many can wait until the service takes them.
 pub(crate) const FAULT_BUFFERS: u16 = 256;
+/// Buffers for records of the access log.
+pub(crate) const LOG_BUFFERS: u16 = 64;
+/// Bytes of each: 128 records.
+pub(crate) const LOG_BUFFER_BYTES: u64 = 4096;
 /// Room for the message of an event: a header and the ranges of a whole section.
 pub(crate) const MESSAGE_ROOM: u64 = 4160;
 /// Room for its reply.
@@ -36,11 +40,13 @@ pub(crate) const BASE: u64 = 1 << 32;
 
 const EVENT_RING: RingPlace = RingPlace::at(0, EVENT_DESCRIPTORS);
 const FAULT_RING: RingPlace = RingPlace::at(EVENT_RING.end(), FAULT_BUFFERS);
-const MESSAGES_AT: u64 = FAULT_RING.end().next_multiple_of(64);
+const LOG_RING: RingPlace = RingPlace::at(FAULT_RING.end(), LOG_BUFFERS);
+const MESSAGES_AT: u64 = LOG_RING.end().next_multiple_of(64);
 const REPLIES_AT: u64 = MESSAGES_AT + MESSAGE_ROOM * EVENT_SLOTS as u64;
 const REQUESTS_AT: u64 = REPLIES_AT + REPLY_ROOM * EVENT_SLOTS as u64;
+const RECORDS_AT: u64 = REQUESTS_AT + REQUEST_BYTES as u64 * FAULT_BUFFERS as u64;
 const LANDING_AT: u64 =
-    (REQUESTS_AT + REQUEST_BYTES as u64 * FAULT_BUFFERS as u64).next_multiple_of(SLOT_BYTES);
+    (RECORDS_AT + LOG_BUFFER_BYTES * LOG_BUFFERS as u64).next_multiple_of(SLOT_BYTES);
 const AREA_BYTES: u64 = LANDING_AT + SLOT_BYTES * LANDING_SLOTS;
 
 const _: () = assert!(STATUS_BYTES + MASK_BYTES <= 128 && REPLY_ROOM == 128);
@@ -93,6 +99,16 @@ impl Area {
         FAULT_RING
     }
 
+    /// Where the access log queue's ring lies.
+    pub(crate) const fn log_ring() -> RingPlace {
+        LOG_RING
+    }
+
+    /// Offset of buffer `buffer` for access records.
+    pub(crate) const fn log_at(buffer: u16) -> u64 {
+        RECORDS_AT + LOG_BUFFER_BYTES * buffer as u64
+    }
+
     /// Offset of the message of event slot `slot`.
     pub(crate) const fn message_at(slot: u16) -> u64 {
         MESSAGES_AT + MESSAGE_ROOM * slot as u64
@@ -138,11 +154,14 @@ mod tests {
     fn parts_of_the_area_follow_one_another_without_overlap() {
         let last = EVENT_SLOTS - 1;
         assert!(EVENT_RING.end() <= FAULT_RING.descriptors);
-        assert!(FAULT_RING.end() <= Area::message_at(0));
+        assert!(FAULT_RING.end() <= LOG_RING.descriptors);
+        assert!(LOG_RING.end() <= Area::message_at(0));
         assert_eq!(Area::message_at(last) + MESSAGE_ROOM, Area::reply_at(0));
         assert_eq!(Area::reply_at(last) + REPLY_ROOM, Area::request_at(0));
         let requests_end = Area::request_at(FAULT_BUFFERS - 1) + REQUEST_BYTES as u64;
-        assert!(BASE + requests_end <= Area::landing_address());
+        assert!(requests_end <= Area::log_at(0));
+        let records_end = Area::log_at(LOG_BUFFERS - 1) + LOG_BUFFER_BYTES;
+        assert!(BASE + records_end <= Area::landing_address());
     }
 
     #[test]

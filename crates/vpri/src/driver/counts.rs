@@ -32,6 +32,12 @@ pub struct DriverCounts {
     pub refused_events: u64,
     /// Replies that were no reply.
     pub malformed_replies: u64,
+    /// Records of the access log that the device says it lost for want of buffers.
+    pub lost_records: u64,
+    /// Records of memory that is no space of the host.
+    pub foreign_records: u64,
+    /// Records of the access log that were nonsense.
+    pub malformed_records: u64,
     /// Connections given up because of what the device did, or did not do.
     pub broken_off: u64,
 }
@@ -47,6 +53,9 @@ pub(crate) struct Counts {
     pub(crate) late_answers: Count,
     pub(crate) refused_events: Count,
     pub(crate) malformed_replies: Count,
+    pub(crate) lost_records: Count,
+    pub(crate) foreign_records: Count,
+    pub(crate) malformed_records: Count,
     pub(crate) broken_off: Count,
     /// What is left of our patience.
     pub(crate) credit: Credit,
@@ -66,6 +75,9 @@ impl Counts {
             late_answers: self.late_answers.get(),
             refused_events: self.refused_events.get(),
             malformed_replies: self.malformed_replies.get(),
+            lost_records: self.lost_records.get(),
+            foreign_records: self.foreign_records.get(),
+            malformed_records: self.malformed_records.get(),
             broken_off: self.broken_off.get(),
         }
     }
@@ -95,6 +107,11 @@ impl Count {
     /// One more.
     pub(crate) fn add(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// So many more; a device may say anything.
+    pub(crate) fn add_many(&self, more: u64) {
+        self.0.fetch_add(more, Ordering::Relaxed);
     }
 
     fn get(&self) -> u64 {

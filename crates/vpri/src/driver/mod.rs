@@ -29,7 +29,7 @@
 //!
 //! # Locks, outermost first
 //! section's lock (callers) → registry → a session's `creating` → its spaces, its
-//! fault queue → its event queue. None is held while a page is waited for. `creating`
+//! fault queue → its event queue; its spaces → its access log queue. None is held while a page is waited for. `creating`
 //! is held over a CREATE and its status; who takes requests waits for it, with no
 //! other lock of the driver held, when he meets a space that he does not know: the
 //! device may ask for pages of a space before we have read its number. Whoever holds
@@ -44,6 +44,7 @@ pub(crate) mod fake;
 mod faults;
 pub(crate) mod line;
 mod link;
+pub(crate) mod log;
 pub(crate) mod ring;
 pub(crate) mod session;
 mod space;
@@ -54,15 +55,17 @@ pub use counts::DriverCounts;
 pub use session::ConnectError;
 
 use crate::{
+    access_log::{AccessSource, Wanted},
     domain::{DOMAIN_BYTES_MAX, DomainError},
     queue::Doorbell,
     source::FaultSource,
     space::{IoSpace, IoSpaces},
-    wire::{Answer, Event, Farewell},
+    wire::{Answer, Event, Farewell, LogRecord},
 };
 use arc_swap::ArcSwapOption;
 use counts::Counts;
 use faults::Taken;
+use log::Taking;
 use pagetide_addr::{DomainId, FileKey, PageRequest, PageResponse};
 use session::Session;
 use space::{Created, RemoteSpace};
@@ -169,6 +172,7 @@ pub(crate) struct Shared {
     changed: Condvar,
     counts: Arc<Counts>,
     next_request: Arc<AtomicU64>,
+    log_wanted: AtomicBool,
     stop: OwnedFd,
     stopped: AtomicBool,
 }
@@ -200,6 +204,7 @@ impl Driver {
             changed: Condvar::new(),
             counts: Arc::default(),
             next_request: Arc::new(AtomicU64::new(1)),
+            log_wanted: AtomicBool::new(false),
             stop: events::event().map_err(failed)?,
             stopped: AtomicBool::new(false),
         });
@@ -246,6 +251,12 @@ impl Driver {
     #[must_use]
     pub fn source(&self) -> Arc<dyn FaultSource> {
         Arc::new(Source(Arc::clone(&self.shared)))
+    }
+
+    /// Where records of what DMA touches come from.
+    #[must_use]
+    pub fn access_log(&self) -> Arc<dyn AccessSource> {
+        Arc::new(Records(Arc::clone(&self.shared)))
     }
 
     /// What was counted so far.
@@ -498,5 +509,39 @@ impl FaultSource for Source {
     /// after this one was taken out.
     fn still_wants(&self, slot: u32) -> bool {
         (self.0.session()).is_some_and(|session| session.faults.owns_slot(slot))
+    }
+}
+
+/// The access log queue of whatever device is in use.
+struct Records(Arc<Shared>);
+
+impl Records {
+    fn take(&self, taking: (Taking, usize), into: &mut Vec<LogRecord>) {
+        if let Some(session) = self.0.session()
+            && let Some(log) = &session.log
+            && log.take(taking, &session.spaces(), into).is_err()
+        {
+            tracing::trace!("records of a DPU that is gone");
+        }
+    }
+}
+
+impl AccessSource for Records {
+    /// Without credits the device soon has nobody to log for.
+    fn want(&self, wanted: Wanted) {
+        let is_wanted = wanted == Wanted::Yes;
+        if self.0.log_wanted.swap(is_wanted, Ordering::Relaxed) != is_wanted && is_wanted {
+            self.take((Taking::Stale, usize::MAX), &mut Vec::new());
+        }
+    }
+
+    fn take(&self, most: usize, into: &mut Vec<LogRecord>) {
+        if self.0.log_wanted.load(Ordering::Relaxed) {
+            self.take((Taking::Wanted, most), into);
+        }
+    }
+
+    fn lost(&self) -> u64 {
+        self.0.counts.look().lost_records
     }
 }

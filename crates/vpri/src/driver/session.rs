@@ -7,11 +7,12 @@ use super::{
     events::{EventQueue, event},
     faults::{FaultQueue, Terms},
     line::{Gone, Line},
+    log::LogQueue,
     ring::{Notify, Ring, RingPlace},
 };
 use crate::wire::{
-    CONFIG_BYTES, Code, Config, EVENT_QUEUE, Event, FAULT_QUEUE, QUEUE_COUNT, Status, WireError,
-    feature,
+    CONFIG_BYTES, Code, Config, EVENT_QUEUE, Event, FAULT_QUEUE, LOG_QUEUE, QUEUE_COUNT, Status,
+    WireError, feature,
 };
 use pagetide_addr::{DomainId, FileKey};
 use std::{
@@ -41,7 +42,12 @@ const PROTOCOL_FEATURES: u64 = 1 << 30;
 /// What a function must have.
 const NEEDED: u64 = VERSION_1 | PROTOCOL_FEATURES;
 /// What this driver makes use of, if it is there.
-const WANTED: u64 = EVENT_INDEX | feature::OVERWRITE | feature::INJECT | feature::TOUCHED;
+const WANTED: u64 = EVENT_INDEX
+    | feature::OVERWRITE
+    | feature::INJECT
+    | feature::TOUCHED
+    | feature::ACCESS_LOG
+    | feature::LOG_LOSSES;
 /// Bytes of the configuration space as a message has them.
 #[expect(clippy::cast_possible_truncation, reason = "a constant of 64")]
 const CONFIG_LEN: u32 = CONFIG_BYTES as u32;
@@ -138,6 +144,8 @@ pub(crate) struct Session {
     _frontend: Frontend,
     pub(crate) events: EventQueue,
     pub(crate) faults: FaultQueue,
+    /// If the device logs accesses.
+    pub(crate) log: Option<LogQueue>,
 }
 
 impl std::fmt::Debug for Session {
@@ -280,7 +288,7 @@ pub(crate) fn start_queue(
 }
 
 impl Session {
-    /// Speaks with the back end on `stream` until both queues run.
+    /// Speaks with the back end on `stream` until its queues run.
     pub(crate) fn open(stream: UnixStream, ours: Ours<'_>) -> Result<Self, ConnectError> {
         let line = Arc::new(Line::new(stream.try_clone()?, ours.counts));
         let (mut frontend, features, config) = agree(stream, WANTED)?;
@@ -300,6 +308,13 @@ impl Session {
         let (both, own_line) = (Arc::clone(&area), Arc::clone(&line));
         let terms = (terms, ours.next_id);
         let faults = FaultQueue::new(memory(Area::fault_ring()), both, own_line, terms)?;
+        let log = match features & feature::ACCESS_LOG {
+            0 => None,
+            _ => {
+                let (area, line) = (Arc::clone(&area), Arc::clone(&line));
+                Some(LogQueue::new(memory(Area::log_ring()), area, line)?)
+            }
+        };
         let errors = event()?;
         frontend
             .set_mem_table(&[area.region()])
@@ -312,6 +327,10 @@ impl Session {
         start_queue(&mut frontend, EVENT_QUEUE, Area::event_ring(), event_fds)?;
         let fault_fds = [ours.bell, errors.as_fd(), faults.kick().as_fd()];
         start_queue(&mut frontend, FAULT_QUEUE, Area::fault_ring(), fault_fds)?;
+        if let Some(log) = &log {
+            let log_fds = [log.call().as_fd(), errors.as_fd(), log.kick().as_fd()];
+            start_queue(&mut frontend, LOG_QUEUE, Area::log_ring(), log_fds)?;
+        }
         Ok(Self {
             number: ours.number,
             config,
@@ -323,6 +342,7 @@ impl Session {
             _frontend: frontend,
             events,
             faults,
+            log,
         })
     }
 
@@ -424,7 +444,8 @@ impl Session {
         })
     }
 
-    fn spaces(&self) -> MutexGuard<'_, HashMap<DomainId, DomainId>> {
+    /// The host's numbers by the device's.
+    pub(crate) fn spaces(&self) -> MutexGuard<'_, HashMap<DomainId, DomainId>> {
         self.spaces.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

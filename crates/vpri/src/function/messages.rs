@@ -33,6 +33,7 @@ const FEATURES: u64 = F_EVENT_INDEX
     | F_PROTOCOL_FEATURES
     | F_VERSION_1
     | feature::ACCESS_LOG
+    | feature::LOG_LOSSES
     | feature::OVERWRITE
     | feature::INJECT
     | feature::TOUCHED;

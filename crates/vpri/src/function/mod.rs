@@ -7,7 +7,6 @@
 //! is the specification that all of them keep.
 
 pub mod core;
-mod log;
 mod memory;
 mod messages;
 mod requests;
@@ -19,7 +18,6 @@ mod tests;
 
 pub use self::{
     core::{DeviceSide, FunctionCore, FunctionFigures, Phase},
-    log::AccessLog,
     requests::SourceNo,
     server::{FunctionError, FunctionParts, FunctionServer},
     state::QueueFigures,

@@ -157,6 +157,15 @@ impl Vring {
         Ok(Some(chain))
     }
 
+    /// True if a chain is there to be taken.
+    pub fn has_chain(&self, memory: &FunctionMemory) -> Result<bool, Broken> {
+        let Some(ring) = &self.ring else {
+            return Ok(false);
+        };
+        let available = ring.avail_idx(memory.mapped(), Ordering::Acquire)?;
+        Ok(available.0 != ring.next_avail())
+    }
+
     /// Puts the chain just taken back, unused.
     pub fn put_back(&mut self, _chain: Chain) {
         if let Some(ring) = &mut self.ring {

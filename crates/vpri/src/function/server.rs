@@ -13,12 +13,12 @@
 
 use super::{
     core::{FunctionCore, FunctionFigures, Phase},
-    log::AccessLog,
     requests::SourceNo,
     rings::Broken,
     state::{QueueFigures, State},
 };
 use crate::{
+    access_log::AccessLog,
     domain::DomainTable,
     queue::{Doorbell, FaultAssist, HostEnd},
     wire::Config,
@@ -48,8 +48,9 @@ const LEASE_WAIT_US: u32 = 200;
 /// How long a driver may take over one vhost-user message that it has begun. One that takes longer is
 /// not understood any more, and hung up on.
 const MESSAGE_WAIT: Duration = Duration::from_secs(1);
-/// How long records of the access log wait for more, in nanoseconds.
-const LOG_WAIT_NS: i64 = 10_000_000;
+/// How long records of the access log wait for more, in nanoseconds: well below the 100 ms after which
+/// a driver must have them.
+const LOG_WAIT_NS: i64 = 40_000_000;
 
 /// What a function is made of.
 #[derive(Debug)]
@@ -103,7 +104,7 @@ impl FunctionServer {
             generation: generation(),
         };
         let core = FunctionCore::new(parts.domains, limits);
-        let log = Arc::new(AccessLog::new(Arc::clone(&parts.bell)));
+        let log = Arc::new(AccessLog::new(parts.engine_count));
         let hosts = (parts.hosts, parts.engine_count);
         let state = Arc::new(Mutex::new(State::new(core, hosts, Arc::clone(&log))));
         let listener = socket::bind(&parts.socket)?;
@@ -134,7 +135,7 @@ impl FunctionServer {
         Arc::new(Assist(Arc::clone(&self.state)))
     }
 
-    /// Where engines record what DMA touches.
+    /// Where engines record what DMA touches, each with the pen of its number.
     #[must_use]
     pub fn access_log(&self) -> &Arc<AccessLog> {
         &self.log

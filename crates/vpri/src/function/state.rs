@@ -7,21 +7,24 @@
 
 use super::{
     core::{DeviceSide, FunctionCore, Phase},
-    log::AccessLog,
     memory::FunctionMemory,
     requests::SourceNo,
     rings::{Broken, Chain, EventIndex, Vring},
 };
 use crate::{
+    access_log::AccessLog,
     landing::LandingArea,
     queue::{HostEnd, HostPresence},
     wire::{
-        ANSWER_BYTES, Code, EVENT_QUEUE, Event, FAULT_QUEUE, HEADER_BYTES, LOG_QUEUE, QUEUE_COUNT,
-        RECORD_BYTES, REQUEST_BYTES, encode_request, feature,
+        ANSWER_BYTES, Code, EVENT_QUEUE, Event, FAULT_QUEUE, HEADER_BYTES, LOG_QUEUE, LogEntry,
+        LogRecord, QUEUE_COUNT, RECORD_BYTES, REQUEST_BYTES, encode_request, feature,
     },
 };
 use pagetide_addr::{PageRequest, PageResponse, RequestKind};
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// Messages handled in one turn, so that page requests come to their turn, too.
 const EVENTS_A_TURN: usize = 64;
@@ -30,6 +33,9 @@ const EVENTS_A_TURN: usize = 64;
 const USELESS_A_TURN: usize = 16;
 /// Most records of one chain: 128 KiB.
 const RECORDS_A_CHAIN: usize = 4096;
+
+/// A driver that gives no buffer for so long wants no log any more: engines are spared it.
+const LOG_PATIENCE: Duration = Duration::from_secs(1);
 
 /// What went wrong on the queues, and who was turned away, since the start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -111,6 +117,17 @@ impl DeviceSide for Outside {
     }
 }
 
+/// What is on its way to the access log queue.
+#[derive(Debug, Default)]
+struct Records {
+    /// Of one chain; kept for its room.
+    waiting: Vec<LogRecord>,
+    /// Losses that a driver was told of, or that are none of its concern.
+    told_lost: u64,
+    /// Since when there has been no buffer.
+    starving: Option<Instant>,
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct State {
@@ -119,6 +136,7 @@ pub(super) struct State {
     pub vrings: [Vring; QUEUE_COUNT as usize],
     pub features: u64,
     pub log: Arc<AccessLog>,
+    records: Records,
     pub figures: QueueFigures,
     /// What the engines believe.
     presence: HostPresence,
@@ -145,6 +163,7 @@ impl State {
             vrings: Default::default(),
             features: 0,
             log,
+            records: Records::default(),
             figures: QueueFigures::default(),
             presence: HostPresence::Away,
         }
@@ -185,12 +204,16 @@ impl State {
                 host.set_host(presence);
             }
         }
-        let wants_log = self.features & feature::ACCESS_LOG != 0;
-        if is_ready && wants_log && self.vrings[usize::from(LOG_QUEUE)].ring.is_some() {
-            self.log.turn_on();
-        } else if self.log.is_on() {
+        if self.log.is_on() && !self.may_log() {
             self.log.turn_off();
         }
+    }
+
+    /// True if there is a driver that could want the log; it does once there are buffers for it.
+    fn may_log(&self) -> bool {
+        let wants_log = self.features & feature::ACCESS_LOG != 0;
+        let has_queue = self.vrings[usize::from(LOG_QUEUE)].ring.is_some();
+        wants_log && has_queue && self.core.phase() == Phase::Ready
     }
 
     /// Does what there is to do, up to a limit. True if there may be more.
@@ -208,6 +231,10 @@ impl State {
         if self.vrings[usize::from(EVENT_QUEUE)].arm(memory)? {
             return Ok(true);
         }
+        let log_is_due = self.may_log() && !self.log.is_on();
+        if log_is_due && self.vrings[usize::from(LOG_QUEUE)].arm(memory)? {
+            return Ok(true);
+        }
         let waits = self.outside.hosts.iter().any(HostEnd::has_request);
         let wants_chains = self.core.phase() == Phase::Ready && (waits || self.core.has_unsent());
         let faults = &mut self.vrings[usize::from(FAULT_QUEUE)];
@@ -222,8 +249,9 @@ impl State {
     /// Asks not to be woken.
     pub fn disarm(&mut self) -> Result<(), Broken> {
         let memory = &self.outside.memory;
-        self.vrings[usize::from(EVENT_QUEUE)].disarm(memory)?;
-        self.vrings[usize::from(FAULT_QUEUE)].disarm(memory)
+        [EVENT_QUEUE, FAULT_QUEUE, LOG_QUEUE]
+            .iter()
+            .try_for_each(|queue| self.vrings[usize::from(*queue)].disarm(memory))
     }
 
     fn take_events(&mut self) -> Result<bool, Broken> {
@@ -308,10 +336,32 @@ impl State {
         None
     }
 
+    /// Has engines log while the driver gives buffers for it.
+    fn follow_buffers(&mut self) -> Result<(), Broken> {
+        if !self.may_log() {
+            return Ok(());
+        }
+        let vring = &self.vrings[usize::from(LOG_QUEUE)];
+        if vring.has_chain(&self.outside.memory)? {
+            self.records.starving = None;
+            if !self.log.is_on() {
+                self.records.told_lost = self.log.lost();
+                self.log.turn_on();
+            }
+        } else if self.log.is_on() {
+            let since = self.records.starving.get_or_insert_with(Instant::now);
+            if since.elapsed() >= LOG_PATIENCE {
+                self.log.turn_off();
+            }
+        }
+        Ok(())
+    }
+
     /// Gives the driver the records that wait. True if the turn has ended at useless chains.
     pub fn send_records(&mut self) -> Result<bool, Broken> {
+        self.follow_buffers()?;
         let mut useless = 0;
-        while self.log.has_any() {
+        while self.log.has_any() || self.has_loss_to_tell() {
             if useless == USELESS_A_TURN {
                 return Ok(true);
             }
@@ -327,11 +377,44 @@ impl State {
                 vring.give_back(chain, 0, &self.outside.memory)?;
                 continue;
             }
-            let records = std::iter::from_fn(|| self.log.next()).take(room);
-            let bytes: Vec<u8> = records.flat_map(|record| record.encode()).collect();
+            let bytes = self.entries(room);
             let written = chain.write(&self.outside.memory, &bytes);
+            let vring = &mut self.vrings[usize::from(LOG_QUEUE)];
             vring.give_back(chain, written, &self.outside.memory)?;
         }
         Ok(false)
     }
+
+    fn has_loss_to_tell(&self) -> bool {
+        let agreed = self.features & feature::LOG_LOSSES != 0;
+        agreed && self.log.is_on() && self.log.lost() != self.records.told_lost
+    }
+
+    /// At most `room` entries, at least one if there is anything to tell: losses first.
+    fn entries(&mut self, room: usize) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(room.min(RECORDS_A_CHAIN) * RECORD_BYTES);
+        let mut room = room;
+        if self.has_loss_to_tell() {
+            let lost = self.log.lost();
+            let entry = LogEntry::Lost {
+                time_ns: now_ns(),
+                records: lost - self.records.told_lost,
+            };
+            bytes.extend(entry.encode());
+            self.records.told_lost = lost;
+            room -= 1;
+        }
+        let waiting = &mut self.records.waiting;
+        waiting.clear();
+        self.log.visit(room, &mut |record| waiting.push(record));
+        bytes.extend(waiting.iter().flat_map(LogRecord::encode));
+        bytes
+    }
+}
+
+/// Nanoseconds of the host's monotonic clock.
+fn now_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
+    seconds * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
 }

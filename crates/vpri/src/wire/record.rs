@@ -8,6 +8,9 @@ use super::{
 };
 use pagetide_addr::{Access, DeviceId, DomainId};
 
+/// `type` of a record that tells of losses.
+const LOST: u8 = 255;
+
 /// What kind of device made an access.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Service {
@@ -82,5 +85,50 @@ impl LogRecord {
             access: access_of(access, 28)?,
             service,
         })
+    }
+}
+
+/// One record as a taker finds it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LogEntry {
+    /// An access.
+    Access(LogRecord),
+    /// So many records were lost since the last entry that told of losses (feature `LOG_LOSSES`).
+    Lost {
+        /// When it was told, in nanoseconds of the host's monotonic clock.
+        time_ns: u64,
+        /// How many.
+        records: u64,
+    },
+}
+
+impl LogEntry {
+    /// The entry as it goes over the access log queue.
+    #[must_use]
+    pub fn encode(&self) -> [u8; RECORD_BYTES] {
+        match self {
+            Self::Access(record) => record.encode(),
+            Self::Lost { time_ns, records } => {
+                let mut bytes = [0; RECORD_BYTES];
+                put(&mut bytes, 0, time_ns.to_le_bytes());
+                put(&mut bytes, 16, records.to_le_bytes());
+                put(&mut bytes, 29, [LOST]);
+                bytes
+            }
+        }
+    }
+
+    /// The entry that `bytes` begin with.
+    ///
+    /// # Errors
+    /// [`WireError`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
+        if bytes.len() >= RECORD_BYTES && super::take(bytes, 29) == [LOST] {
+            return Ok(Self::Lost {
+                time_ns: u64_at(bytes, 0),
+                records: u64_at(bytes, 16),
+            });
+        }
+        LogRecord::decode(bytes).map(Self::Access)
     }
 }

@@ -220,6 +220,23 @@ fn record_of_the_access_log_has_its_golden_bytes() {
     );
     assert_eq!(LogRecord::decode(&bytes), Ok(record));
     assert!(LogRecord::decode(&bytes[..31]).is_err());
+    assert_eq!(LogEntry::decode(&bytes), Ok(LogEntry::Access(record)));
+}
+
+#[test]
+fn entry_that_tells_of_losses_has_its_golden_bytes_and_is_no_access() {
+    let entry = LogEntry::Lost {
+        time_ns: 0x0102,
+        records: 0x0304,
+    };
+    let bytes = entry.encode();
+    assert_eq!(
+        hex(&bytes),
+        "0201000000000000 0000000000000000 0403000000000000 0000000000ff0000"
+    );
+    assert_eq!(LogEntry::decode(&bytes), Ok(entry));
+    assert!(LogRecord::decode(&bytes).is_err());
+    assert!(LogEntry::decode(&bytes[..31]).is_err());
 }
 
 #[test]

@@ -11,7 +11,7 @@ use pagetide_vpri::{
     DomainTable,
     function::{DeviceSide, FunctionCore, Phase, SourceNo},
     wire::{
-        Code, Config, Event, LogRecord, Opcode, PAGES_MAX, REQUEST_BYTES, Reply, decode_request,
+        Code, Config, Event, LogEntry, Opcode, PAGES_MAX, REQUEST_BYTES, Reply, decode_request,
         encode_request, request_id,
     },
 };
@@ -68,8 +68,8 @@ pub fn config(bytes: &[u8]) {
 
 /// A record of the access log.
 pub fn record(bytes: &[u8]) {
-    if let Ok(record) = LogRecord::decode(bytes) {
-        assert_eq!(LogRecord::decode(&record.encode()), Ok(record));
+    if let Ok(entry) = LogEntry::decode(bytes) {
+        assert_eq!(LogEntry::decode(&entry.encode()), Ok(entry));
     }
 }
 

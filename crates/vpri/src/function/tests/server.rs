@@ -3,7 +3,7 @@
 
 use super::{PAGES, range, request};
 use crate::{
-    Attribute, DeviceEnd, DomainTable, Doorbell, HostPresence,
+    Attribute, DeviceEnd, DomainTable, Doorbell, HostPresence, Logged,
     driver::{
         fake::eventually,
         ring::{Descriptor, NEXT, Ring, RingPlace, WRITE},
@@ -12,8 +12,8 @@ use crate::{
     fault_queue,
     function::{FunctionParts, FunctionServer, Phase},
     wire::{
-        Answer, Code, Config, Event, LogRecord, Opcode, QUEUE_COUNT, Reply, STATUS_BYTES, Service,
-        decode_request, feature,
+        Answer, Code, Config, Event, LogEntry, LogRecord, Opcode, QUEUE_COUNT, Reply, STATUS_BYTES,
+        Service, decode_request, feature,
     },
 };
 use pagetide_addr::{
@@ -149,7 +149,7 @@ const fn place(queue: u64) -> RingPlace {
 
 impl Driver {
     fn new(stream: UnixStream, seal: Seal) -> Result<Self, vhost::Error> {
-        let wanted = 1 << 29 | feature::ACCESS_LOG | feature::OVERWRITE;
+        let wanted = 1 << 29 | feature::ACCESS_LOG | feature::LOG_LOSSES | feature::OVERWRITE;
         let (mut frontend, features, config) = agree(stream, wanted).unwrap();
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("function", flags).unwrap();
@@ -491,12 +491,8 @@ fn memory_that_could_be_shrunk_is_refused() {
     assert_eq!(rig.driver().code(&Event::Begin), Code::Ok);
 }
 
-#[test]
-fn accesses_are_logged_while_a_driver_wants_them_and_lost_without_descriptors() {
-    let rig = Rig::new();
-    let log = rig.server.access_log();
-    assert!(!log.is_on());
-    let record = |address| LogRecord {
+fn access(address: u64) -> LogRecord {
+    LogRecord {
         time_ns: 1,
         device: DeviceId(2),
         space: DomainId(3),
@@ -504,25 +500,56 @@ fn accesses_are_logged_while_a_driver_wants_them_and_lost_without_descriptors() 
         len_bytes: 512,
         access: Access::Read,
         service: Service::Block,
-    };
+    }
+}
+
+#[test]
+fn accesses_are_logged_once_there_are_buffers_and_losses_are_told_first() {
+    let rig = Rig::new();
+    let log = rig.server.access_log();
+    let mut pen = log.pen(0).unwrap();
     let (mut driver, _) = rig.ready_driver();
-    assert!(log.is_on());
-    log.record(|| record(0));
-    eventually("the loss", || log.dropped() == 1);
+    assert!(!log.is_on(), "nobody has asked for records");
     // Room for one; for none; for two.
     driver.give(LOG, 0, &[(BUS + RECORDS, 40, WRITE)]);
+    eventually("the log to be on", || log.is_on());
     driver.give(LOG, 1, &[(BUS + RECORDS, 31, WRITE)]);
     driver.give(LOG, 2, &[(BUS + RECORDS + 64, 64, WRITE)]);
-    log.record(|| record(1));
+    assert_eq!(pen.record(&access(1)), Logged::Kept);
     assert_eq!(driver.used(LOG), 32);
-    log.record(|| record(2));
+    assert_eq!(pen.record(&access(2)), Logged::Kept);
     assert_eq!(driver.used(LOG), 0);
     assert_eq!(driver.used(LOG), 32);
-    let told = |at| LogRecord::decode(&driver.get(at, 32)).unwrap();
-    assert_eq!(told(RECORDS), record(1));
-    assert_eq!(told(RECORDS + 64), record(2));
+    let told = |driver: &Driver, at| LogEntry::decode(&driver.get(at, 32)).unwrap();
+    assert_eq!(told(&driver, RECORDS), LogEntry::Access(access(1)));
+    assert_eq!(told(&driver, RECORDS + 64), LogEntry::Access(access(2)));
+    // No buffer is left.
+    assert_eq!(pen.record(&access(3)), Logged::Kept);
+    eventually("the loss", || log.lost() == 1);
+    driver.give(LOG, 3, &[(BUS + RECORDS, 64, WRITE)]);
+    assert_eq!(driver.used(LOG), 32);
+    let loss = told(&driver, RECORDS);
+    assert!(
+        matches!(loss, LogEntry::Lost { records: 1, .. }),
+        "{loss:?}"
+    );
     drop(driver);
     eventually("the log to be off", || !log.is_on());
+}
+
+#[test]
+fn driver_that_gives_no_buffer_for_long_is_not_logged_for_until_it_gives_one() {
+    let rig = Rig::new();
+    let log = rig.server.access_log();
+    let mut pen = log.pen(0).unwrap();
+    let (mut driver, _) = rig.ready_driver();
+    driver.give(LOG, 0, &[(BUS + RECORDS, 32, WRITE)]);
+    eventually("the log to be on", || log.is_on());
+    assert_eq!(pen.record(&access(1)), Logged::Kept);
+    assert_eq!(driver.used(LOG), 32);
+    eventually("the log to be off", || !log.is_on());
+    driver.give(LOG, 1, &[(BUS + RECORDS, 32, WRITE)]);
+    eventually("the log to be on again", || log.is_on());
 }
 
 #[test]

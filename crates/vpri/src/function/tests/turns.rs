@@ -3,12 +3,11 @@
 
 use super::{PAGES, limits, request};
 use crate::{
-    DeviceEnd, DomainTable, Doorbell,
+    AccessLog, DeviceEnd, DomainTable, Doorbell, Logged,
     driver::ring::{Descriptor, Notify, Ring, RingPlace, WRITE},
     fault_queue,
     function::{
         core::FunctionCore,
-        log::AccessLog,
         memory::{FunctionMemory, RegionShape},
         requests::SourceNo,
         rings::{EventIndex, RingAddresses},
@@ -43,9 +42,9 @@ impl Rig {
     fn new(queue: u16) -> Self {
         let bell = || Arc::new(Doorbell::new().unwrap());
         let host_bell = bell();
-        let (engine, host) = fault_queue(8, bell(), Arc::clone(&host_bell));
+        let (engine, host) = fault_queue(8, bell(), host_bell);
         let core = FunctionCore::new(Arc::new(DomainTable::new(1)), limits());
-        let log = Arc::new(AccessLog::new(host_bell));
+        let log = Arc::new(AccessLog::new(1));
         let mut state = State::new(core, (vec![host], 1), Arc::clone(&log));
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("function", flags).unwrap();
@@ -148,12 +147,12 @@ fn records_wait_a_turn_for_a_chain_behind_many_useless_ones_and_none_is_lost() {
         access: Access::Read,
         service: Service::Block,
     };
-    rig.log.record(|| record);
+    assert_eq!(rig.log.pen(0).unwrap().record(&record), Logged::Kept);
     assert!(rig.state.send_records().unwrap(), "there is more");
     assert!((1..=A_TURN_MAX).contains(&rig.useless()));
     assert!(rig.log.has_any());
     while rig.state.work().unwrap() {}
     assert_eq!(rig.useless(), u64::from(ENTRIES) - 1);
     assert!(!rig.log.has_any());
-    assert_eq!(rig.log.dropped(), 0);
+    assert_eq!(rig.log.lost(), 0);
 }
