@@ -7,6 +7,7 @@
 //! and decisions. So the very code that decides in the daemon is replayed on traces in
 //! virtual time.
 
+pub mod marks;
 pub mod protect;
 #[cfg(test)]
 mod random;

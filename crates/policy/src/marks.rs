@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+//! When memory is reclaimed: the marks under a VM's limit (Taiji 4.2.2) and the times of its rounds.
+//!
+//! ```text
+//!   limit ───────── a fill first has memory evicted
+//!     │   ╲ 1.5 %
+//!   low mark ────── reclaim begins
+//!     │   ╲ 3 %
+//!   high mark ───── reclaim ends
+//! ```
+//! Marks are named for what is *free* under the limit. The daemon's rounds and their replay in virtual time
+//! both go by these.
+
+use std::time::Duration;
+
+/// Free pages below which reclaim begins, in thousandths of the limit.
+pub const LOW_PERMILLE: i64 = 15;
+/// Free pages above which reclaim ends, in thousandths of the limit.
+pub const HIGH_PERMILLE: i64 = 30;
+/// Sections drift among the sets this often when nothing presses.
+pub const SCAN_ROUND: Duration = Duration::from_secs(5);
+/// Scans of one reclaim before it gives up for this time: each costs every mapped page a small fault.
+pub const PRESSED_SCANS_MAX: u32 = 4;
