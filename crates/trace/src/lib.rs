@@ -23,6 +23,10 @@ pub use access::analysis::{
     DEVICES_MAX, DeviceAnalysis, FAULT_INTERVAL, FootprintShares, GrowthCurve, Locality, PAIRS_MAX,
     ReuseRow, SectionTouch, ServiceAnalysis, Tallies,
 };
+pub use access::log::{
+    AccessLog, AccessLogMeta, AccessLogReader, AccessLogWriter, LOG_FILE_BYTES_MIN,
+    LOG_GROUP_RECORDS, LOG_SLACK_RECORDS, LogLimits, LoggedDevice, RotatingLog,
+};
 pub use access::{AccessRecord, Service};
 pub use error::TraceError;
 pub use event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId, TraceAccess};

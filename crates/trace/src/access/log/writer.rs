@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Writes one file of an access log. Nothing is at its path until it is complete.
+
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::Path;
+use std::sync::Arc;
+
+use parquet::basic::{Compression, Encoding};
+use parquet::data_type::{Int32Type, Int64Type};
+use parquet::errors::Result as ParquetResult;
+use parquet::file::metadata::KeyValue;
+use parquet::file::properties::{EnabledStatistics, WriterProperties};
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
+use parquet::schema::types::ColumnPath;
+
+use super::{
+    AccessLogMeta, FORMAT, FORMAT_KEY, LOG_KEY, SCHEMA, VERSION, VERSION_KEY, access_code,
+    service_code,
+};
+use crate::access::AccessRecord;
+use crate::error::TraceError;
+use crate::parquet::column::{write_column, write_error};
+use crate::partial::PartialFile;
+
+/// Records of a row group: at 36 bytes each the writer gathers some 2 MB.
+pub const LOG_GROUP_RECORDS: usize = 1 << 16;
+
+/// Records that are held back to be sorted with later ones. At the most that
+/// engines log, some millions a second, that is several milliseconds; they look
+/// at the clock and pass the record on within microseconds.
+pub const LOG_SLACK_RECORDS: usize = 1 << 14;
+
+/// What a record takes up in the file, at most, in bytes: its columns uncompressed,
+/// and a little.
+const RECORD_BYTES_MAX: u64 = 40;
+
+/// Writes records to one file of an access log.
+pub struct AccessLogWriter {
+    partial: PartialFile,
+    writer: SerializedFileWriter<BufWriter<File>>,
+    meta: AccessLogMeta,
+    /// Records not written yet, in the order they came.
+    waiting: Vec<AccessRecord>,
+    /// Records written.
+    done: u64,
+    /// Time of the record written last.
+    last_time_ns: u64,
+}
+
+impl AccessLogWriter {
+    /// Begins a file that will be at `path`.
+    ///
+    /// # Errors
+    /// If no file can be made beside `path`.
+    pub fn create(path: &Path, meta: AccessLogMeta) -> Result<Self, TraceError> {
+        let (partial, file) = PartialFile::create(path)?;
+        let writer = parse_message_type(SCHEMA)
+            .and_then(|schema| {
+                SerializedFileWriter::new(
+                    BufWriter::with_capacity(1 << 18, file),
+                    Arc::new(schema),
+                    Arc::new(properties()),
+                )
+            })
+            .map_err(|error| write_error(path, error))?;
+        Ok(Self {
+            partial,
+            writer,
+            meta,
+            waiting: Vec::new(),
+            done: 0,
+            last_time_ns: 0,
+        })
+    }
+
+    /// The file goes on where one before it ended: no time in it is before `time_ns`.
+    pub(super) fn follow(&mut self, time_ns: u64) {
+        self.last_time_ns = time_ns;
+    }
+
+    /// What the file will say about itself.
+    pub const fn meta_mut(&mut self) -> &mut AccessLogMeta {
+        &mut self.meta
+    }
+
+    /// Records that were appended.
+    #[must_use]
+    pub const fn records(&self) -> u64 {
+        self.done + self.waiting.len() as u64
+    }
+
+    /// Bytes that the file will have, at most, but for its footer.
+    pub(super) fn bytes_max(&self) -> u64 {
+        self.writer.bytes_written() as u64 + self.waiting.len() as u64 * RECORD_BYTES_MAX
+    }
+
+    /// Writes `records`, perhaps later.
+    ///
+    /// # Errors
+    /// If the file cannot take them, or one of them can be no access: it ends
+    /// past 2^64, or is from after 2^63 ns. Those before it are written.
+    pub fn append(&mut self, records: &[AccessRecord]) -> Result<(), TraceError> {
+        for record in records {
+            if let Err(reason) = check(record) {
+                return Err(TraceError::Record {
+                    path: self.partial.path().to_owned(),
+                    record: self.records(),
+                    reason,
+                });
+            }
+            self.push(*record)?;
+        }
+        Ok(())
+    }
+
+    /// Writes a record that [`check`] has found to be one, perhaps later.
+    pub(super) fn push(&mut self, record: AccessRecord) -> Result<(), TraceError> {
+        self.waiting.push(record);
+        if self.waiting.len() == LOG_GROUP_RECORDS + LOG_SLACK_RECORDS {
+            self.flush(LOG_GROUP_RECORDS)?;
+        }
+        Ok(())
+    }
+
+    /// Completes the file, metadata and all; tells the time of its last record.
+    ///
+    /// # Errors
+    /// If the file cannot be completed.
+    pub fn finish(mut self) -> Result<u64, TraceError> {
+        while !self.waiting.is_empty() {
+            self.flush(LOG_GROUP_RECORDS)?;
+        }
+        let path = self.partial.path().to_owned();
+        let log = serde_json::to_string(&self.meta).map_err(|error| TraceError::File {
+            path: path.clone(),
+            reason: format!("its metadata cannot be written: {error}"),
+        })?;
+        self.writer
+            .append_key_value_metadata(KeyValue::new(LOG_KEY.to_owned(), log));
+        let buffer = self
+            .writer
+            .into_inner()
+            .map_err(|error| write_error(&path, error))?;
+        let file = buffer.into_inner().map_err(|error| TraceError::Io {
+            path,
+            source: error.into_error(),
+        })?;
+        self.partial.complete(&file)?;
+        Ok(self.last_time_ns)
+    }
+
+    /// Writes the oldest `count` of the waiting records, or all, as a row group.
+    fn flush(&mut self, count: usize) -> Result<(), TraceError> {
+        // Stable: records of one instant stay as they came.
+        self.waiting.sort_by_key(|record| record.time_ns);
+        let count = count.min(self.waiting.len());
+        let rows = &mut self.waiting[..count];
+        for row in &mut *rows {
+            if row.time_ns < self.last_time_ns {
+                row.time_ns = self.last_time_ns;
+                self.meta.late_records += 1;
+            }
+            self.last_time_ns = row.time_ns;
+        }
+        write_group(&mut self.writer, rows)
+            .map_err(|error| write_error(self.partial.path(), error))?;
+        self.done += count as u64;
+        self.waiting.drain(..count);
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for AccessLogWriter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AccessLogWriter")
+            .field("path", &self.partial.path())
+            .field("records", &self.records())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What would make the reader refuse the record.
+pub(super) fn check(record: &AccessRecord) -> Result<(), String> {
+    let AccessRecord {
+        time_ns,
+        address,
+        len_bytes,
+        ..
+    } = *record;
+    if address.checked_add(len_bytes.into()).is_none() {
+        return Err(format!(
+            "{len_bytes} bytes from address {address:#x} end past 2^64"
+        ));
+    }
+    if i64::try_from(time_ns).is_err() {
+        return Err(format!("time {time_ns} ns is past 2^63"));
+    }
+    Ok(())
+}
+
+/// Times are stored as differences; everything else repeats itself.
+fn properties() -> WriterProperties {
+    let pairs = [(FORMAT_KEY, FORMAT), (VERSION_KEY, VERSION)];
+    let time = ColumnPath::from("time_ns");
+    WriterProperties::builder()
+        .set_compression(Compression::LZ4_RAW)
+        .set_statistics_enabled(EnabledStatistics::Chunk)
+        .set_column_dictionary_enabled(time.clone(), false)
+        .set_column_encoding(time, Encoding::DELTA_BINARY_PACKED)
+        .set_max_row_group_row_count(Some(LOG_GROUP_RECORDS))
+        .set_created_by(concat!("pagetide ", env!("CARGO_PKG_VERSION")).to_owned())
+        .set_key_value_metadata(Some(
+            pairs
+                .into_iter()
+                .map(|(key, value)| KeyValue::new(key.to_owned(), value.to_owned()))
+                .collect(),
+        ))
+        .build()
+}
+
+fn write_group(
+    writer: &mut SerializedFileWriter<BufWriter<File>>,
+    rows: &[AccessRecord],
+) -> ParquetResult<()> {
+    let wide = |of: fn(&AccessRecord) -> u64| -> Vec<i64> {
+        rows.iter().map(|row| of(row).cast_signed()).collect()
+    };
+    let narrow = |of: fn(&AccessRecord) -> i32| -> Vec<i32> { rows.iter().map(of).collect() };
+    let mut group = writer.next_row_group()?;
+    write_column::<Int64Type>(&mut group, &wide(|row| row.time_ns), None)?;
+    write_column::<Int32Type>(&mut group, &narrow(|row| row.device.0.cast_signed()), None)?;
+    write_column::<Int32Type>(&mut group, &narrow(|row| row.space.0.cast_signed()), None)?;
+    write_column::<Int64Type>(&mut group, &wide(|row| row.address), None)?;
+    write_column::<Int32Type>(&mut group, &narrow(|row| row.len_bytes.cast_signed()), None)?;
+    write_column::<Int32Type>(&mut group, &narrow(|row| access_code(row.access)), None)?;
+    write_column::<Int32Type>(&mut group, &narrow(|row| service_code(row.service)), None)?;
+    group.close().map(drop)
+}
