@@ -6,8 +6,15 @@
 //! No I/O, no clock, no thread, no page: only sections, times given by the caller,
 //! and decisions. So the very code that decides in the daemon is replayed on traces in
 //! virtual time.
+//!
+//! - [`marks`]: when reclaim begins and ends.
+//! - [`sets`]: how hot each section is; [`victims`]: which one is evicted next.
+//! - [`protect`]: what devices touch, and which sections the evictor spares for it.
 
+mod links;
 pub mod marks;
 pub mod protect;
 #[cfg(test)]
 mod random;
+pub mod sets;
+pub mod victims;

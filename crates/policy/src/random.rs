@@ -21,4 +21,9 @@ impl Random {
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
+
+    /// A position in something `len` long.
+    pub(crate) fn index(&mut self, len: u64) -> usize {
+        usize::try_from(self.below(len)).expect("64 bits are 64 bits")
+    }
 }

@@ -257,7 +257,8 @@ impl Adp {
 
     /// The oldest of all but when nothing rests, which is rare: the VM has shrunk.
     fn oldest_inactive(&self) -> Option<Slot> {
-        std::iter::successors(self.order.oldest(), |slot| self.order.newer(*slot))
+        self.order
+            .oldest_first()
             .find(|slot| *self.order.state(*slot) != Block::Active)
     }
 

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Victims`]: which section is evicted next (Taiji 4.2, VPRI 6.2).
+//!
+//! # Who may go
+//! A scan takes every page out of the page tables and tells which sections were in use since the
+//! scan before. What goes must have rested since the scan for at least [`UNMAPPED_MIN`]: then nobody
+//! took a reference to it through a page table lately. Whether a page did rest, the owner of the
+//! pages says.
+//!
+//! # The passes of one reclaim
+//! ```text
+//!   ColdOnly      sections on the cold side that are not protected, coldest first
+//!   AllResting    not enough: the whole VM is hot; what rested since the scan, of any
+//!                 section that is not protected
+//!   Scan          not enough: scan, rest for UNMAPPED_MIN, and both again; at most
+//!                 PRESSED_SCANS_MAX times, for each costs every mapped page a small fault
+//!   Protected     still not enough, and a limit that must be kept: protected ones too
+//! ```
+//! [`passes`] tells this order, the owner does the steps and stops when it has enough. The last
+//! pass is the difference between protecting and locking: a VM whose limit cannot be kept otherwise
+//! loses protected sections, and that is counted.
+//!
+//! The clock is the caller's: times are durations since any fixed moment, and the same code serves
+//! the daemon and a replay in virtual time.
+
+use crate::{
+    marks::PRESSED_SCANS_MAX,
+    sets::{Drift, HotColdSets, Level},
+};
+use pagetide_addr::SectionNo;
+use std::time::Duration;
+
+/// How long a page must have been unmapped before it may go. A reference taken just before the
+/// unmapping by a copy in the kernel is gone by then.
+pub const UNMAPPED_MIN: Duration = Duration::from_millis(50);
+/// Sections drift towards cold at most this often, however often pressure makes the VM be scanned.
+pub const DRIFT_MIN: Duration = Duration::from_secs(1);
+
+/// Which sections a pass may take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Reach {
+    /// Sections on the cold side, but for protected ones.
+    ColdOnly,
+    /// All sections, but for protected ones.
+    AllResting,
+    /// Protected sections.
+    Protected,
+}
+
+/// How much a reclaim wants what it wants.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Need {
+    /// A limit must be kept: protected sections go rather than that the VM exceeds it.
+    Limit,
+    /// It was only asked for: what is protected stays.
+    Wish,
+}
+
+/// One step of a reclaim.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Step {
+    /// [`Victims::reclaim`] with this reach.
+    Take(Reach),
+    /// A scan, and then a rest of [`UNMAPPED_MIN`].
+    Scan,
+}
+
+/// The steps of one reclaim, to be done until there is enough. See the module.
+pub fn passes(need: Need) -> impl Iterator<Item = Step> {
+    const RESTING: [Step; 2] = [Step::Take(Reach::ColdOnly), Step::Take(Reach::AllResting)];
+    let pressed = (0..PRESSED_SCANS_MAX).flat_map(|_| [Step::Scan].into_iter().chain(RESTING));
+    let last_resort = match need {
+        Need::Limit => Some(Step::Take(Reach::Protected)),
+        Need::Wish => None,
+    };
+    RESTING.into_iter().chain(pressed).chain(last_resort)
+}
+
+/// What became of one section that was offered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Taken {
+    /// Pages of it that went.
+    pub pages: u64,
+    /// And now?
+    pub then: Then,
+}
+
+/// How it goes on after a section was offered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Then {
+    /// To the next section.
+    Next,
+    /// To the next section; this one has no page any more and leaves the sets.
+    Emptied,
+    /// To the next section; a device was using this one.
+    Busy,
+    /// No further.
+    Stop,
+}
+
+/// What one pass brought.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Reclaimed {
+    /// Pages that went.
+    pub evicted_pages: u64,
+    /// Of them, pages of protected sections.
+    pub protected_pages: u64,
+    /// Sections passed over because a device was using them.
+    pub busy_sections: u64,
+    /// Sections passed over because they are protected.
+    pub spared_sections: u64,
+}
+
+/// The sections of one VM as the evictor sees them. See the module.
+#[derive(Debug, Default)]
+pub struct Victims {
+    sets: HotColdSets,
+    scanned_at: Option<Duration>,
+    drifted_at: Option<Duration>,
+}
+
+impl Victims {
+    /// From now on there are just these sections; see [`HotColdSets::follow`].
+    pub fn follow(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
+        self.sets.follow(sections);
+    }
+
+    /// Hot and cold as far as known.
+    #[must_use]
+    pub fn sets(&self) -> &HotColdSets {
+        &self.sets
+    }
+
+    /// A scan has begun. Until [`Self::scanned`] nothing may go: a look that fails half-way has
+    /// unmapped some pages just now.
+    pub fn scan_begun(&mut self) {
+        self.scanned_at = None;
+    }
+
+    /// A scan has found that just these sections were touched since the one before. `now` is when the
+    /// last page was unmapped. Costs as much as was touched.
+    pub fn scanned(&mut self, now: Duration, touched: impl IntoIterator<Item = SectionNo>) {
+        let is_late = |at: Duration| now.saturating_sub(at) >= DRIFT_MIN;
+        let drift = if self.drifted_at.is_none_or(is_late) {
+            self.drifted_at = Some(now);
+            Drift::OneSet
+        } else {
+            Drift::None
+        };
+        self.sets.scanned(touched, drift);
+        self.scanned_at = Some(now);
+    }
+
+    /// When the last scan was, if it succeeded.
+    #[must_use]
+    pub fn scanned_at(&self) -> Option<Duration> {
+        self.scanned_at
+    }
+
+    /// True if the last scan is long enough ago for pages to be taken.
+    #[must_use]
+    pub fn is_rested(&self, now: Duration) -> bool {
+        self.scanned_at
+            .is_some_and(|at| now.saturating_sub(at) >= UNMAPPED_MIN)
+    }
+
+    /// `section`, which had lost all its pages, has some again.
+    pub fn filled(&mut self, section: SectionNo) {
+        self.sets.filled(section);
+    }
+
+    /// `section` has lost all its pages, not to a pass of this one.
+    pub fn emptied(&mut self, section: SectionNo) {
+        self.sets.emptied(section);
+    }
+
+    /// One pass: offers sections within `reach` to `evict`, coldest first, with the number of pages
+    /// still wanted, until `pages` went or nothing is left. Nothing is offered before the last scan is
+    /// [`UNMAPPED_MIN`] ago.
+    pub fn reclaim(
+        &mut self,
+        now: Duration,
+        pages: u64,
+        reach: Reach,
+        protected: impl Fn(SectionNo) -> bool,
+        mut evict: impl FnMut(SectionNo, u64) -> Taken,
+    ) -> Reclaimed {
+        let mut done = Reclaimed::default();
+        if !self.is_rested(now) {
+            return done;
+        }
+        let mut next = self.sets.coldest();
+        while let Some(slot) = next {
+            let left = pages.saturating_sub(done.evicted_pages);
+            let too_warm =
+                reach == Reach::ColdOnly && self.sets.level_at(slot) > Some(Level::Inactive);
+            if left == 0 || too_warm {
+                break;
+            }
+            next = self.sets.next_coldest(slot);
+            let section = self.sets.section(slot);
+            match (protected(section), reach) {
+                (true, Reach::ColdOnly | Reach::AllResting) => {
+                    done.spared_sections += 1;
+                    continue;
+                }
+                (false, Reach::Protected) => continue,
+                (true, Reach::Protected) | (false, Reach::ColdOnly | Reach::AllResting) => {}
+            }
+            let taken = evict(section, left);
+            done.evicted_pages += taken.pages;
+            if reach == Reach::Protected {
+                done.protected_pages += taken.pages;
+            }
+            match taken.then {
+                Then::Next => {}
+                Then::Emptied => self.sets.emptied_at(slot),
+                Then::Busy => done.busy_sections += 1,
+                Then::Stop => break,
+            }
+        }
+        done
+    }
+}
