@@ -80,6 +80,11 @@ impl Duty {
         self.tier = tier;
     }
 
+    /// Where they came from when that was last looked at.
+    pub(super) fn tier(&self) -> Tier {
+        self.tier
+    }
+
     /// Answers it.
     pub(super) fn answer(self, outcome: FaultOutcome) {
         self.answer_overwrite(outcome, 0);

@@ -2,7 +2,7 @@
 //! Serving one request of a tenant: by a worker, which may wait, or by an engine, which may not.
 
 use super::{FaultService, Tenant, duty::Duty, tenant::Waited, worker::Bearing};
-use pagetide_addr::{OVERWRITE_PAGES_MAX, PageNo, PageRange, RequestKind};
+use pagetide_addr::{OVERWRITE_PAGES_MAX, PageNo, PageRange, RequestKind, Tier};
 use pagetide_gmem::{Fault, FaultOutcome, Overwritten};
 use std::{sync::Arc, time::Duration};
 
@@ -41,7 +41,12 @@ pub(super) fn serve_at_once(tenant: &Tenant, mut duty: Duty) -> Result<(), Duty>
         return Ok(());
     };
     duty.begin();
-    duty.set_tier(tenant.tier_of(fault.pages));
+    let tier = tenant.tier_of(fault.pages);
+    // One that was given back was told of already.
+    if duty.tier() == Tier::Present {
+        tenant.note_fault(duty.request(), fault.pages, tier);
+    }
+    duty.set_tier(tier);
     match duty.request().kind {
         RequestKind::Demand | RequestKind::Slip => {
             match tenant.space.fault_without_waiting(&fault) {

@@ -10,14 +10,15 @@ use super::{
 };
 use crate::mmu::DmaMmu;
 use arc_swap::{ArcSwap, Guard};
-use pagetide_addr::{DeviceId, PageRange, PageRequest, Tier};
+use crossbeam_queue::ArrayQueue;
+use pagetide_addr::{DeviceId, PageRange, PageRequest, RequestKind, SectionNo, Tier};
 use pagetide_gmem::{AddressSpace, Fault};
 use std::{
     collections::HashMap,
     io,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError, Weak,
-        atomic::{AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -29,6 +30,12 @@ pub const DPU: DeviceId = DeviceId(1);
 /// tenant's worker that may run on any of them. One worker a CPU of a large VM, and thousands of
 /// threads for nobody.
 const WORKERS_MAX: usize = 64;
+
+/// Sections that devices found absent, of which nobody has heard yet, at most; who hears comes far
+/// more often than so many faults can be served.
+const NEWS_MAX: usize = 4096;
+/// Sections of one page request that are told; a device may ask for a terabyte.
+const SECTIONS_A_FAULT: usize = 8;
 
 /// How a wait ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -94,6 +101,10 @@ pub struct Tenant {
     /// Held shared while a request is served; closed for good when the tenant leaves.
     gate: RwLock<Gate>,
     leaving: Pause,
+    /// Page requests whose pages were really away; see [`Self::absent_faults`].
+    absent_faults: AtomicU64,
+    /// Their sections.
+    absent_sections: ArrayQueue<SectionNo>,
 }
 
 /// The workers of a tenant, each by its queue.
@@ -124,6 +135,8 @@ impl Tenant {
             workers: Mutex::default(),
             gate: RwLock::new(Gate::Open),
             leaving: Pause::default(),
+            absent_faults: AtomicU64::new(0),
+            absent_sections: ArrayQueue::new(NEWS_MAX),
         }
     }
 
@@ -224,6 +237,31 @@ impl Tenant {
             pages,
             access: request.access,
         })
+    }
+
+    /// I/O page faults so far on pages that were away. (A page request may ask for a page that is there,
+    /// and only its bit is not: after an attach each page's first DMA does.)
+    #[must_use]
+    pub fn absent_faults(&self) -> u64 {
+        self.absent_faults.load(Relaxed)
+    }
+
+    /// The section of such a fault that nobody was told of yet. If nobody asks, the oldest are
+    /// forgotten.
+    #[must_use]
+    pub fn next_absent_section(&self) -> Option<SectionNo> {
+        self.absent_sections.pop()
+    }
+
+    /// A request for pages of `tier` is about to be served.
+    pub(super) fn note_fault(&self, request: &PageRequest, pages: PageRange, tier: Tier) {
+        if tier == Tier::Present || request.kind == RequestKind::Slip {
+            return;
+        }
+        self.absent_faults.fetch_add(1, Relaxed);
+        for section in pages.sections().take(SECTIONS_A_FAULT) {
+            self.absent_sections.force_push(section);
+        }
     }
 
     pub(super) fn tier_of(&self, pages: PageRange) -> Tier {
