@@ -107,6 +107,8 @@ pub struct VmAccount {
     pub cpu_faults: u64,
     /// Sections evicted, each time counted.
     pub evicted_sections: u64,
+    /// Of those, sections that were protected: the limit could not be kept otherwise.
+    pub evicted_protected: u64,
     /// Scans of what was touched.
     pub scans: u64,
     /// Fills that went over the limit because nothing could be evicted at once.

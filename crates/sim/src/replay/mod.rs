@@ -27,13 +27,25 @@
 
 mod account;
 mod balance;
+mod direct_pool;
 mod error;
+mod fleet;
+mod machine;
+mod memory;
 mod page_cache;
+mod source;
+mod summary;
 
 pub use account::{Capacity, DeviceAccount, Share, VmAccount};
 pub use balance::{Need, balance};
+pub use direct_pool::DirectPool;
 pub use error::ReplayError;
+pub use fleet::{FleetParams, FleetReplay};
+pub use machine::{VmParams, VmReplay};
+pub use memory::Start;
 pub use page_cache::{DiskRequest, GuestPageCache, PageCacheCounts, PageCacheParams};
+pub use source::{DiskPath, DiskStream, TimedRequest, WithWorkingSet, spread};
+pub use summary::{DeviceSummary, ServiceSummary, Summary};
 
 pub use pagetide_trace::Service;
 

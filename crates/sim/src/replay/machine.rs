@@ -1,0 +1,376 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`VmReplay`]: one VM in virtual time.
+
+use super::{
+    AccessStream, Actor, Capacity, DeviceAccount, Need, ReplayAccess, ReplayError, Service,
+    VmAccount,
+    memory::{Found, Memory, Start},
+};
+use pagetide_addr::{DeviceId, SectionNo};
+use pagetide_policy::protect::{Fate, PolicyChoice, ProtectedSections, Protector, Touch};
+use rustc_hash::FxHashMap;
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+/// Time passes for policies this often, as in the daemon.
+const LOOK_ROUND: Duration = Duration::from_secs(1);
+/// From a policy's wish to have a section back until it is there: the log is read in batches, and a
+/// section takes some milliseconds to unpack.
+const BRING_BACK_AFTER: Duration = Duration::from_millis(50);
+/// Touches of a section further apart than this would be a fault, by the paper's estimate (4.2.2).
+pub(super) const LONG_REUSE: Duration = Duration::from_secs(300);
+/// Most sections of a VM: 8 TiB of 2 MiB each.
+const SECTIONS_MAX: u64 = 1 << 22;
+
+/// What a VM is and how it is looked after.
+#[derive(Clone, PartialEq, Debug)]
+pub struct VmParams {
+    /// Its memory, in sections.
+    pub sections: u64,
+    /// Bytes of a section: 2 MiB in the daemon, smaller for the small disks of old traces.
+    pub section_bytes: u64,
+    /// What its memory holds at first.
+    pub start: Start,
+    /// How the DMA of its devices is protected.
+    pub policy: PolicyChoice,
+    /// How often to note what each device's policy holds (VPRI Fig 17), if at all.
+    pub capacity_every: Option<Duration>,
+}
+
+/// One device of the VM.
+struct Device {
+    account: DeviceAccount,
+    /// Last touch of each section up to the highest, in nanoseconds and 1; 0 for never.
+    touched_ns: Vec<u64>,
+}
+
+/// See the module. Without a limit nothing is evicted: [`Self::set_limit`].
+pub struct VmReplay {
+    params: VmParams,
+    stream: Box<dyn AccessStream>,
+    /// The access that is next, if it was asked for.
+    waiting: Option<ReplayAccess>,
+    is_ended: bool,
+    accesses: u64,
+    memory: Memory,
+    protector: Protector,
+    protected: Arc<ProtectedSections>,
+    devices: Vec<Device>,
+    index_of: FxHashMap<DeviceId, usize>,
+    bring_backs: VecDeque<(Duration, SectionNo)>,
+    evicted: Vec<SectionNo>,
+    now: Duration,
+    looked_at: Duration,
+    noted_at: Option<Duration>,
+    look_at: Duration,
+    due: Duration,
+    faults_told: u64,
+    account: VmAccount,
+}
+
+impl VmReplay {
+    /// A VM at the beginning of its accesses.
+    ///
+    /// # Errors
+    /// [`ReplayError::Asked`] if it has no memory, or more than can be modelled.
+    pub fn new(params: VmParams, stream: Box<dyn AccessStream>) -> Result<Self, ReplayError> {
+        if params.sections == 0 || params.sections > SECTIONS_MAX {
+            return Err(ReplayError::Asked(format!(
+                "a VM of {} sections cannot be replayed: it has 1 to {SECTIONS_MAX}",
+                params.sections
+            )));
+        }
+        let protector = Protector::new(&params.policy, params.sections);
+        let account = VmAccount {
+            sections: params.sections,
+            section_bytes: params.section_bytes,
+            ..VmAccount::default()
+        };
+        Ok(Self {
+            memory: Memory::new(params.sections, params.section_bytes, params.start),
+            protected: Arc::clone(protector.protected()),
+            params,
+            stream,
+            waiting: None,
+            is_ended: false,
+            accesses: 0,
+            protector,
+            devices: Vec::new(),
+            index_of: FxHashMap::default(),
+            bring_backs: VecDeque::new(),
+            evicted: Vec::new(),
+            now: Duration::ZERO,
+            looked_at: Duration::ZERO,
+            noted_at: None,
+            look_at: Duration::ZERO,
+            due: Duration::ZERO,
+            faults_told: 0,
+            account,
+        })
+    }
+
+    /// Everything before `end`: accesses, and what the daemon does in between.
+    ///
+    /// # Errors
+    /// The stream's; an access outside the VM or before the one before.
+    pub fn run_until(&mut self, end: Duration) -> Result<(), ReplayError> {
+        while let Some(access) = self.next_access()? {
+            if access.at >= end {
+                self.waiting = Some(access);
+                break;
+            }
+            self.pass_to(access.at);
+            self.now = access.at;
+            self.touch(access);
+        }
+        self.pass_to(end);
+        self.now = self.now.max(end);
+        Ok(())
+    }
+
+    /// Most sections that may be present from now on; `None` for any number.
+    pub fn set_limit(&mut self, sections: Option<u64>) {
+        self.count_time(self.now);
+        self.memory.set_limit(sections);
+        self.memory
+            .keep(self.now, &self.protected, &mut self.evicted);
+        self.tell_fates();
+        self.find_due();
+    }
+
+    /// True if every access has been made.
+    #[must_use]
+    pub fn is_ended(&self) -> bool {
+        self.is_ended && self.waiting.is_none()
+    }
+
+    /// What the VM needs, by what has happened since this was asked last.
+    pub fn need(&mut self) -> Need {
+        let devices: u64 = self.devices.iter().map(|d| d.account.faults).sum();
+        let faults = self.account.cpu_faults + devices;
+        let since = faults - std::mem::replace(&mut self.faults_told, faults);
+        let sections = self.memory.len();
+        Need {
+            sections,
+            taken_sections: sections - self.memory.limit().unwrap_or(sections).min(sections),
+            cold_sections: self.memory.cold(),
+            faults: since,
+        }
+    }
+
+    /// What has happened until now.
+    #[must_use]
+    pub fn account(&mut self) -> VmAccount {
+        self.count_time(self.now);
+        let counts = self.memory.counts();
+        VmAccount {
+            time: self.now,
+            evicted_sections: counts.evicted_sections,
+            evicted_protected: counts.evicted_protected,
+            scans: counts.scans,
+            over_limit_fills: counts.over_limit_fills,
+            bring_backs: counts.bring_backs,
+            wasted_bring_backs: counts.wasted_bring_backs,
+            devices: self.devices.iter().map(|d| d.account.clone()).collect(),
+            ..self.account.clone()
+        }
+    }
+
+    fn next_access(&mut self) -> Result<Option<ReplayAccess>, ReplayError> {
+        if let Some(access) = self.waiting.take() {
+            return Ok(Some(access));
+        }
+        if self.is_ended {
+            return Ok(None);
+        }
+        let Some(access) = self.stream.next()? else {
+            self.is_ended = true;
+            return Ok(None);
+        };
+        let number = self.accesses;
+        self.accesses += 1;
+        if access.section.0 >= self.params.sections {
+            return Err(ReplayError::Outside {
+                access: number,
+                section: access.section.0,
+                sections: self.params.sections,
+            });
+        }
+        if access.at < self.now {
+            return Err(ReplayError::Backwards {
+                access: number,
+                at: access.at,
+                before: self.now,
+            });
+        }
+        Ok(Some(access))
+    }
+
+    fn touch(&mut self, access: ReplayAccess) {
+        let found = self.memory.touch(access.section);
+        let faulted = found == Found::Evicted;
+        match access.actor {
+            Actor::Cpu => {
+                self.account.cpu_touches += 1;
+                self.account.cpu_faults += u64::from(faulted);
+            }
+            Actor::Device(id, service) => {
+                let device = self.device(id, service);
+                device.touch(&access);
+                if faulted {
+                    device.account.faults += 1;
+                    self.protector
+                        .fate(access.section, Fate::Faulted, access.at);
+                }
+            }
+        }
+        if found != Found::Present {
+            self.memory
+                .fill(self.now, access.section, &self.protected, &mut self.evicted);
+            self.tell_fates();
+            self.find_due();
+        }
+        if let Actor::Device(id, _) = access.actor {
+            let touch = Touch {
+                section: access.section,
+                at: access.at,
+                access: access.access,
+                bytes: access.bytes,
+            };
+            self.protector.touched(id, touch);
+            self.note_wishes();
+        }
+    }
+
+    fn device(&mut self, id: DeviceId, service: Service) -> &mut Device {
+        let devices = &mut self.devices;
+        let index = *self.index_of.entry(id).or_insert_with(|| {
+            devices.push(Device {
+                account: DeviceAccount::new(id, service),
+                touched_ns: Vec::new(),
+            });
+            devices.len() - 1
+        });
+        &mut devices[index]
+    }
+
+    /// Does what falls due up to `to`, in order.
+    fn pass_to(&mut self, to: Duration) {
+        while self.due <= to {
+            self.now = self.due;
+            if self.now >= self.look_at {
+                self.look();
+            }
+            self.memory
+                .pass(self.now, &self.protected, &mut self.evicted);
+            self.tell_fates();
+            self.bring_back();
+            self.find_due();
+        }
+    }
+
+    /// Once a second.
+    fn look(&mut self) {
+        self.look_at = self.now + LOOK_ROUND;
+        self.count_time(self.now);
+        self.protector.passed(self.now);
+        self.note_wishes();
+        self.memory
+            .keep(self.now, &self.protected, &mut self.evicted);
+    }
+
+    fn find_due(&mut self) {
+        let wish = self.bring_backs.front().map(|(at, _)| *at);
+        let due = self.look_at.min(self.memory.due());
+        self.due = wish.map_or(due, |wish| due.min(wish));
+    }
+
+    fn tell_fates(&mut self) {
+        if self.evicted.is_empty() {
+            return;
+        }
+        for section in self.evicted.drain(..) {
+            self.protector.fate(section, Fate::Evicted, self.now);
+        }
+        self.note_wishes();
+    }
+
+    fn note_wishes(&mut self) {
+        let wishes = self.protector.take_bring_backs();
+        if wishes.is_empty() {
+            return;
+        }
+        let at = self.now + BRING_BACK_AFTER;
+        self.bring_backs
+            .extend(wishes.into_iter().map(|section| (at, section)));
+        self.find_due();
+    }
+
+    fn bring_back(&mut self) {
+        while let Some((at, section)) = self.bring_backs.front().copied() {
+            if at > self.now {
+                return;
+            }
+            self.bring_backs.pop_front();
+            self.memory
+                .bring_back(self.now, section, &self.protected, &mut self.evicted);
+            self.tell_fates();
+        }
+    }
+
+    /// Adds what was held since the last time to the account.
+    fn count_time(&mut self, now: Duration) {
+        let time = now.saturating_sub(self.looked_at);
+        self.looked_at = now;
+        let limit = self.memory.limit().unwrap_or(u64::MAX);
+        self.account.limit.add(limit.min(self.memory.len()), time);
+        self.account.resident.add(self.memory.present(), time);
+        self.account.protected.add(self.protected.len(), time);
+        let note = self.params.capacity_every.filter(|every| {
+            self.noted_at
+                .is_none_or(|at| now.saturating_sub(at) >= *every)
+        });
+        if note.is_some() {
+            self.noted_at = Some(now);
+        }
+        for (id, report) in self.protector.reports() {
+            let Some(device) = self
+                .index_of
+                .get(&id)
+                .map(|i| &mut self.devices[*i].account)
+            else {
+                continue;
+            };
+            device.protected.add(report.protected_sections, time);
+            device.dropped_sections = report.dropped_sections;
+            device.policy_bytes_max = device.policy_bytes_max.max(report.bytes);
+            if note.is_some() {
+                device.capacity.push(Capacity {
+                    at: now,
+                    watched_sections: report
+                        .tracked_sections
+                        .saturating_sub(report.protected_sections),
+                    protected_sections: report.protected_sections,
+                });
+            }
+        }
+    }
+}
+
+impl Device {
+    fn touch(&mut self, access: &ReplayAccess) {
+        let account = &mut self.account;
+        account.touches += 1;
+        account.bytes += access.bytes;
+        let index = access.section.index();
+        if self.touched_ns.len() <= index {
+            self.touched_ns.resize(index + 1, 0);
+        }
+        let now = u64::try_from(access.at.as_nanos()).unwrap_or(u64::MAX - 1) + 1;
+        let last = std::mem::replace(&mut self.touched_ns[index], now);
+        if last == 0 {
+            account.footprint_sections += 1;
+        } else if u128::from(now.saturating_sub(last)) > LONG_REUSE.as_nanos() {
+            account.long_reuses += 1;
+        }
+    }
+}

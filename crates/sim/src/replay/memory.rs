@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Memory`]: the sections of one VM, present or evicted, and the rounds that keep it within its limit.
+//!
+//! The rounds are those of the daemon, in virtual time:
+//! ```text
+//!   every 5 s                scan: what was touched becomes warmer, the rest drifts
+//!   free below the low mark  the passes of one reclaim (`pagetide_policy::victims`), until free is above
+//!                            the high mark
+//! ```
+//! A section rests while it was not touched since the last scan. A fill counts as a touch: the page tables
+//! have the page then.
+
+use pagetide_addr::{PAGE_BYTES, SectionNo};
+use pagetide_policy::{
+    marks::{HIGH_PERMILLE, LOW_PERMILLE, SCAN_ROUND},
+    protect::ProtectedSections,
+    sets::Level,
+    victims::{self, Need, Reach, Step, Taken, Then, UNMAPPED_MIN, Victims},
+};
+use std::time::Duration;
+
+/// What a VM's memory holds when a replay begins.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Start {
+    /// All of it is present: the VM has been running for a while.
+    AllPresent,
+    /// None of it was ever touched: the VM boots. A first touch takes memory and is no fault.
+    Untouched,
+}
+
+/// How a section was found by a touch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Found {
+    Present,
+    /// It never held anything.
+    Fresh,
+    Evicted,
+}
+
+/// What is known of one section.
+#[derive(Clone, Copy, Default, Debug)]
+struct State {
+    present: bool,
+    /// Since the last scan.
+    touched: bool,
+    /// Not present, and its content is elsewhere.
+    evicted: bool,
+    /// A policy had it brought back, and nobody touched it since.
+    brought_back: bool,
+}
+
+/// A reclaim that has just scanned, and goes on when pages have rested.
+struct Resting {
+    again_at: Duration,
+    steps: Steps,
+}
+
+/// What a reclaim has yet to try.
+type Steps = Box<dyn Iterator<Item = Step> + Send>;
+
+/// What the memory counts.
+#[derive(Clone, Copy, Default, Debug)]
+pub(super) struct Counts {
+    pub(super) evicted_sections: u64,
+    pub(super) evicted_protected: u64,
+    pub(super) scans: u64,
+    pub(super) over_limit_fills: u64,
+    pub(super) bring_backs: u64,
+    pub(super) wasted_bring_backs: u64,
+}
+
+/// See the module.
+pub(super) struct Memory {
+    sections: Vec<State>,
+    section_pages: u64,
+    present: u64,
+    limit: Option<u64>,
+    victims: Victims,
+    touched: Vec<SectionNo>,
+    scan_at: Duration,
+    resting: Option<Resting>,
+    counts: Counts,
+}
+
+impl Memory {
+    pub(super) fn new(sections: u64, section_bytes: u64, start: Start) -> Self {
+        let present = start == Start::AllPresent;
+        let state = State {
+            present,
+            ..State::default()
+        };
+        let numbers = (0..sections).map(SectionNo);
+        let mut victims = Victims::default();
+        victims.follow(numbers.clone());
+        if !present {
+            numbers.for_each(|section| victims.emptied(section));
+        }
+        Self {
+            sections: vec![state; usize::try_from(sections).unwrap_or(usize::MAX)],
+            section_pages: (section_bytes / PAGE_BYTES).max(1),
+            present: if present { sections } else { 0 },
+            limit: None,
+            victims,
+            touched: Vec::new(),
+            scan_at: Duration::ZERO,
+            resting: None,
+            counts: Counts::default(),
+        }
+    }
+
+    pub(super) fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    pub(super) fn present(&self) -> u64 {
+        self.present
+    }
+
+    pub(super) fn limit(&self) -> Option<u64> {
+        self.limit
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.sections.len() as u64
+    }
+
+    /// Sections on the cold side, and those that are not present.
+    pub(super) fn cold(&self) -> u64 {
+        let warm = |(level, count): (Level, u64)| if level > Level::Inactive { count } else { 0 };
+        self.len() - self.victims.sets().counts().map(warm).iter().sum::<u64>()
+    }
+
+    pub(super) fn set_limit(&mut self, sections: Option<u64>) {
+        self.limit = sections;
+    }
+
+    /// When something is to be done next: [`Self::pass`].
+    pub(super) fn due(&self) -> Duration {
+        match &self.resting {
+            Some(resting) => resting.again_at.min(self.scan_at),
+            None => self.scan_at,
+        }
+    }
+
+    /// Does what is due at `now`. Sections that went are added to `evicted`.
+    pub(super) fn pass(
+        &mut self,
+        now: Duration,
+        protected: &ProtectedSections,
+        evicted: &mut Vec<SectionNo>,
+    ) {
+        if now >= self.scan_at {
+            self.scan(now);
+        }
+        if let Some(resting) = self.resting.take_if(|resting| now >= resting.again_at) {
+            self.reclaim(now, resting.steps, protected, evicted);
+        }
+    }
+
+    /// A section is touched.
+    pub(super) fn touch(&mut self, section: SectionNo) -> Found {
+        let state = &mut self.sections[section.index()];
+        if !state.present {
+            return if state.evicted {
+                Found::Evicted
+            } else {
+                Found::Fresh
+            };
+        }
+        state.brought_back = false;
+        if !state.touched {
+            state.touched = true;
+            self.touched.push(section);
+        }
+        Found::Present
+    }
+
+    /// A section that is not present is made so. If the limit is reached, others go first.
+    pub(super) fn fill(
+        &mut self,
+        now: Duration,
+        section: SectionNo,
+        protected: &ProtectedSections,
+        evicted: &mut Vec<SectionNo>,
+    ) {
+        if self.free_pages() < self.section_pages.cast_signed() {
+            self.press(now, protected, evicted);
+            if self.free_pages() < self.section_pages.cast_signed() {
+                self.counts.over_limit_fills += 1;
+            }
+        }
+        self.present += 1;
+        self.victims.filled(section);
+        let state = &mut self.sections[section.index()];
+        state.present = true;
+        state.evicted = false;
+        if !state.touched {
+            state.touched = true;
+            self.touched.push(section);
+        }
+        self.keep(now, protected, evicted);
+    }
+
+    /// The same at a policy's wish. False if there was nothing to bring.
+    pub(super) fn bring_back(
+        &mut self,
+        now: Duration,
+        section: SectionNo,
+        protected: &ProtectedSections,
+        evicted: &mut Vec<SectionNo>,
+    ) -> bool {
+        let there = self.sections.get(section.index());
+        if !there.is_some_and(|state| state.evicted) {
+            return false;
+        }
+        self.fill(now, section, protected, evicted);
+        self.sections[section.index()].brought_back = true;
+        self.counts.bring_backs += 1;
+        true
+    }
+
+    /// Begins to reclaim if too little is free.
+    pub(super) fn keep(
+        &mut self,
+        now: Duration,
+        protected: &ProtectedSections,
+        evicted: &mut Vec<SectionNo>,
+    ) {
+        let low = self.limit_pages().unwrap_or(0) * LOW_PERMILLE / 1000;
+        if self.limit.is_some() && self.free_pages() < low {
+            self.press(now, protected, evicted);
+        }
+    }
+
+    /// Reclaims, unless that is under way and waits for pages to have rested.
+    fn press(
+        &mut self,
+        now: Duration,
+        protected: &ProtectedSections,
+        evicted: &mut Vec<SectionNo>,
+    ) {
+        if self.resting.is_none() {
+            let steps = Box::new(victims::passes(Need::Limit));
+            self.reclaim(now, steps, protected, evicted);
+        }
+    }
+
+    fn reclaim(
+        &mut self,
+        now: Duration,
+        mut steps: Steps,
+        protected: &ProtectedSections,
+        evicted: &mut Vec<SectionNo>,
+    ) {
+        loop {
+            let wanted = self.pages_to_high_mark();
+            if wanted == 0 {
+                return;
+            }
+            match steps.next() {
+                Some(Step::Take(reach)) => self.evict(now, wanted, reach, protected, evicted),
+                Some(Step::Scan) => {
+                    self.scan(now);
+                    let again_at = now + UNMAPPED_MIN;
+                    self.resting = Some(Resting { again_at, steps });
+                    return;
+                }
+                None => return,
+            }
+        }
+    }
+
+    fn evict(
+        &mut self,
+        now: Duration,
+        pages: u64,
+        reach: Reach,
+        protected: &ProtectedSections,
+        evicted: &mut Vec<SectionNo>,
+    ) {
+        let (sections, counts, present) = (&mut self.sections, &mut self.counts, &mut self.present);
+        let section_pages = self.section_pages;
+        let spared = |section| protected.contains(section);
+        let take = |section: SectionNo, _left| {
+            let state = &mut sections[section.index()];
+            if !state.present || state.touched {
+                return Taken {
+                    pages: 0,
+                    then: Then::Next,
+                };
+            }
+            counts.wasted_bring_backs += u64::from(state.brought_back);
+            counts.evicted_sections += 1;
+            *present -= 1;
+            *state = State {
+                evicted: true,
+                ..State::default()
+            };
+            evicted.push(section);
+            Taken {
+                pages: section_pages,
+                then: Then::Emptied,
+            }
+        };
+        let done = self.victims.reclaim(now, pages, reach, spared, take);
+        counts.evicted_protected += done.protected_pages / section_pages;
+    }
+
+    fn scan(&mut self, now: Duration) {
+        for section in &self.touched {
+            self.sections[section.index()].touched = false;
+        }
+        self.victims.scanned(now, self.touched.drain(..));
+        self.scan_at = now + SCAN_ROUND;
+        self.counts.scans += 1;
+    }
+
+    fn limit_pages(&self) -> Option<i64> {
+        let pages = self.limit?.saturating_mul(self.section_pages);
+        Some(i64::try_from(pages).unwrap_or(i64::MAX / 1000))
+    }
+
+    fn free_pages(&self) -> i64 {
+        let present = (self.present * self.section_pages).cast_signed();
+        self.limit_pages()
+            .map_or(i64::MAX, |limit| limit.saturating_sub(present))
+    }
+
+    fn pages_to_high_mark(&self) -> u64 {
+        let Some(limit) = self.limit_pages() else {
+            return 0;
+        };
+        let high = limit.saturating_mul(HIGH_PERMILLE) / 1000;
+        u64::try_from(high - self.free_pages()).unwrap_or(0)
+    }
+}

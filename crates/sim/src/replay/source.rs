@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Streams of accesses: what a guest makes of requests to its disks, and what its CPUs do meanwhile.
+
+use super::{
+    AccessStream, Actor, DirectPool, DiskRequest, GuestPageCache, PageCacheCounts, ReplayAccess,
+    ReplayError,
+};
+use pagetide_addr::{Access, SectionNo};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+/// CPUs touch their working set this often: at least once between two scans of the daemon, so that each
+/// sees it in use.
+const WORKING_SET_ROUND: Duration = Duration::from_secs(4);
+
+/// Where DMA of a guest's disks lands.
+#[derive(Debug)]
+pub enum DiskPath {
+    /// In its page cache.
+    Cached(GuestPageCache),
+    /// In buffers of its programs.
+    Direct(DirectPool),
+}
+
+/// A request with its time since the start of the replay.
+pub type TimedRequest = (Duration, DiskRequest);
+
+/// Accesses that follow from requests to the disks of one guest. What is dirty at the end stays so.
+pub struct DiskStream<I> {
+    requests: I,
+    path: DiskPath,
+    next: Option<TimedRequest>,
+    ready: VecDeque<ReplayAccess>,
+    made: Vec<ReplayAccess>,
+    counts: Arc<Mutex<PageCacheCounts>>,
+}
+
+impl<I> DiskStream<I>
+where
+    I: Iterator<Item = Result<TimedRequest, ReplayError>> + Send,
+{
+    /// The accesses of `requests`, whose times never run backwards.
+    pub fn new(requests: I, path: DiskPath) -> Self {
+        Self {
+            requests,
+            path,
+            next: None,
+            ready: VecDeque::new(),
+            made: Vec::new(),
+            counts: Arc::default(),
+        }
+    }
+
+    /// Where the counts of the page cache are when the stream has ended.
+    #[must_use]
+    pub fn counts(&self) -> Arc<Mutex<PageCacheCounts>> {
+        Arc::clone(&self.counts)
+    }
+
+    fn ended(&self) {
+        if let DiskPath::Cached(cache) = &self.path {
+            *self.counts.lock().unwrap_or_else(PoisonError::into_inner) = cache.counts();
+        }
+    }
+}
+
+impl<I> AccessStream for DiskStream<I>
+where
+    I: Iterator<Item = Result<TimedRequest, ReplayError>> + Send,
+{
+    fn next(&mut self) -> Result<Option<ReplayAccess>, ReplayError> {
+        loop {
+            if let Some(access) = self.ready.pop_front() {
+                return Ok(Some(access));
+            }
+            if self.next.is_none() {
+                self.next = self.requests.next().transpose()?;
+            }
+            let Some((at, request)) = self.next else {
+                self.ended();
+                return Ok(None);
+            };
+            match &mut self.path {
+                DiskPath::Cached(cache) => match cache.due().filter(|due| *due <= at) {
+                    Some(due) => cache.passed(due, &mut self.made),
+                    None => {
+                        self.next = None;
+                        cache.request(at, &request, &mut self.made)?;
+                    }
+                },
+                DiskPath::Direct(pool) => {
+                    self.next = None;
+                    pool.request(at, &request, &mut self.made)?;
+                }
+            }
+            self.ready.extend(self.made.drain(..));
+        }
+    }
+}
+
+/// A stream, and beside it CPUs that keep using the same sections as long as it lasts.
+pub struct WithWorkingSet<S> {
+    stream: S,
+    next: Option<ReplayAccess>,
+    sections: Vec<SectionNo>,
+    /// The section to be touched next in this round.
+    at: usize,
+    round: Duration,
+}
+
+impl<S: AccessStream> WithWorkingSet<S> {
+    /// `stream`, with `sections` in use by CPUs.
+    pub fn new(stream: S, sections: Vec<SectionNo>) -> Self {
+        Self {
+            stream,
+            next: None,
+            sections,
+            at: 0,
+            round: Duration::ZERO,
+        }
+    }
+}
+
+impl<S: AccessStream> AccessStream for WithWorkingSet<S> {
+    fn next(&mut self) -> Result<Option<ReplayAccess>, ReplayError> {
+        if self.next.is_none() {
+            self.next = self.stream.next()?;
+        }
+        let Some(next) = self.next else {
+            return Ok(None);
+        };
+        if self.round > next.at {
+            return Ok(self.next.take());
+        }
+        let Some(section) = self.sections.get(self.at).copied() else {
+            // All of this round: the next is later, and there is none if nothing is in use.
+            self.at = 0;
+            self.round = match self.sections.is_empty() {
+                true => Duration::MAX,
+                false => self.round + WORKING_SET_ROUND,
+            };
+            return self.next();
+        };
+        self.at += 1;
+        Ok(Some(ReplayAccess {
+            at: self.round,
+            actor: Actor::Cpu,
+            section,
+            access: Access::Write,
+            bytes: 0,
+        }))
+    }
+}
+
+/// The first of `sections`, a share of them in thousandths, spread evenly.
+#[must_use]
+pub fn spread(sections: &[SectionNo], permille: u64) -> Vec<SectionNo> {
+    let permille = permille.min(1000);
+    let chosen = |i: usize| (i as u64 + 1) * permille / 1000 > i as u64 * permille / 1000;
+    let numbered = sections.iter().enumerate();
+    numbered
+        .filter(|(i, _)| chosen(*i))
+        .map(|(_, section)| *section)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::PageCacheParams;
+    use pagetide_addr::DeviceId;
+
+    fn drain(mut stream: impl AccessStream) -> Vec<ReplayAccess> {
+        std::iter::from_fn(|| stream.next().unwrap()).collect()
+    }
+
+    fn request(at_s: u64, offset_bytes: u64, access: Access) -> Result<TimedRequest, ReplayError> {
+        let request = DiskRequest {
+            number: 0,
+            disk: DeviceId(1),
+            offset_bytes,
+            len_bytes: 4096,
+            access,
+        };
+        Ok((Duration::from_secs(at_s), request))
+    }
+
+    #[test]
+    fn dirty_page_is_written_back_at_the_tick_after_it_expired_and_before_later_requests() {
+        let params = PageCacheParams::at_the_end_of(4 << 20, 2 << 20, 2 << 20);
+        let cache = GuestPageCache::new(params).unwrap();
+        let requests = [
+            request(2, 0, Access::Write),
+            request(36, 8192, Access::Read),
+        ];
+        let stream = DiskStream::new(requests.into_iter(), DiskPath::Cached(cache));
+        let counts = stream.counts();
+        let disk = Actor::Device(DeviceId(1), crate::replay::Service::Block);
+        let seen: Vec<_> = drain(stream)
+            .iter()
+            .map(|a| (a.at.as_secs(), a.actor, a.access))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                (2, Actor::Cpu, Access::Write),
+                (35, disk, Access::Read),
+                (36, disk, Access::Write)
+            ]
+        );
+        let counts = *counts.lock().unwrap();
+        assert_eq!((counts.written_back, counts.read_misses), (1, 1));
+    }
+
+    #[test]
+    fn working_set_is_touched_every_round_while_the_stream_lasts() {
+        let touch = |at_s| ReplayAccess {
+            at: Duration::from_secs(at_s),
+            actor: Actor::Cpu,
+            section: SectionNo(9),
+            access: Access::Read,
+            bytes: 1,
+        };
+        let set = vec![SectionNo(1), SectionNo(2)];
+        let stream = WithWorkingSet::new([touch(3), touch(4)].into_iter(), set);
+        let seen: Vec<_> = drain(stream)
+            .iter()
+            .map(|a| (a.at.as_secs(), a.section.0))
+            .collect();
+        assert_eq!(seen, [(0, 1), (0, 2), (3, 9), (4, 1), (4, 2), (4, 9)]);
+        let none = WithWorkingSet::new([touch(3)].into_iter(), vec![]);
+        assert_eq!(drain(none).len(), 1);
+    }
+
+    #[test]
+    fn spread_takes_its_share_from_everywhere() {
+        let sections: Vec<_> = (0..1000).map(SectionNo).collect();
+        for (permille, len) in [(0, 0), (1, 1), (250, 250), (999, 999), (1000, 1000)] {
+            assert_eq!(spread(&sections, permille).len(), len);
+        }
+        let quarter = spread(&sections, 250);
+        assert!(quarter.windows(2).all(|pair| pair[1].0 - pair[0].0 == 4));
+    }
+}
