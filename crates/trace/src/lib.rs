@@ -23,6 +23,9 @@ pub use access::analysis::{
     DEVICES_MAX, DeviceAnalysis, FAULT_INTERVAL, FootprintShares, GrowthCurve, Locality, PAIRS_MAX,
     ReuseRow, SectionTouch, ServiceAnalysis, Tallies,
 };
+pub use access::block::{
+    BlockAbout, BlockFormat, BlockOptions, BlockRequest, BlockTrace, ByteOrder, open_block_trace,
+};
 pub use access::log::{
     AccessLog, AccessLogMeta, AccessLogReader, AccessLogWriter, LOG_FILE_BYTES_MIN,
     LOG_GROUP_RECORDS, LOG_SLACK_RECORDS, LogLimits, LoggedDevice, RotatingLog,

@@ -18,6 +18,7 @@
 //! access log are counted in it, from 0.
 
 pub(crate) mod analysis;
+pub(crate) mod block;
 pub(crate) mod log;
 
 use pagetide_addr::{Access, DeviceId, DomainId};
