@@ -17,4 +17,6 @@ pub mod protect;
 #[cfg(test)]
 mod random;
 pub mod sets;
+#[cfg(test)]
+mod sets_tests;
 pub mod victims;

@@ -229,6 +229,28 @@ impl HotColdSets {
         }
     }
 
+    /// Looks at up to `sections_max` of the emptied sections, those first that were not looked at for
+    /// longest, and puts those that have pages again back into the sets.
+    pub fn look_at_empty(
+        &mut self,
+        sections_max: u64,
+        mut has_pages: impl FnMut(SectionNo) -> bool,
+    ) {
+        let empty = self.lists[EMPTY].len().min(sections_max);
+        for _ in 0..empty {
+            let Some(slot) = self.lists[EMPTY].first() else {
+                return;
+            };
+            let section = self.sections.section(slot);
+            if has_pages(section) {
+                self.filled(section);
+            } else {
+                self.sections.take_out(&mut self.lists[EMPTY], slot);
+                self.sections.put_last(&mut self.lists[EMPTY], slot);
+            }
+        }
+    }
+
     /// Set of a section, if it is in one.
     #[must_use]
     pub fn level(&self, section: SectionNo) -> Option<Level> {
@@ -273,7 +295,7 @@ impl HotColdSets {
             .map(|slot| self.section(slot))
     }
 
-    /// The sections that were emptied and not filled, in the order in which they were.
+    /// The sections that were emptied and not filled; that which was not looked at for longest first.
     pub fn empty_sections(&self) -> impl Iterator<Item = SectionNo> + '_ {
         std::iter::successors(self.lists[EMPTY].first(), |slot| self.sections.after(*slot))
             .map(|slot| self.section(slot))

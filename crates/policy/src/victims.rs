@@ -174,6 +174,12 @@ impl Victims {
         self.sets.emptied(section);
     }
 
+    /// Looks for emptied sections that have pages again though nobody touched them; see
+    /// [`HotColdSets::look_at_empty`].
+    pub fn look_at_empty(&mut self, sections_max: u64, has_pages: impl FnMut(SectionNo) -> bool) {
+        self.sets.look_at_empty(sections_max, has_pages);
+    }
+
     /// One pass: offers sections within `reach` to `evict`, coldest first, with the number of pages
     /// still wanted, until `pages` went or nothing is left. Nothing is offered before the last scan is
     /// [`UNMAPPED_MIN`] ago.
@@ -220,5 +226,155 @@ impl Victims {
             }
         }
         done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: Duration = Duration::from_secs(60);
+
+    /// Sections 0 and 1 are cold, 2 is cool, 3 is hot; 1 and 3 are protected.
+    fn victims() -> Victims {
+        let mut victims = Victims::default();
+        victims.follow((0..4).map(SectionNo));
+        for (scan, touched) in [&[2, 3][..], &[3], &[3], &[3]].iter().enumerate() {
+            let at = DRIFT_MIN * u32::try_from(scan).unwrap();
+            victims.scanned(at, touched.iter().copied().map(SectionNo));
+        }
+        let levels = (0..4).map(|section| victims.sets().level(SectionNo(section)).unwrap());
+        let expected = [Level::Cold, Level::Cold, Level::Cool, Level::Hot];
+        assert!(levels.eq(expected));
+        victims
+    }
+
+    fn is_protected(section: SectionNo) -> bool {
+        section.0 % 2 == 1
+    }
+
+    /// Offers sections of `section_pages` pages each; returns which were offered, and what came of it.
+    fn take(
+        victims: &mut Victims,
+        pages: u64,
+        reach: Reach,
+        section_pages: u64,
+    ) -> (Vec<u64>, Reclaimed) {
+        let mut offered = Vec::new();
+        let done = victims.reclaim(NOW, pages, reach, is_protected, |section, left| {
+            offered.push(section.0);
+            Taken {
+                pages: left.min(section_pages),
+                then: Then::Emptied,
+            }
+        });
+        (offered, done)
+    }
+
+    #[test]
+    fn each_pass_offers_what_is_in_its_reach_coldest_first() {
+        for (reach, expected, spared) in [
+            (Reach::ColdOnly, &[0, 2][..], 1),
+            (Reach::AllResting, &[0, 2], 2),
+            (Reach::Protected, &[1, 3], 0),
+        ] {
+            let (offered, done) = take(&mut victims(), 100, reach, 10);
+            assert_eq!(offered, expected, "{reach:?}");
+            assert_eq!(done.evicted_pages, 20, "{reach:?}");
+            assert_eq!(done.spared_sections, spared, "{reach:?}");
+            let protected = if reach == Reach::Protected { 20 } else { 0 };
+            assert_eq!(done.protected_pages, protected, "{reach:?}");
+        }
+    }
+
+    #[test]
+    fn pass_ends_when_there_is_enough_and_offers_what_is_still_wanted() {
+        let mut victims = victims();
+        let mut wanted = Vec::new();
+        let done = victims.reclaim(
+            NOW,
+            5,
+            Reach::AllResting,
+            |_| false,
+            |_, left| {
+                wanted.push(left);
+                Taken {
+                    pages: left.min(3),
+                    then: Then::Next,
+                }
+            },
+        );
+        assert_eq!(wanted, [5, 2]);
+        assert_eq!(done.evicted_pages, 5);
+    }
+
+    #[test]
+    fn emptied_section_is_not_offered_again_until_it_is_filled() {
+        let mut victims = victims();
+        assert_eq!(take(&mut victims, 10, Reach::ColdOnly, 10).0, [0]);
+        assert_eq!(take(&mut victims, 10, Reach::ColdOnly, 10).0, [2]);
+        assert_eq!(take(&mut victims, 10, Reach::ColdOnly, 10).0, []);
+        victims.filled(SectionNo(0));
+        assert_eq!(take(&mut victims, 10, Reach::AllResting, 10).0, [0]);
+    }
+
+    #[test]
+    fn nothing_is_offered_before_the_scan_has_rested_or_after_one_that_failed() {
+        let mut victims = victims();
+        victims.scanned(NOW, []);
+        assert!(!victims.is_rested(NOW + UNMAPPED_MIN / 2));
+        assert_eq!(take(&mut victims, 10, Reach::AllResting, 10).0, []);
+        assert!(victims.is_rested(NOW + UNMAPPED_MIN));
+        victims.scan_begun();
+        assert!(!victims.is_rested(NOW + UNMAPPED_MIN));
+    }
+
+    #[test]
+    fn busy_sections_are_counted_and_a_stop_ends_the_pass() {
+        let mut victims = victims();
+        let mut offered = 0;
+        let done = victims.reclaim(
+            NOW,
+            10,
+            Reach::AllResting,
+            |_| false,
+            |section, _| {
+                offered += 1;
+                let then = if section.0 < 2 {
+                    Then::Busy
+                } else {
+                    Then::Stop
+                };
+                Taken { pages: 0, then }
+            },
+        );
+        assert_eq!((offered, done.busy_sections), (3, 2));
+    }
+
+    #[test]
+    fn scans_in_quick_succession_let_nothing_drift() {
+        let mut victims = Victims::default();
+        victims.follow([SectionNo(0)]);
+        for scan in 0..20 {
+            victims.scanned(DRIFT_MIN / 20 * scan, []);
+        }
+        let level = victims.sets().level(SectionNo(0));
+        assert_eq!(level, Some(Level::Inactive), "one drift, at the first scan");
+        victims.scanned(DRIFT_MIN, []);
+        assert_eq!(victims.sets().level(SectionNo(0)), Some(Level::Cool));
+    }
+
+    #[test]
+    fn protected_sections_come_last_and_only_for_a_limit() {
+        let take = |reach| Step::Take(reach);
+        let pair = [take(Reach::ColdOnly), take(Reach::AllResting)];
+        let mut expected = pair.to_vec();
+        for _ in 0..PRESSED_SCANS_MAX {
+            expected.push(Step::Scan);
+            expected.extend(pair);
+        }
+        assert!(passes(Need::Wish).eq(expected.iter().copied()));
+        expected.push(take(Reach::Protected));
+        assert!(passes(Need::Limit).eq(expected));
     }
 }

@@ -6,18 +6,19 @@
 //! - [`slots`]: room for stored content within the pool.
 //! - [`tier`]: what stored content looks like: zero, lz4, verbatim; always with a CRC.
 //! - [`store`]: pool, slots and tiers together as gmem's `ContentStore`.
-//! - [`sets`]: hot and cold sections by what the tracker saw.
 //! - [`limit`]: the VM's limit with its marks.
-//! - [`evictor`]: one section out of memory; [`reclaim`]: which, and how many.
+//! - [`evictor`]: one section out of memory; [`reclaim`]: which, and how many,
+//!   as `pagetide-policy` decides.
 
 pub mod evictor;
 pub mod limit;
 pub mod pool;
 pub mod reclaim;
-pub mod sets;
 pub mod slots;
 pub mod store;
 pub mod tier;
+
+pub use pagetide_policy::sets;
 
 pub use evictor::{EvictReport, Evictor};
 pub use limit::Limit;

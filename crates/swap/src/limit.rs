@@ -20,6 +20,7 @@
 //! guest that stands still helps nobody, and the next rounds bring it back.
 
 use pagetide_gmem::Admission;
+use pagetide_policy::marks::{HIGH_PERMILLE, LOW_PERMILLE};
 use std::{
     sync::{
         Condvar, Mutex, MutexGuard, PoisonError,
@@ -30,10 +31,6 @@ use std::{
 
 /// Longest wait of one fill for an eviction.
 pub const ADMISSION_WAIT: Duration = Duration::from_millis(100);
-/// Free pages below which reclaim begins, in thousandths of the limit.
-const LOW_PERMILLE: i64 = 15;
-/// Free pages above which reclaim ends.
-const HIGH_PERMILLE: i64 = 30;
 /// Smallest limit that can work, in pages: a vCPU's instruction may need a handful of pages at
 /// once, each device queue its rings and a chain, and eviction goes by sections. 16 MiB.
 pub const LIMIT_PAGES_MIN: u64 = 4096;

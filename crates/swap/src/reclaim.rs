@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Reclaimer`]: which sections go, and when (Taiji 4.2; the reclaim loop of one VM).
+//! [`Reclaimer`]: the reclaim loop of one VM (Taiji 4.2).
+//!
+//! Which sections go, and in which order, [`pagetide_policy::victims`] decides. Here is what it is told and what
+//! is done about it: which pages were touched, and one section after the other through the [`Evictor`].
 //!
 //! # Which pages may go
 //! A scan takes every page out of the page tables (its content stays) and tells
@@ -9,27 +12,32 @@
 //! protection of the eviction round alone would not tell. This is looked at to
 //! choose, and again when the pages are protected.
 //!
-//! # Which go first
-//! Sections coldest first. A first pass takes sections on the cold side only.
-//! If that is not enough, the whole VM is hot: a second pass takes the pages
-//! that rested since the last scan, whatever their section. If even that is not
-//! enough, the caller scans again and comes back a moment later.
+//! # Sections without pages
+//! A section whose pages are all away is not looked at again before something is
+//! touched in it. Pages may come back without a touch (a device that asked for one, and then did
+//! not use it); so each scan looks at some of these sections, and all of them are looked
+//! at when memory is short.
 //!
 //! The clock is the caller's: times are durations since any fixed moment.
 
 use crate::{
     evictor::{Evictor, EvictorError},
     limit::Limit,
-    sets::{HotColdSets, Level, Seen},
     store::PutError,
 };
 use pagetide_addr::{PageSet, SectionNo};
 use pagetide_gmem::{EvictionError, PlaceError, State};
+use pagetide_policy::{
+    protect::ProtectedSections,
+    sets::HotColdSets,
+    victims::{Taken, Then, Victims},
+};
 use std::{sync::Arc, time::Duration};
 
-/// How long a page must have been unmapped before it may go. A reference taken just before the
-/// unmapping by a copy in the kernel is gone by then.
-pub const UNMAPPED_MIN: Duration = Duration::from_millis(50);
+pub use pagetide_policy::victims::{Reach, UNMAPPED_MIN};
+
+/// Sections without pages that each scan looks at: about half a millisecond.
+const EMPTY_LOOKED_AT: u64 = 256;
 
 /// Failure of a tracker, which has its own reasons.
 pub type TrackerError = Box<dyn std::error::Error + Send + Sync>;
@@ -58,15 +66,6 @@ pub trait AccessTracker: Send {
     fn mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError>;
 }
 
-/// How much may be taken.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Reach {
-    /// Sections on the cold side.
-    ColdOnly,
-    /// Every page that rested since the last scan.
-    AllResting,
-}
-
 /// What reclaiming brought.
 #[derive(Debug, Default)]
 pub struct Reclaimed {
@@ -74,8 +73,20 @@ pub struct Reclaimed {
     pub evicted_pages: u64,
     /// Sections passed over because a device was using them.
     pub busy_sections: u64,
+    /// Of the pages, those that a DMA protector would have kept.
+    pub protected_pages: u64,
     /// Why it ended early, if it did.
     pub stopped: Option<ReclaimStop>,
+}
+
+impl Reclaimed {
+    /// Takes another pass into account.
+    pub fn add(&mut self, pass: Self) {
+        self.evicted_pages += pass.evicted_pages;
+        self.busy_sections += pass.busy_sections;
+        self.protected_pages += pass.protected_pages;
+        self.stopped = pass.stopped.or(self.stopped.take());
+    }
 }
 
 /// Why reclaiming ends although pages are still wanted.
@@ -94,43 +105,52 @@ pub enum ReclaimStop {
 
 /// See the module. One a VM.
 pub struct Reclaimer {
-    evictor: Evictor,
-    limit: Arc<Limit>,
-    tracker: Box<dyn AccessTracker>,
-    sets: HotColdSets,
-    scanned_at: Option<Duration>,
-    drifted_at: Option<Duration>,
+    victims: Victims,
+    protected: Arc<ProtectedSections>,
+    memory: Memory,
+    empty: Looked,
 }
 
-/// Sections drift towards cold at most this often, however often pressure makes the VM be scanned.
-const DRIFT_MIN: Duration = Duration::from_secs(1);
+/// Which sections without pages were looked at since the last scan.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Looked {
+    AtSome,
+    AtAll,
+}
 
 impl Reclaimer {
-    /// A reclaimer that knows nothing yet of what is cold.
+    /// A reclaimer that knows nothing yet of what is cold, and spares nothing.
     #[must_use]
     pub fn new(evictor: Evictor, limit: Arc<Limit>, tracker: Box<dyn AccessTracker>) -> Self {
-        let mut sets = HotColdSets::default();
-        sets.follow(evictor.space().table().sections());
+        let mut victims = Victims::default();
+        victims.follow(evictor.space().table().sections());
         Self {
-            evictor,
-            limit,
-            tracker,
-            sets,
-            scanned_at: None,
-            drifted_at: None,
+            victims,
+            protected: Arc::default(),
+            memory: Memory {
+                evictor,
+                limit,
+                tracker,
+            },
+            empty: Looked::AtSome,
         }
     }
 
-    /// Hot and cold as far as known.
+    /// From now on these sections are spared.
+    pub fn spare(&mut self, protected: Arc<ProtectedSections>) {
+        self.protected = protected;
+    }
+
+    /// Hot and cold as far as known; sections without pages are in no set.
     #[must_use]
     pub fn sets(&self) -> &HotColdSets {
-        &self.sets
+        self.victims.sets()
     }
 
     /// When the last scan was.
     #[must_use]
     pub fn scanned_at(&self) -> Option<Duration> {
-        self.scanned_at
+        self.victims.scanned_at()
     }
 
     /// Looks at every section there is now and moves it among the sets. `clock` is read when all are
@@ -139,35 +159,33 @@ impl Reclaimer {
     /// # Errors
     /// The tracker's; what is known of a section is then as before.
     pub fn scan(&mut self, clock: impl Fn() -> Duration) -> Result<(), TrackerError> {
-        let sections: Vec<SectionNo> = self.evictor.space().table().sections().collect();
-        self.sets.follow(sections.iter().copied());
-        // A look that fails half-way has unmapped some pages just now.
-        self.scanned_at = None;
-        let touched = self.tracker.look(&sections)?;
+        let sections: Vec<SectionNo> = self.memory.evictor.space().table().sections().collect();
+        self.victims.follow(sections.iter().copied());
+        self.victims.scan_begun();
+        let looks = self.memory.tracker.look(&sections)?;
         // Only now: pages must have rested since the last of them was unmapped.
         let now = clock();
-        let drift = self
-            .drifted_at
-            .is_none_or(|at| now.saturating_sub(at) >= DRIFT_MIN);
-        if drift {
-            self.drifted_at = Some(now);
-        }
-        for (section, touched) in sections.iter().zip(touched) {
-            if !touched.cpu.is_empty() || !touched.dma.is_empty() {
-                self.sets.saw(*section, Seen::Touched);
-            } else if drift {
-                self.sets.saw(*section, Seen::Untouched);
-            }
-        }
-        self.scanned_at = Some(now);
+        let touched = sections
+            .iter()
+            .zip(looks)
+            .filter(|(_, touched)| !touched.cpu.is_empty() || !touched.dma.is_empty())
+            .map(|(section, _)| *section);
+        self.victims.scanned(now, touched);
+        self.look_at_empty(EMPTY_LOOKED_AT);
+        self.empty = Looked::AtSome;
         Ok(())
+    }
+
+    fn look_at_empty(&mut self, sections_max: u64) {
+        let memory = &self.memory;
+        let has_pages = |section| !memory.present(section).is_empty();
+        self.victims.look_at_empty(sections_max, has_pages);
     }
 
     /// True if the last scan is long enough ago for pages to be taken.
     #[must_use]
     pub fn is_rested(&self, now: Duration) -> bool {
-        self.scanned_at
-            .is_some_and(|at| now.saturating_sub(at) >= UNMAPPED_MIN)
+        self.victims.is_rested(now)
     }
 
     /// Evicts up to `pages` pages, coldest sections first, within `reach`. Nothing is taken before
@@ -179,82 +197,30 @@ impl Reclaimer {
         reach: Reach,
         go_on: impl Fn() -> bool,
     ) -> Reclaimed {
-        let mut done = Reclaimed::default();
-        if !self.is_rested(now) {
-            return done;
-        }
-        let order: Vec<SectionNo> = self.sets.coldest_first().collect();
-        for section in order {
-            let left = pages.saturating_sub(done.evicted_pages);
-            let in_reach =
-                reach == Reach::AllResting || self.sets.level(section) <= Some(Level::Inactive);
-            if left == 0 || !in_reach || !go_on() {
-                break;
+        let mut stopped = None;
+        let protected = |section| self.protected.contains(section);
+        let memory = &mut self.memory;
+        let evict = |section, left| {
+            if !go_on() {
+                let then = Then::Stop;
+                return Taken { pages: 0, then };
             }
-            let table = self.evictor.space().table();
-            let scanned = table.pages_of(section).len();
-            match self.reclaim_section(section, left, &mut done) {
-                // Memory that was taken out of the VM meanwhile is no trouble.
-                Err(ReclaimStop::Kernel(_)) if self.is_shorter(section, scanned) => {}
-                Err(stop) => {
-                    done.stopped = Some(stop);
-                    break;
-                }
-                Ok(()) => {}
-            }
+            let (taken, stop) = memory.take(section, left);
+            stopped = stop;
+            taken
+        };
+        let done = self.victims.reclaim(now, pages, reach, protected, evict);
+        self.protected.count_taken(done.protected_pages);
+        let is_short = reach == Reach::AllResting && done.evicted_pages < pages;
+        if is_short && stopped.is_none() && self.empty == Looked::AtSome {
+            self.look_at_empty(u64::MAX);
+            self.empty = Looked::AtAll;
         }
-        done
-    }
-
-    fn is_shorter(&self, section: SectionNo, pages: u64) -> bool {
-        self.evictor.space().table().pages_of(section).len() < pages
-    }
-
-    fn reclaim_section(
-        &mut self,
-        section: SectionNo,
-        pages: u64,
-        done: &mut Reclaimed,
-    ) -> Result<(), ReclaimStop> {
-        let table = self.evictor.space().table();
-        let mut wanted = table.pages_in_state(section, |state| state == State::Present);
-        if wanted.is_empty() {
-            return Ok(());
-        }
-        let mapped = self
-            .tracker
-            .mapped(section)
-            .map_err(|error| ReclaimStop::Kernel(error.to_string()))?;
-        wanted.subtract(&mapped);
-        if wanted.is_empty() {
-            return Ok(());
-        }
-        let limit = Arc::clone(&self.limit);
-        let mut evicted = 0;
-        let tracker = &self.tracker;
-        let touched = || tracker.mapped(section);
-        let result = self
-            .evictor
-            .evict(section, &wanted, pages, touched, |batch| {
-                evicted += batch;
-                limit.evicted(batch);
-            });
-        done.evicted_pages += evicted;
-        match result {
-            Ok(_)
-            | Err(EvictorError::Round(EvictionError::Nothing | EvictionError::RoundUnderWay)) => {
-                Ok(())
-            }
-            Err(EvictorError::Round(EvictionError::Busy)) => {
-                done.busy_sections += 1;
-                Ok(())
-            }
-            Err(EvictorError::Store(error)) => Err(ReclaimStop::Store(error)),
-            Err(
-                EvictorError::Place(PlaceError::Gone)
-                | EvictorError::Round(EvictionError::Place(PlaceError::Gone)),
-            ) => Err(ReclaimStop::Gone),
-            Err(error) => Err(ReclaimStop::Kernel(error.to_string())),
+        Reclaimed {
+            evicted_pages: done.evicted_pages,
+            busy_sections: done.busy_sections,
+            protected_pages: done.protected_pages,
+            stopped,
         }
     }
 
@@ -263,6 +229,87 @@ impl Reclaimer {
     /// # Errors
     /// The kernel's.
     pub fn trim_store(&self) -> Result<(), pagetide_sys::memory_file::FileError> {
-        self.evictor.store().trim()
+        self.memory.evictor.store().trim()
+    }
+}
+
+/// The VM's pages, to be taken a section at a time.
+struct Memory {
+    evictor: Evictor,
+    limit: Arc<Limit>,
+    tracker: Box<dyn AccessTracker>,
+}
+
+impl Memory {
+    fn present(&self, section: SectionNo) -> PageSet {
+        let table = self.evictor.space().table();
+        table.pages_in_state(section, |state| state == State::Present)
+    }
+
+    /// Evicts up to `pages` pages of `section`. With why nothing more can go at all, if that is so.
+    fn take(&mut self, section: SectionNo, pages: u64) -> (Taken, Option<ReclaimStop>) {
+        let there = self.section_pages(section);
+        let mut evicted = 0;
+        let (then, stop) = match self.evict(section, pages, &mut evicted) {
+            Ok(then) => (then, None),
+            // Memory that was taken out of the VM meanwhile is no trouble.
+            Err(ReclaimStop::Kernel(_)) if self.section_pages(section) < there => {
+                (Then::Next, None)
+            }
+            Err(stop) => (Then::Stop, Some(stop)),
+        };
+        let taken = Taken {
+            pages: evicted,
+            then,
+        };
+        (taken, stop)
+    }
+
+    fn section_pages(&self, section: SectionNo) -> u64 {
+        self.evictor.space().table().pages_of(section).len()
+    }
+
+    fn evict(
+        &mut self,
+        section: SectionNo,
+        pages: u64,
+        evicted: &mut u64,
+    ) -> Result<Then, ReclaimStop> {
+        let present = self.present(section);
+        if present.is_empty() {
+            return Ok(Then::Emptied);
+        }
+        let mapped = self
+            .tracker
+            .mapped(section)
+            .map_err(|error| ReclaimStop::Kernel(error.to_string()))?;
+        let mut wanted = present;
+        wanted.subtract(&mapped);
+        if wanted.is_empty() {
+            return Ok(Then::Next);
+        }
+        let (tracker, limit) = (&self.tracker, &self.limit);
+        let touched = || tracker.mapped(section);
+        let result = self
+            .evictor
+            .evict(section, &wanted, pages, touched, |batch| {
+                *evicted += batch;
+                limit.evicted(batch);
+            });
+        match result {
+            // What comes back meanwhile is touched by whoever needed it.
+            Ok(_) if *evicted == present.len() => Ok(Then::Emptied),
+            Ok(_)
+            | Err(EvictorError::Round(EvictionError::Nothing | EvictionError::RoundUnderWay)) => {
+                Ok(Then::Next)
+            }
+            Err(EvictorError::Round(EvictionError::Busy)) => Ok(Then::Busy),
+            Err(EvictorError::Store(error)) => Err(ReclaimStop::Store(error)),
+            Err(
+                EvictorError::Place(PlaceError::Gone)
+                | EvictorError::Round(EvictionError::Place(PlaceError::Gone)),
+            ) => Err(ReclaimStop::Gone),
+            Err(error) => Err(ReclaimStop::Kernel(error.to_string())),
+        }
     }
 }

@@ -6,8 +6,7 @@
 //!     at most once a second   RAM that came or went followed; hazards looked for; counts put
 //!                             right and into the pool
 //!     every few seconds       scan: hot and cold
-//!     below the low mark      reclaim to the high mark: cold sections, then resting
-//!                             pages, then scan again and a moment later once more
+//!     below the low mark      reclaim to the high mark, by `pagetide_policy::victims::passes`
 //! ```
 //! While a hazard forbids eviction, or it rests because the pool is full, the limit is not enforced: a fill would only
 //! wait for what cannot come.
@@ -16,11 +15,11 @@ use super::{
     core::{ReclaimOrder, VmCore, lock},
     hotplug::Hotplug,
 };
-use pagetide_swap::{
-    Reclaimer,
-    limit::Wake,
-    reclaim::{Reach, Reclaimed, UNMAPPED_MIN},
+use pagetide_policy::{
+    marks::SCAN_ROUND,
+    victims::{Need, Reach, Step, UNMAPPED_MIN, passes},
 };
+use pagetide_swap::{Reclaimer, limit::Wake, reclaim::Reclaimed};
 use pagetide_sys::cpu;
 use pagetide_vmm::threads;
 use pagetide_vpri::{TenantCpus, VcpuPlace};
@@ -35,10 +34,6 @@ const LOOK_ROUND: Duration = Duration::from_secs(1);
 const HAZARDS_HOLD: Duration = Duration::from_millis(100);
 /// Eviction that was stopped by a full pool, or by the kernel, is tried again after this time.
 const SUSPENSION: Duration = Duration::from_secs(5);
-/// Sections drift among the sets this often when nothing presses.
-const SCAN_ROUND: Duration = Duration::from_secs(5);
-/// Scans of one reclaim before it gives up for this time: each costs every mapped page a small fault.
-const PRESSED_SCANS_MAX: u32 = 4;
 
 /// Closes the orders when the rounds end, be it by a panic: nobody may wait for an answer then.
 struct CloseOrders(Arc<VmCore>);
@@ -165,43 +160,43 @@ impl Rounds {
     fn reclaim_to_high_mark(&mut self) {
         self.vm.enforce_limit();
         let limit = Arc::clone(&self.vm.limit);
-        self.reclaim(|_| limit.pages_to_high_mark());
+        self.reclaim(Need::Limit, |_| limit.pages_to_high_mark());
     }
 
     /// Evicts until `wanted`, told what was evicted so far, says 0 or nothing more can go.
-    fn reclaim(&mut self, wanted: impl Fn(u64) -> u64) -> Reclaimed {
+    fn reclaim(&mut self, need: Need, wanted: impl Fn(u64) -> u64) -> Reclaimed {
         let mut total = Reclaimed::default();
-        let mut scans = 0;
-        while self.may_evict_now() {
-            for reach in [Reach::ColdOnly, Reach::AllResting] {
-                let pages = wanted(total.evicted_pages);
-                if pages == 0 {
-                    return total;
-                }
-                let (vm, begun) = (Arc::clone(&self.vm), Instant::now());
-                let part = self
-                    .reclaimer
-                    .reclaim(self.started.elapsed(), pages, reach, || {
-                        !vm.limit.is_stopped() && begun.elapsed() < HAZARDS_HOLD
-                    });
-                total.evicted_pages += part.evicted_pages;
-                total.busy_sections += part.busy_sections;
-                if let Some(stop) = part.stopped {
-                    self.suspend(stop.to_string());
-                    total.stopped = Some(stop);
-                    return total;
-                }
+        for step in passes(need) {
+            let pages = wanted(total.evicted_pages);
+            if pages == 0 || !self.may_evict_now() {
+                break;
             }
-            if wanted(total.evicted_pages) == 0 || scans == PRESSED_SCANS_MAX {
-                return total;
-            }
-            self.scan();
-            scans += 1;
-            if self.vm.limit.rest(UNMAPPED_MIN) == Wake::Stopped {
-                return total;
+            match step {
+                Step::Scan => {
+                    self.scan();
+                    if self.vm.limit.rest(UNMAPPED_MIN) == Wake::Stopped {
+                        break;
+                    }
+                }
+                // The limit is kept; that there is little room under it is no reason.
+                Step::Take(Reach::Protected) if !self.vm.limit.is_below_low_mark() => {}
+                Step::Take(reach) => {
+                    total.add(self.take(pages, reach));
+                    if let Some(stop) = &total.stopped {
+                        self.suspend(stop.to_string());
+                        break;
+                    }
+                }
             }
         }
         total
+    }
+
+    fn take(&mut self, pages: u64, reach: Reach) -> Reclaimed {
+        let (vm, begun) = (Arc::clone(&self.vm), Instant::now());
+        let go_on = || !vm.limit.is_stopped() && begun.elapsed() < HAZARDS_HOLD;
+        self.reclaimer
+            .reclaim(self.started.elapsed(), pages, reach, go_on)
     }
 
     fn obey_orders(&mut self) {
@@ -211,7 +206,7 @@ impl Rounds {
             self.scan();
             let done = match self.vm.limit.rest(UNMAPPED_MIN) {
                 Wake::Stopped => Reclaimed::default(),
-                _ => self.reclaim(|evicted| pages.saturating_sub(evicted)),
+                _ => self.reclaim(Need::Wish, |evicted| pages.saturating_sub(evicted)),
             };
             self.answer(&order, done);
         }

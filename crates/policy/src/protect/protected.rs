@@ -16,6 +16,7 @@ pub struct ProtectedSections {
     /// Numbers of sections may lie far apart. With the number of devices that protect each.
     devices: RwLock<FxHashMap<SectionNo, u32>>,
     len: AtomicU64,
+    taken_pages: AtomicU64,
 }
 
 impl ProtectedSections {
@@ -36,6 +37,17 @@ impl ProtectedSections {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The evictor had to take `pages` pages of protected sections.
+    pub fn count_taken(&self, pages: u64) {
+        self.taken_pages.fetch_add(pages, Relaxed);
+    }
+
+    /// Pages of protected sections that were evicted all the same, since the start.
+    #[must_use]
+    pub fn taken_pages(&self) -> u64 {
+        self.taken_pages.load(Relaxed)
     }
 
     /// One more device protects `section`.
