@@ -7,6 +7,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::control::{DEFAULT_BLK_QUEUES, OnFault};
 use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
+use crate::protection::ProtectorChoice;
+use crate::protection::recording::DEFAULT_FILES;
 use crate::settings::{GivenDpuSettings, GivenSettings};
 use crate::sim::args::SimCommand;
 use crate::size::ByteSize;
@@ -165,6 +167,16 @@ pub enum VmCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Protect what devices of a VM are about to touch by another policy
+    Protector {
+        /// Name of the VM
+        name: String,
+        /// none, lru, adp or adaptive, with parameters such as adp:promote-after=120s
+        policy: ProtectorChoice,
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
     /// Evict pages of a VM now, coldest first
     Reclaim {
         /// Name of the VM
@@ -227,6 +239,9 @@ pub enum DpuCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Record what DMA of attached VMs touches, as files
+    #[command(subcommand)]
+    Log(LogCommand),
     /// Drain and remove a device
     Remove {
         /// Socket of the device
@@ -236,6 +251,48 @@ pub enum DpuCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+}
+
+/// Commands about recordings of the access log.
+#[derive(Subcommand, Debug)]
+pub enum LogCommand {
+    /// Begin a recording: files DIR/VM-000001.parquet and so on of each attached VM
+    Start(LogStartArgs),
+    /// Show how far the last recording is
+    Status {
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// End the recording and complete its files
+    Stop {
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+}
+
+/// Arguments of `dpu log start`.
+#[derive(Args, Debug)]
+pub struct LogStartArgs {
+    /// Directory for the files, which must be there
+    #[arg(long, value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Only this device: socket, serial number, or number; without it all
+    #[arg(long, value_name = "SOCKET|SERIAL|N")]
+    pub device: Option<String>,
+    /// Size of a file at which the next is begun
+    #[arg(long, value_name = "SIZE", default_value = "64M")]
+    pub max_file_bytes: ByteSize,
+    /// Files of each VM that are kept; the oldest go
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_FILES)]
+    pub max_files: u32,
+    /// How long; without it until `dpu log stop`
+    #[arg(long, value_name = "S")]
+    pub seconds: Option<u64>,
+    /// Of every client.
+    #[command(flatten)]
+    pub client: ClientArgs,
 }
 
 /// Commands about I/O page faults.

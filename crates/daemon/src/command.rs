@@ -8,11 +8,13 @@ use hyper::Method;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::api::{self, AttachBody, DeviceList, DeviceSocket, LimitBody, ReclaimBody, VmList};
+use crate::api::{
+    self, AttachBody, DeviceList, DeviceSocket, LimitBody, ProtectorBody, ReclaimBody, VmList,
+};
 use crate::bench;
 use crate::cli::{
     AttachArgs, BenchArgs, BenchPart, BlkArgs, Cli, ClientArgs, Command, DpuCommand, InjectArgs,
-    IopfCommand, Limit, VmCommand,
+    IopfCommand, Limit, LogCommand, LogStartArgs, VmCommand,
 };
 use crate::client::{Client, ClientError, device_path, injection_path, slo_path, vm_path};
 use crate::control::{BlkRequest, DetachReport, DeviceReport, ReclaimReport, VmReport};
@@ -20,6 +22,7 @@ use crate::estimate;
 use crate::injection::{InjectionReport, InjectionRequest};
 use crate::name::check_name;
 use crate::outcome::{CommandError, print, print_report};
+use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::run;
 use crate::sim;
 use crate::slo::SloList;
@@ -126,6 +129,15 @@ fn vm(command: VmCommand) -> Result<(), CommandError> {
             call_vm(&name, Method::PATCH, &client)?
                 .make::<_, VmReport>(Some(&LimitBody { limit_bytes }))
         }
+        VmCommand::Protector {
+            name,
+            policy,
+            client,
+        } => {
+            let mut call = call_vm(&name, Method::PUT, &client)?;
+            call.path += "/protector";
+            call.make::<_, VmReport>(Some(&ProtectorBody { policy }))
+        }
         VmCommand::Reclaim {
             name,
             bytes,
@@ -170,6 +182,7 @@ fn dpu(command: DpuCommand) -> Result<(), CommandError> {
             }
             .ask::<SloList>()
         }
+        DpuCommand::Log(command) => log(command),
         DpuCommand::Remove { socket, client } => {
             let socket = absolute(&socket)?;
             let Some(socket) = socket.to_str() else {
@@ -183,6 +196,38 @@ fn dpu(command: DpuCommand) -> Result<(), CommandError> {
             .ask::<DeviceSocket>()
         }
     }
+}
+
+fn log(command: LogCommand) -> Result<(), CommandError> {
+    let call = |method, client: &ClientArgs| {
+        Call {
+            client,
+            method,
+            path: "/v1/log".into(),
+        }
+        .ask::<RecordingReport>()
+    };
+    match command {
+        LogCommand::Start(args) => start_log(args),
+        LogCommand::Status { client } => call(Method::GET, &client),
+        LogCommand::Stop { client } => call(Method::DELETE, &client),
+    }
+}
+
+fn start_log(args: LogStartArgs) -> Result<(), CommandError> {
+    let request = RecordingRequest {
+        dir: absolute(&args.dir)?,
+        device: args.device.as_deref().map(named_device).transpose()?,
+        max_file_bytes: args.max_file_bytes.0,
+        max_files: args.max_files,
+        seconds: args.seconds,
+    };
+    let call = Call {
+        client: &args.client,
+        method: Method::POST,
+        path: "/v1/log".into(),
+    };
+    call.make::<_, RecordingReport>(Some(&request))
 }
 
 fn iopf(command: IopfCommand) -> Result<(), CommandError> {

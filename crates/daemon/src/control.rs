@@ -21,6 +21,8 @@ use utoipa::ToSchema;
 
 use crate::figure::{LatencyUs, report};
 use crate::injection::{InjectionReport, InjectionRequest};
+use crate::protection::ProtectorChoice;
+use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::slo::SloList;
 
 /// The running system behind the API.
@@ -38,6 +40,9 @@ pub trait Control: Send + Sync {
     ///
     /// Returns when the limit is in force, not when the VM has shrunk to it.
     fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmReport, ControlError>;
+    /// Has another policy protect what devices of a VM are about to touch; what the one before knew is
+    /// forgotten.
+    fn set_protector(&self, name: &str, choice: ProtectorChoice) -> Result<VmReport, ControlError>;
     /// Evicts up to `bytes` now, coldest first; `None` means all that can go.
     fn reclaim(&self, name: &str, bytes: Option<u64>) -> Result<ReclaimReport, ControlError>;
     /// Brings every page back, then lets go of the VM.
@@ -56,6 +61,12 @@ pub trait Control: Send + Sync {
     fn injection(&self, device: &str) -> Result<InjectionReport, ControlError>;
     /// Ends the injection into a device.
     fn stop_injection(&self, device: &str) -> Result<InjectionReport, ControlError>;
+    /// Records what DMA of attached VMs touches, from now on.
+    fn start_recording(&self, request: RecordingRequest) -> Result<RecordingReport, ControlError>;
+    /// How far the last recording is.
+    fn recording(&self) -> Result<RecordingReport, ControlError>;
+    /// Ends the recording and completes its files.
+    fn stop_recording(&self) -> Result<RecordingReport, ControlError>;
     /// Detaches every VM and stops every device; called once, last.
     fn shut_down(&self) -> Result<(), ControlError>;
 }
@@ -217,6 +228,23 @@ pub struct SetReport {
     pub sections: u64,
 }
 
+/// What is protected of the DMA of one device.
+#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
+pub struct DeviceProtectionReport {
+    /// Number of the device, as `dpu list` has it.
+    pub device: u32,
+    /// Accesses it was heard to make.
+    pub heard_accesses: u64,
+    /// Sections that its policy remembers.
+    pub tracked_sections: u64,
+    /// Of them, those protected now.
+    pub protected_sections: u64,
+    /// Sections that left protection because there were too many.
+    pub dropped_sections: u64,
+    /// Memory that the policy takes.
+    pub policy_bytes: u64,
+}
+
 /// A RAM file of a VM: a region of its address space.
 #[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
 pub struct RegionReport {
@@ -275,6 +303,28 @@ report! {
         iopf_waited_us: LatencyUs => histogram,
         /// Time from handing a page request to a worker that slept until that ran on the CPU chosen for it.
         iopf_preempt_us: LatencyUs => histogram,
+        /// I/O page faults on pages that were away; the others found theirs present.
+        absent_iopfs: u64 => counter,
+        /// I/O page faults on pages that were away, in the last minute.
+        absent_iopfs_per_minute: u64 => gauge,
+        /// Policy that protects what devices are about to touch.
+        dma_protector: String => skip,
+        /// Sections of 2 MiB that are not chosen for eviction, for a device is about to touch them.
+        protected_sections: u64 => gauge,
+        /// Sections that the policies of all devices remember.
+        tracked_sections: u64 => gauge,
+        /// Sections that left protection because there were too many.
+        dropped_sections: u64 => counter,
+        /// Memory that the policies of all devices take.
+        policy_bytes: u64 => gauge,
+        /// Accesses of devices that policies heard of.
+        heard_accesses: u64 => counter,
+        /// Records of the access log that were not believed: outside the VM's memory, or of too many devices.
+        refused_accesses: u64 => counter,
+        /// Pages brought back because a policy expected a device to ask for them.
+        brought_back_pages: u64 => counter,
+        /// What is protected of each device.
+        protected_devices: Vec<DeviceProtectionReport> => skip,
         /// Pages brought back with a faulting neighbour.
         neighbour_pages: u64 => counter,
         /// Pages the VM discarded (balloon, free page reporting, virtio-mem).
@@ -313,6 +363,8 @@ report! {
     pub struct DeviceReport in "pagetide_device" {
         /// Socket the device listens on.
         socket: String => label "device",
+        /// Number of the device, by which the access log names it; another with each start of the DPU.
+        id: u32 => skip,
         /// Kind of the device, such as `blk`.
         kind: String => skip,
         /// Image behind a block device.
@@ -357,6 +409,10 @@ report! {
         timed_out_requests: u64 => counter,
         /// Descriptor chains parked now, until their pages are there.
         parked_chains: u64 => gauge,
+        /// Accesses of its DMA told to the access log.
+        logged_accesses: u64 => counter,
+        /// Accesses lost to the access log, because nobody took them in time.
+        lost_accesses: u64 => counter,
         /// Guest RAM under standing leases of this device's rings.
         wired_bytes: u64 => gauge,
         /// Requests of the guest that made no sense.

@@ -275,6 +275,9 @@ mod tests {
             "lookup",
             "on_fault",
             "serial",
+            "id",
+            "dma_protector",
+            "protected_devices",
         ];
         for (json, figures) in [
             (

@@ -5,10 +5,11 @@
 //! [`control`] is the seam: everything a person or a program can ask for is a
 //! method of one trait, its answers are the report types there. On one side of
 //! it stand [`api`], [`metrics`] and the clients in [`command`]; on the other
-//! [`host`], which puts VMs and tiers together, and [`dpu`], which holds the devices.
+//! [`host`], which puts VMs and tiers together, [`dpu`], which holds the devices, and
+//! [`protection`], which keeps what devices touch from being evicted.
 //!
-//! *Invariant:* nothing but `host`, `dpu`, `bench`, `estimate`, `sim`, `trace` and
-//! `vpri` knows another crate of the workspace.
+//! *Invariant:* nothing but `host`, `dpu`, `protection`, `bench`, `estimate`, `sim`,
+//! `trace` and `vpri` knows another crate of the workspace.
 
 pub mod api;
 pub mod bench;
@@ -26,6 +27,7 @@ pub mod metrics;
 pub mod name;
 pub mod outcome;
 pub mod progress;
+pub mod protection;
 pub mod run;
 pub mod settings;
 pub mod sim;

@@ -13,6 +13,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::cpus::CpuList;
+use crate::protection::ProtectorChoice;
 
 /// Documentation of one setting.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -234,6 +235,10 @@ settings! {
     reader_poll_us: u32 = "0",
     /// Most pages that a vCPU's fault brings along when it reads in sequence, at most 16; 0 for none
     neighbours: u32 = "8",
+    /// Policy that keeps sections which devices are about to touch from being evicted, of VMs attached from now on: none, lru, adp or adaptive, with parameters such as adp:promote-after=120s
+    dma_protector: ProtectorChoice = "adp",
+    /// Records of the access log that are looked at in a second, at most; engines lose the others
+    access_log_rate: u32 = "100000",
     /// Form of the log on stderr: text or json
     log: LogFormat = "text",
     /// What is logged, in the syntax of tracing's EnvFilter

@@ -14,6 +14,8 @@ use pagetide::control::{
     VmReport,
 };
 use pagetide::injection::{InjectionReport, InjectionRequest};
+use pagetide::protection::ProtectorChoice;
+use pagetide::protection::recording::{RecordingReport, RecordingRequest};
 use pagetide::run::serve;
 use pagetide::slo::SloList;
 
@@ -38,6 +40,18 @@ impl Control for Ending {
         never()
     }
     fn set_limit(&self, _: &str, _: Option<u64>) -> Result<VmReport, ControlError> {
+        never()
+    }
+    fn set_protector(&self, _: &str, _: ProtectorChoice) -> Result<VmReport, ControlError> {
+        never()
+    }
+    fn start_recording(&self, _: RecordingRequest) -> Result<RecordingReport, ControlError> {
+        never()
+    }
+    fn recording(&self) -> Result<RecordingReport, ControlError> {
+        never()
+    }
+    fn stop_recording(&self) -> Result<RecordingReport, ControlError> {
         never()
     }
     fn reclaim(&self, _: &str, _: Option<u64>) -> Result<ReclaimReport, ControlError> {

@@ -16,6 +16,7 @@ use utoipa::ToSchema;
 
 use crate::control::{ControlError, DeviceReport, ErrorKind, VmReport};
 use crate::name::check_name;
+use crate::protection::ProtectorChoice;
 
 /// Largest request body: the longest sensible one has two paths of 4 KiB.
 pub const BODY_BYTES_MAX: usize = 64 << 10;
@@ -47,6 +48,15 @@ pub struct LimitBody {
 /// Without this serde reads a field that is not there as null.
 fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
     Option::deserialize(deserializer)
+}
+
+/// Protect what devices are about to touch by another policy.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ProtectorBody {
+    /// The policy: none, lru, adp or adaptive, with parameters such as `adp:promote-after=120s`.
+    #[schema(value_type = String)]
+    pub policy: ProtectorChoice,
 }
 
 /// Evict now.

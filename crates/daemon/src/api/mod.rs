@@ -14,7 +14,7 @@ mod socket;
 
 pub use message::{
     AttachBody, BODY_BYTES_MAX, DeviceList, DeviceNamed, DeviceOrAll, DeviceSocket, Health,
-    LimitBody, ReclaimBody, VmList,
+    LimitBody, ProtectorBody, ReclaimBody, VmList,
 };
 pub use socket::{ApiSocket, SocketError};
 
@@ -38,6 +38,7 @@ use crate::control::{
 use crate::injection::{InjectionReport, InjectionRequest};
 use crate::metrics;
 use crate::name::{check_name, default_name};
+use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::slo::SloList;
 use message::{Body, Failure, Query, VmName};
 
@@ -106,9 +107,11 @@ fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
         .routes(routes!(list_vms, attach))
         .routes(routes!(show_vm, set_limit, detach))
         .routes(routes!(reclaim))
+        .routes(routes!(set_protector))
         .routes(routes!(list_devices, add_device, remove_device))
         .routes(routes!(slo))
         .routes(routes!(inject, show_injection, stop_injection))
+        .routes(routes!(start_recording, show_recording, stop_recording))
         .routes(routes!(health))
         .routes(routes!(metrics_page))
         .routes(routes!(document_page))
@@ -232,6 +235,27 @@ async fn reclaim(
     Ok(Json(report))
 }
 
+/// Protect what devices of a VM are about to touch by another policy; what the one before knew is forgotten.
+#[utoipa::path(
+    put, path = "/v1/vms/{name}/protector", params(("name" = String, Path)),
+    request_body = ProtectorBody,
+    responses(
+        (status = 200, body = VmReport),
+        (status = 400, body = ControlError, description = "No such policy, or no such parameter"),
+        (status = 404, body = ControlError),
+    )
+)]
+async fn set_protector(
+    State(state): State<ApiState>,
+    VmName(name): VmName,
+    Body(body): Body<ProtectorBody>,
+) -> Answer<VmReport> {
+    let report = state
+        .run(move |control| control.set_protector(&name, body.policy))
+        .await?;
+    Ok(Json(report))
+}
+
 /// Every device.
 #[utoipa::path(get, path = "/v1/devices", responses((status = 200, body = DeviceList)))]
 async fn list_devices(State(state): State<ApiState>) -> Answer<DeviceList> {
@@ -335,6 +359,41 @@ async fn stop_injection(
         .run(move |control| control.stop_injection(&device))
         .await?;
     Ok(Json(report))
+}
+
+/// Record what DMA of attached VMs touches, as files.
+#[utoipa::path(post, path = "/v1/log", request_body = RecordingRequest, responses(
+    (status = 202, body = RecordingReport),
+    (status = 400, body = ControlError, description = "Makes no sense"),
+    (status = 404, body = ControlError, description = "No such device"),
+    (status = 409, body = ControlError, description = "Something is being recorded, or there is no such directory"),
+))]
+async fn start_recording(
+    State(state): State<ApiState>,
+    Body(request): Body<RecordingRequest>,
+) -> Result<(StatusCode, Json<RecordingReport>), Failure> {
+    let report = state
+        .run(move |control| control.start_recording(request))
+        .await?;
+    Ok((StatusCode::ACCEPTED, Json(report)))
+}
+
+/// How far the last recording is.
+#[utoipa::path(get, path = "/v1/log", responses(
+    (status = 200, body = RecordingReport),
+    (status = 404, body = ControlError, description = "Nothing was recorded"),
+))]
+async fn show_recording(State(state): State<ApiState>) -> Answer<RecordingReport> {
+    Ok(Json(state.run(|control| control.recording()).await?))
+}
+
+/// End the recording and complete its files.
+#[utoipa::path(delete, path = "/v1/log", responses(
+    (status = 200, body = RecordingReport, description = "It is over"),
+    (status = 404, body = ControlError, description = "Nothing was recorded"),
+))]
+async fn stop_recording(State(state): State<ApiState>) -> Answer<RecordingReport> {
+    Ok(Json(state.run(|control| control.stop_recording()).await?))
 }
 
 /// A path of the client means nothing in the daemon's working directory.

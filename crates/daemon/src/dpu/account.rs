@@ -7,6 +7,7 @@ use crate::{
     injection::{InjectionReport, InjectionRequest},
     slo::{SloReport, SloWindowReport, SlowCauseReport, SlowRequestReport},
 };
+use pagetide_addr::DeviceId;
 use pagetide_dpu::{
     DeviceReport, DpuError,
     inject::{self, Injection},
@@ -66,6 +67,14 @@ impl DeviceSet {
         self.injection_of(&device)
     }
 
+    /// The number of the device that people name so; a number names itself.
+    pub(crate) fn number_of(&self, name: &str) -> Result<DeviceId, ControlError> {
+        match name.parse() {
+            Ok(number) => Ok(DeviceId(number)),
+            Err(_) => self.named(name).map(|device| device.id),
+        }
+    }
+
     fn injection_of(&self, device: &DeviceReport) -> Result<InjectionReport, ControlError> {
         let report = self.dpu().injection(device.id);
         let report = report.map_err(|error| wrong_or_failed(&error))?;
@@ -80,7 +89,7 @@ impl DeviceSet {
     }
 
     /// The device with that socket, or else with that serial number if there is only one.
-    fn named(&self, name: &str) -> Result<DeviceReport, ControlError> {
+    pub(super) fn named(&self, name: &str) -> Result<DeviceReport, ControlError> {
         let mut devices = self.dpu().devices();
         let by_socket = devices.iter().position(|d| d.socket == Path::new(name));
         if let Some(at) = by_socket {

@@ -20,6 +20,10 @@ use crate::{
         ReclaimReport, VmReport,
     },
     injection::{InjectionReport, InjectionRequest},
+    protection::{
+        ProtectorChoice,
+        recording::{RecordingReport, RecordingRequest},
+    },
     settings::DpuSettings,
     slo::SloList,
 };
@@ -60,6 +64,7 @@ pub fn start_dpu(settings: &DpuSettings) -> Result<Arc<dyn Control>, ControlErro
         FunctionServer::start(parts).map_err(|error| ControlError::refused(error.to_string()))?;
     let assist: Arc<dyn FaultAssist> = function.assist();
     devices.set_assist(&assist)?;
+    devices.set_access_log(function.access_log())?;
     devices.restore()?;
     Ok(Arc::new(DpuProcess {
         devices,
@@ -72,6 +77,15 @@ impl DpuProcess {
     fn no_vms_here<T>(&self) -> Result<T, ControlError> {
         Err(ControlError::refused(format!(
             "this is a DPU process; VMs are attached by the daemon that was started with --dpu {}",
+            self.vpri.display()
+        )))
+    }
+}
+
+impl DpuProcess {
+    fn no_log_here<T>(&self) -> Result<T, ControlError> {
+        Err(ControlError::refused(format!(
+            "this is a DPU process; what it logs goes to the daemon that was started with --dpu {}: ask that one",
             self.vpri.display()
         )))
     }
@@ -94,6 +108,14 @@ impl Control for DpuProcess {
         self.no_vms_here()
     }
 
+    fn set_protector(
+        &self,
+        _name: &str,
+        _choice: ProtectorChoice,
+    ) -> Result<VmReport, ControlError> {
+        self.no_vms_here()
+    }
+
     fn reclaim(&self, _name: &str, _bytes: Option<u64>) -> Result<ReclaimReport, ControlError> {
         self.no_vms_here()
     }
@@ -111,7 +133,7 @@ impl Control for DpuProcess {
     }
 
     fn remove_device(&self, socket: &Path) -> Result<(), ControlError> {
-        self.devices.remove(socket)
+        self.devices.remove(socket).map(|_| ())
     }
 
     fn slo(&self, device: Option<&str>) -> Result<SloList, ControlError> {
@@ -129,6 +151,18 @@ impl Control for DpuProcess {
 
     fn stop_injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
         self.devices.stop_injection(device)
+    }
+
+    fn start_recording(&self, _request: RecordingRequest) -> Result<RecordingReport, ControlError> {
+        self.no_log_here()
+    }
+
+    fn recording(&self) -> Result<RecordingReport, ControlError> {
+        self.no_log_here()
+    }
+
+    fn stop_recording(&self) -> Result<RecordingReport, ControlError> {
+        self.no_log_here()
     }
 
     fn shut_down(&self) -> Result<(), ControlError> {

@@ -13,9 +13,10 @@ use crate::{
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_dpu::config::POLL_MAX;
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, Writes, wait_for_dead_engines};
-use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, HostEnd, LookUp};
+use pagetide_vpri::{AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LookUp};
 use serde::{Deserialize, Serialize};
 use std::{
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -87,6 +88,18 @@ impl DeviceSet {
     /// Gives engines a way to serve, or to send, their own page requests.
     pub(crate) fn set_assist(&self, assist: &Arc<dyn FaultAssist>) -> Result<(), ControlError> {
         self.dpu.set_assist(assist).map_err(failed)
+    }
+
+    /// Has engines tell `log` what DMA touches, while anybody wants to know.
+    pub(crate) fn set_access_log(&self, log: &Arc<AccessLog>) -> Result<(), ControlError> {
+        self.dpu.set_access_log(log).map_err(failed)
+    }
+
+    /// What devices are called, by their numbers.
+    pub(crate) fn names(&self) -> BTreeMap<DeviceId, String> {
+        let name =
+            |device: pagetide_dpu::DeviceReport| (device.id, device.socket.display().to_string());
+        self.dpu.devices().into_iter().map(name).collect()
     }
 
     /// Makes the devices of a predecessor again. One that cannot be made is said so and left out of
@@ -176,7 +189,8 @@ impl DeviceSet {
         reports
     }
 
-    pub(crate) fn remove(&self, socket: &Path) -> Result<(), ControlError> {
+    /// Removes a device; the number that it had.
+    pub(crate) fn remove(&self, socket: &Path) -> Result<Option<DeviceId>, ControlError> {
         let mut list = lock(&self.list);
         let Some(position) = list.iter().position(|known| known.socket == socket) else {
             return Err(ControlError::not_found(format!(
@@ -184,11 +198,13 @@ impl DeviceSet {
                 socket.display()
             )));
         };
-        if let Some(id) = self.id_of(socket) {
+        let id = self.id_of(socket);
+        if let Some(id) = id {
             self.dpu.remove(id).map_err(failed)?;
         }
         list.remove(position);
-        self.save(&list)
+        self.save(&list)?;
+        Ok(id)
     }
 
     fn id_of(&self, socket: &Path) -> Option<DeviceId> {
@@ -263,6 +279,7 @@ fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> D
         .find(|(key, _)| device.files.contains(key))
         .map(|(_, name)| name.clone());
     DeviceReport {
+        id: device.id.0,
         socket: device.socket.display().to_string(),
         kind: "blk".to_owned(),
         image: Some(device.image.display().to_string()),
@@ -293,6 +310,8 @@ fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> D
         overwritten_pages: device.overwritten_pages,
         timed_out_requests: device.timed_out_requests,
         parked_chains: device.parked_chains,
+        logged_accesses: device.logged_accesses,
+        lost_accesses: device.lost_accesses,
         wired_bytes: device.wired_bytes,
         malformed_requests: device.malformed_requests,
         outside_requests: device.outside_requests,

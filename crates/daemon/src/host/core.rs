@@ -6,10 +6,11 @@ use super::{
     sink::VmIncidents,
     space::VmSpace,
 };
-use crate::control::ControlError;
+use crate::{control::ControlError, protection::vm::VmProtection};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_gmem::{AddressSpace, PagedMemory};
-use pagetide_swap::{Counter, Limit, Pool, PoolStore, reclaim::Reclaimed, sets::Level};
+use pagetide_policy::sets::Level;
+use pagetide_swap::{Counter, Limit, Pool, PoolStore, reclaim::Reclaimed};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     Refusal,
@@ -46,6 +47,8 @@ pub(super) struct VmCore {
     pub(super) mmu: Arc<DmaMmu>,
     pub(super) spaces: Arc<dyn IoSpaces>,
     pub(super) tenant: Arc<Tenant>,
+    /// What keeps sections that devices are about to touch from being chosen.
+    pub(super) protection: Arc<VmProtection>,
     pub(super) latencies: Arc<Latencies>,
     pub(super) incidents: Arc<VmIncidents>,
     pub(super) sets: Mutex<Vec<(Level, u64)>>,
@@ -138,6 +141,9 @@ impl VmCore {
         if !self.detach_failed.load(Relaxed) {
             *lock(&self.suspended) = None;
         }
+        let layout = self.layout.look();
+        let ram = layout.files().iter().map(|file| file.pages()).collect();
+        self.protection.ram_changed(ram);
         self.enforce_limit();
         self.limit.want_reclaim();
     }

@@ -16,12 +16,13 @@ use crate::{
     settings::{DpuPlace, IopfHandling, IopfPreempt, RunSettings},
     slo::SloList,
 };
-use pagetide_addr::FileKey;
+use pagetide_addr::{DeviceId, FileKey};
 use pagetide_vpri::{
-    DomainTable, Doorbell, Driver, FaultAssist, FaultService, Handling, HostEnd, IoSpaces,
-    LandingArea, Preempt, ServiceConfig, ServiceThread,
+    AccessLog, AccessSource, DomainTable, Doorbell, Driver, FaultAssist, FaultService, Handling,
+    HostEnd, IoSpaces, LandingArea, Preempt, ServiceConfig, ServiceThread,
 };
 use std::{
+    collections::BTreeMap,
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
     time::Duration,
@@ -40,6 +41,7 @@ const LANDING_SLOTS: u32 = 1024;
 pub(super) struct Devices {
     place: Place,
     service: Arc<FaultService>,
+    log: Arc<dyn AccessSource>,
     thread: Mutex<Option<ServiceThread>>,
 }
 
@@ -67,7 +69,10 @@ impl Devices {
         let service = FaultService::with(service_config(settings), hosts.ends, hosts.bell);
         let assist: Arc<dyn FaultAssist> = Arc::clone(&service) as _;
         set.set_assist(&assist)?;
+        let log = Arc::new(AccessLog::new(engines.count.get()));
+        set.set_access_log(&log)?;
         let devices = Self {
+            log,
             place: Place::Here(set),
             thread: Mutex::new(Some(service.start().map_err(failed)?)),
             service,
@@ -87,6 +92,7 @@ impl Devices {
         let service = FaultService::with(service_config(settings), Vec::new(), bell);
         service.add_source(driver.source());
         let devices = Self {
+            log: driver.access_log(),
             place: Place::Elsewhere(Arc::clone(&driver), socket.to_owned()),
             thread: Mutex::new(Some(service.start().map_err(failed)?)),
             service,
@@ -96,6 +102,32 @@ impl Devices {
 
     pub(super) fn service(&self) -> &Arc<FaultService> {
         &self.service
+    }
+
+    /// Where records of what DMA touches come from.
+    pub(super) fn log(&self) -> &Arc<dyn AccessSource> {
+        &self.log
+    }
+
+    /// The number of the device that people name so. Of devices elsewhere only that is known here.
+    pub(super) fn number_of(&self, name: &str) -> Result<DeviceId, ControlError> {
+        match (&self.place, name.parse()) {
+            (Place::Here(set), _) => set.number_of(name),
+            (Place::Elsewhere(..), Ok(number)) => Ok(DeviceId(number)),
+            (Place::Elsewhere(_, socket), Err(_)) => Err(ControlError::refused(format!(
+                "'{name}' is no number of a device; the devices are in the process that listens on {}, and here only \
+                 their numbers are known: `pagetide dpu list --json` there tells them as id",
+                socket.display()
+            ))),
+        }
+    }
+
+    /// What devices are called, by their numbers, as far as that is known here.
+    pub(super) fn names(&self) -> BTreeMap<DeviceId, String> {
+        match &self.place {
+            Place::Here(set) => set.names(),
+            Place::Elsewhere(..) => BTreeMap::new(),
+        }
     }
 
     /// Makes the devices of a predecessor again, or tells the DPU process that all memory is known
@@ -125,7 +157,7 @@ impl Devices {
         }
     }
 
-    pub(super) fn remove(&self, socket: &Path) -> Result<(), ControlError> {
+    pub(super) fn remove(&self, socket: &Path) -> Result<Option<DeviceId>, ControlError> {
         self.set()?.remove(socket)
     }
 

@@ -34,6 +34,11 @@ use crate::{
         ReclaimReport, VmReport,
     },
     injection::{InjectionReport, InjectionRequest},
+    protection::{
+        ProtectorChoice,
+        feed::{Feed, FeedConfig},
+        recording::{RecordingReport, RecordingRequest},
+    },
     settings::RunSettings,
     slo::SloList,
 };
@@ -57,6 +62,10 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
     pagetide_sys::membarrier::register().map_err(failed)?;
     let state_dir = settings.state_dir.clone();
     let (devices, spaces) = Devices::start(settings)?;
+    let feed = FeedConfig {
+        rate: settings.access_log_rate,
+    };
+    let feed = Arc::new(Feed::start(Arc::clone(devices.log()), &feed)?);
     let (events, heard) = mpsc::channel();
     let shared = Shared {
         service: Arc::clone(devices.service()),
@@ -64,6 +73,8 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         events,
         reader_poll_us: u64::from(settings.reader_poll_us),
         neighbours_max: settings.neighbours,
+        feed,
+        protector: settings.dma_protector.clone(),
     };
     let host = Arc::new(Host {
         state_dir,
@@ -217,6 +228,13 @@ impl Control for Host {
         Ok(vm.report())
     }
 
+    fn set_protector(&self, name: &str, choice: ProtectorChoice) -> Result<VmReport, ControlError> {
+        let vm = self.vms.get(name)?;
+        vm.core.protection.choose(&choice.0);
+        self.shared.feed.look_again();
+        Ok(vm.report())
+    }
+
     fn reclaim(&self, name: &str, bytes: Option<u64>) -> Result<ReclaimReport, ControlError> {
         let vm = self.vms.get(name)?;
         let pages = bytes.map_or(u64::MAX, |bytes| bytes.div_ceil(PAGE_BYTES));
@@ -263,7 +281,10 @@ impl Control for Host {
     }
 
     fn remove_device(&self, socket: &Path) -> Result<(), ControlError> {
-        self.devices.remove(socket)
+        if let Some(device) = self.devices.remove(socket)? {
+            self.shared.feed.device_left(device);
+        }
+        Ok(())
     }
 
     fn slo(&self, device: Option<&str>) -> Result<SloList, ControlError> {
@@ -282,6 +303,23 @@ impl Control for Host {
         self.devices.stop_injection(device)
     }
 
+    fn start_recording(&self, request: RecordingRequest) -> Result<RecordingReport, ControlError> {
+        let device = request.device.as_deref();
+        let device = device
+            .map(|name| self.devices.number_of(name))
+            .transpose()?;
+        let names = self.devices.names();
+        self.shared.feed.start_recording(request, device, names)
+    }
+
+    fn recording(&self) -> Result<RecordingReport, ControlError> {
+        self.shared.feed.recording()
+    }
+
+    fn stop_recording(&self) -> Result<RecordingReport, ControlError> {
+        self.shared.feed.stop_recording()
+    }
+
     fn shut_down(&self) -> Result<(), ControlError> {
         self.vms.close();
         let mut first = None;
@@ -295,6 +333,7 @@ impl Control for Host {
                 }
             }
         }
+        self.shared.feed.stop();
         self.devices.shut_down();
         first.map_or(Ok(()), Err)
     }

@@ -3,12 +3,14 @@
 
 use super::{core::lock, vm::Vm};
 use crate::{
-    control::{RegionReport, SetReport, VmReport},
+    control::{DeviceProtectionReport, RegionReport, SetReport, VmReport},
     figure::LatencyUs,
+    protection::vm::DeviceProtection,
 };
 use pagetide_addr::{PAGE_BYTES, PageRange};
 use pagetide_gmem::State;
-use pagetide_swap::{Counter, sets::Level};
+use pagetide_policy::sets::Level;
+use pagetide_swap::Counter;
 use pagetide_vmm::layout::RamFile;
 use pagetide_vpri::Latencies;
 use std::sync::atomic::Ordering::Relaxed;
@@ -35,6 +37,8 @@ impl Vm {
         bars.extend(lock(&core.suspended).clone());
         let sets = lock(&core.sets).clone();
         let iopfs = core.tenant.account();
+        let protection = core.protection.report();
+        let devices: Vec<_> = protection.devices.iter().map(device_report).collect();
         VmReport {
             name: core.name.clone(),
             pid: core.vmm.pid(),
@@ -56,6 +60,17 @@ impl Vm {
             iopf_us: latency_us(&iopfs.iopf),
             iopf_waited_us: latency_us(&iopfs.waited),
             iopf_preempt_us: latency_us(&iopfs.preempt),
+            absent_iopfs: protection.faults,
+            absent_iopfs_per_minute: protection.faults_a_minute,
+            dma_protector: protection.policy,
+            protected_sections: protection.protected_sections,
+            tracked_sections: devices.iter().map(|d| d.tracked_sections).sum(),
+            dropped_sections: devices.iter().map(|d| d.dropped_sections).sum(),
+            policy_bytes: devices.iter().map(|d| d.policy_bytes).sum(),
+            heard_accesses: protection.taken_records,
+            refused_accesses: protection.refused_records,
+            brought_back_pages: protection.brought_pages,
+            protected_devices: devices,
             neighbour_pages: count(Counter::NeighbourPages),
             discarded_pages: count(Counter::DiscardedPages),
             over_limit_fills: count(Counter::OverLimitFills),
@@ -97,6 +112,17 @@ impl Vm {
             resident_bytes: file.file().allocated_bytes().unwrap_or(0),
             stored_pages: file.pages().by_section().map(stored).sum(),
         }
+    }
+}
+
+fn device_report(device: &DeviceProtection) -> DeviceProtectionReport {
+    DeviceProtectionReport {
+        device: device.device.0,
+        heard_accesses: device.records,
+        tracked_sections: device.policy.tracked_sections,
+        protected_sections: device.policy.protected_sections,
+        dropped_sections: device.policy.dropped_sections,
+        policy_bytes: device.policy.bytes,
     }
 }
 

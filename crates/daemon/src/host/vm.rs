@@ -19,7 +19,14 @@ use super::{
     space::VmSpace,
     tracker::{Dma, Looks},
 };
-use crate::control::{ControlError, VmState};
+use crate::{
+    control::{ControlError, VmState},
+    protection::{
+        ProtectorChoice,
+        feed::Feed,
+        vm::{Limbs, VmProtection},
+    },
+};
 use pagetide_addr::{Access, PageNo, PageRange, PageSet};
 use pagetide_gmem::{Fault, FaultOutcome, Incidents, MemoryParts, PageTable, PagedMemory, State};
 use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer};
@@ -57,6 +64,10 @@ pub(super) struct Shared {
     pub(super) reader_poll_us: u64,
     /// Most neighbours that a vCPU's fault brings along (see `pagetide bench fault`).
     pub(super) neighbours_max: u32,
+    /// By which policies hear of what DMA touches.
+    pub(super) feed: Arc<Feed>,
+    /// The policy that a VM begins with.
+    pub(super) protector: ProtectorChoice,
 }
 
 /// A VM with its threads.
@@ -127,7 +138,16 @@ impl Vm {
             .service
             .add_tenant(Arc::clone(&space), Arc::clone(&prepared.mmu))
             .map_err(failed)?;
+        let ram = layout.files().iter().map(|file| file.pages()).collect();
+        let limbs = Limbs {
+            space: Arc::clone(&space),
+            limit: Arc::clone(&limit),
+            tenant: Arc::clone(&tenant),
+        };
+        let mmu = Arc::clone(&prepared.mmu);
+        let protection = VmProtection::new(&shared.protector.0, mmu, ram, Some(limbs));
         let core = Arc::new(VmCore {
+            protection: Arc::new(protection),
             name: identity.name.clone(),
             identity,
             vmm: prepared.vmm,
@@ -162,6 +182,7 @@ impl Vm {
             vm.core.limit.stop();
             return Err(error);
         }
+        shared.feed.add(&vm.core.name, &vm.core.protection);
         Ok(vm)
     }
 
@@ -306,6 +327,7 @@ impl Vm {
         };
         // From here on page requests wait; once the RAM is watched no more, all are fine.
         shared.service.remove_tenant(&core.tenant);
+        shared.feed.remove(&core.protection);
         let gone = takeover::let_go(&core.vmm, &ram, &core.userfaultfd, number);
         for domain in core.mmu.domains() {
             domain.detach();
@@ -455,6 +477,7 @@ impl Vm {
         self.stop_rounds();
         drop(lock(&self.threads).reader.take());
         shared.service.remove_tenant(&self.core.tenant);
+        shared.feed.remove(&self.core.protection);
         for domain in self.core.mmu.domains() {
             domain.detach();
         }

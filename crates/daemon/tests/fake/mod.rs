@@ -12,6 +12,8 @@ use pagetide::control::{
 };
 
 use pagetide::injection::{InjectionReport, InjectionRequest};
+use pagetide::protection::ProtectorChoice;
+use pagetide::protection::recording::{RecordingReport, RecordingRequest};
 use pagetide::slo::{SloList, SloReport, SloWindowReport, SlowRequestReport};
 
 /// Pid of which the fake says that it is no VMM.
@@ -26,6 +28,7 @@ pub struct FakeControl {
     vms: Mutex<BTreeMap<String, VmReport>>,
     devices: Mutex<BTreeMap<PathBuf, DeviceReport>>,
     injections: Mutex<BTreeMap<String, InjectionReport>>,
+    recording: Mutex<Option<RecordingReport>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -188,6 +191,40 @@ impl Control for FakeControl {
 
     fn stop_injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
         self.injection(device)
+    }
+
+    fn set_protector(&self, name: &str, choice: ProtectorChoice) -> Result<VmReport, ControlError> {
+        let mut vms = lock(&self.vms);
+        let vm = vms.get_mut(name).ok_or_else(|| no_vm(name))?;
+        vm.dma_protector = choice.to_string();
+        Ok(vm.clone())
+    }
+
+    fn start_recording(&self, request: RecordingRequest) -> Result<RecordingReport, ControlError> {
+        request.check()?;
+        let mut recording = lock(&self.recording);
+        if recording.as_ref().is_some_and(|it| it.active) {
+            return Err(ControlError::refused("accesses are being recorded already"));
+        }
+        let report = RecordingReport {
+            dir: request.dir.display().to_string(),
+            active: true,
+            ..RecordingReport::default()
+        };
+        *recording = Some(report.clone());
+        Ok(report)
+    }
+
+    fn recording(&self) -> Result<RecordingReport, ControlError> {
+        let nothing = || ControlError::not_found("nothing was ever recorded");
+        lock(&self.recording).clone().ok_or_else(nothing)
+    }
+
+    fn stop_recording(&self) -> Result<RecordingReport, ControlError> {
+        if let Some(recording) = lock(&self.recording).as_mut() {
+            recording.active = false;
+        }
+        self.recording()
     }
 
     fn shut_down(&self) -> Result<(), ControlError> {

@@ -1,0 +1,395 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The access log as files (VPRI 5.3): what is asked for, what is told, and the thread that writes.
+//!
+//! ```text
+//!   pt-access-log ── bounded queue ──► pt-log-writer ──► DIR/VM-000001.parquet, …
+//! ```
+//! Each VM has a log of its own, whose addresses are counted in the VM's memory. The
+//! thread that feeds the policies never waits for the disk: with the queue full, records
+//! are lost and counted. The files are rotated and the oldest go, so a recording that is
+//! forgotten fills no disk.
+
+use crate::{control::ControlError, text::Text};
+use pagetide_addr::DeviceId;
+use pagetide_trace::{
+    AccessLogMeta, AccessRecord, LOG_FILE_BYTES_MIN, LogLimits, LoggedDevice, RotatingLog,
+    TraceError,
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+        mpsc::{Receiver, SyncSender, TrySendError, sync_channel},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant, SystemTime},
+};
+use utoipa::ToSchema;
+
+/// Bytes of a file unless told otherwise.
+pub const DEFAULT_FILE_BYTES: u64 = 64 << 20;
+/// Files of a VM that are kept unless told otherwise.
+pub const DEFAULT_FILES: u32 = 16;
+/// Longest recording, in seconds: a week.
+const SECONDS_MAX: u64 = 7 * 24 * 3600;
+/// Batches that wait for the disk: of a twentieth of a second each, and some megabytes at most.
+const BATCHES_MAX: usize = 64;
+
+fn default_file_bytes() -> u64 {
+    DEFAULT_FILE_BYTES
+}
+
+fn default_files() -> u32 {
+    DEFAULT_FILES
+}
+
+/// Record what DMA of attached VMs touches.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RecordingRequest {
+    /// Directory for the files, absolute; it must be there.
+    #[schema(value_type = String)]
+    pub dir: PathBuf,
+    /// Only this device: its socket, its serial number if no other has that, or its number; all
+    /// without one.
+    #[serde(default)]
+    pub device: Option<String>,
+    /// Bytes a file may have before the next is begun.
+    #[serde(default = "default_file_bytes")]
+    pub max_file_bytes: u64,
+    /// Files of each VM that are kept; the oldest go.
+    #[serde(default = "default_files")]
+    pub max_files: u32,
+    /// How long, in seconds; until it is stopped without it.
+    #[serde(default)]
+    pub seconds: Option<u64>,
+}
+
+impl RecordingRequest {
+    /// Refuses what cannot be.
+    ///
+    /// # Errors
+    /// A sentence.
+    pub fn check(&self) -> Result<(), ControlError> {
+        let wrong = |what: String| Err(ControlError::wrong_use(what));
+        if !self.dir.is_absolute() {
+            return wrong(format!(
+                "the directory '{}' is not an absolute path: write it from /",
+                self.dir.display()
+            ));
+        }
+        if self.max_file_bytes < LOG_FILE_BYTES_MIN {
+            return wrong(format!(
+                "max-file-bytes is {}; a file needs {LOG_FILE_BYTES_MIN} at least",
+                self.max_file_bytes
+            ));
+        }
+        if self.max_files == 0 {
+            return wrong("max-files is 0; it must be 1 at least".to_owned());
+        }
+        match self.seconds {
+            Some(0) => wrong("seconds is 0; it must be 1 at least".to_owned()),
+            Some(seconds) if seconds > SECONDS_MAX => wrong(format!(
+                "seconds is {seconds}; it must be at most {SECONDS_MAX}, a week"
+            )),
+            _ if !self.dir.is_dir() => Err(ControlError::refused(format!(
+                "there is no directory '{}': make it first",
+                self.dir.display()
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// How far a recording is.
+#[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize, ToSchema)]
+pub struct RecordingReport {
+    /// Directory of the files.
+    pub dir: String,
+    /// The only device that is recorded, by its number; absent if all are.
+    pub device: Option<u32>,
+    /// It goes on.
+    pub active: bool,
+    /// Time since it began, or that it took.
+    pub seconds: f64,
+    /// Time left of what was asked for; absent without an end.
+    pub left_seconds: Option<f64>,
+    /// Records handed to the files.
+    pub records: u64,
+    /// Records lost since it began: by engines without credits, or because the disk was too slow.
+    pub lost_records: u64,
+    /// VMs of which there is a log.
+    pub vms: Vec<String>,
+    /// Why it ended before its time.
+    pub error: Option<String>,
+}
+
+impl Text for RecordingReport {
+    fn text(&self) -> String {
+        let of = match self.device {
+            Some(device) => format!("device {device}"),
+            None => "all devices".to_owned(),
+        };
+        let state = match (self.active, self.left_seconds) {
+            (true, Some(left)) => format!("for {:.0} s, {left:.0} s left", self.seconds),
+            (true, None) => format!("for {:.0} s", self.seconds),
+            (false, _) => format!("over after {:.0} s", self.seconds),
+        };
+        let mut text = format!(
+            "accesses of {of} into {}: {state}; {} records, {} lost\n",
+            self.dir, self.records, self.lost_records
+        );
+        if !self.vms.is_empty() {
+            text += &format!("VMs: {}\n", self.vms.join(", "));
+        }
+        if let Some(error) = &self.error {
+            text += &format!("ended early: {error}\n");
+        }
+        text
+    }
+}
+
+/// Records of one VM on their way to its files.
+pub(crate) struct Batch {
+    pub(crate) vm: Arc<str>,
+    pub(crate) memory_bytes: u64,
+    pub(crate) records: Vec<AccessRecord>,
+}
+
+enum Letter {
+    Records(Batch),
+    /// So many were lost on the way here, perhaps another VM's.
+    Lost(u64),
+}
+
+#[derive(Default)]
+struct Progress {
+    records: AtomicU64,
+    lost: AtomicU64,
+    told: Mutex<Told>,
+}
+
+#[derive(Default)]
+struct Told {
+    vms: Vec<String>,
+    error: Option<String>,
+    ended: Option<Duration>,
+}
+
+/// A recording that goes on, or has ended.
+pub(crate) struct Recording {
+    request: RecordingRequest,
+    device: Option<DeviceId>,
+    began: Instant,
+    progress: Arc<Progress>,
+    /// Lost that the writer was not told of yet.
+    unsaid: u64,
+    letters: Option<SyncSender<Letter>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Recording {
+    /// Begins. `device` is the only one recorded; `names` are what devices are called.
+    ///
+    /// # Errors
+    /// A sentence: no thread.
+    pub(crate) fn start(
+        request: RecordingRequest,
+        device: Option<DeviceId>,
+        names: BTreeMap<DeviceId, String>,
+    ) -> Result<Self, ControlError> {
+        let (letters, inbox) = sync_channel(BATCHES_MAX);
+        let progress = Arc::new(Progress::default());
+        let writer = Writer {
+            limits: LogLimits {
+                dir: request.dir.clone(),
+                max_file_bytes: request.max_file_bytes,
+                max_files: request.max_files,
+            },
+            names,
+            logs: BTreeMap::new(),
+            progress: Arc::clone(&progress),
+            started_unix_ns: unix_ns(),
+        };
+        let thread = std::thread::Builder::new()
+            .name("pt-log-writer".into())
+            .spawn(move || writer.run(&inbox));
+        let thread = thread.map_err(|error| {
+            ControlError::failed(format!("no thread to write the access log: {error}"))
+        })?;
+        Ok(Self {
+            request,
+            device,
+            began: Instant::now(),
+            progress,
+            unsaid: 0,
+            letters: Some(letters),
+            thread: Some(thread),
+        })
+    }
+
+    /// True if it wants records of `device`.
+    pub(crate) fn wants(&self, device: DeviceId) -> bool {
+        self.device.is_none_or(|only| only == device)
+    }
+
+    /// True until it was stopped, its time is over, or the disk failed.
+    pub(crate) fn is_active(&self) -> bool {
+        self.letters.is_some()
+    }
+
+    /// Hands records to the writer, or loses them.
+    pub(crate) fn record(&mut self, batch: Batch) {
+        let Some(letters) = &self.letters else {
+            return;
+        };
+        let count = batch.records.len() as u64;
+        match letters.try_send(Letter::Records(batch)) {
+            Ok(()) => {}
+            Err(TrySendError::Full(_)) => self.lost(count),
+            // The writer has said why.
+            Err(TrySendError::Disconnected(_)) => self.end(),
+        }
+    }
+
+    /// So many records were lost before they came here.
+    pub(crate) fn lost(&mut self, count: u64) {
+        self.progress.lost.fetch_add(count, Relaxed);
+        self.unsaid += count;
+        if self.unsaid > 0
+            && let Some(letters) = &self.letters
+            && letters.try_send(Letter::Lost(self.unsaid)).is_ok()
+        {
+            self.unsaid = 0;
+        }
+    }
+
+    /// Ends it if its time is over.
+    pub(crate) fn end_if_due(&mut self) {
+        let asked = self.request.seconds.map(Duration::from_secs);
+        if asked.is_some_and(|time| self.began.elapsed() >= time) {
+            self.end();
+        }
+    }
+
+    /// No record is taken from now on; the writer completes its files.
+    pub(crate) fn end(&mut self) {
+        if self.letters.take().is_some() {
+            let ended = self.began.elapsed();
+            lock(&self.progress.told).ended = Some(ended);
+        }
+    }
+
+    /// Its writer's thread, to be waited for without any lock.
+    pub(crate) fn take_thread(&mut self) -> Option<JoinHandle<()>> {
+        self.thread.take()
+    }
+
+    /// How far it is.
+    pub(crate) fn report(&self) -> RecordingReport {
+        let told = lock(&self.progress.told);
+        let seconds = told
+            .ended
+            .unwrap_or_else(|| self.began.elapsed())
+            .as_secs_f64();
+        let asked = self
+            .request
+            .seconds
+            .map(|it| Duration::from_secs(it).as_secs_f64());
+        RecordingReport {
+            dir: self.request.dir.display().to_string(),
+            device: self.device.map(|device| device.0),
+            active: self.is_active(),
+            seconds,
+            left_seconds: asked.map(|asked| (asked - seconds).max(0.0)),
+            records: self.progress.records.load(Relaxed),
+            lost_records: self.progress.lost.load(Relaxed),
+            vms: told.vms.clone(),
+            error: told.error.clone(),
+        }
+    }
+}
+
+/// What runs on the writer's thread.
+struct Writer {
+    limits: LogLimits,
+    names: BTreeMap<DeviceId, String>,
+    logs: BTreeMap<Arc<str>, RotatingLog>,
+    progress: Arc<Progress>,
+    started_unix_ns: u64,
+}
+
+impl Writer {
+    fn run(mut self, inbox: &Receiver<Letter>) {
+        while let Ok(letter) = inbox.recv() {
+            let done = match letter {
+                Letter::Records(batch) => self.write(batch),
+                Letter::Lost(count) => {
+                    for log in self.logs.values_mut() {
+                        let lost = &mut log.meta_mut().lost_records;
+                        *lost = lost.saturating_add(count);
+                    }
+                    Ok(())
+                }
+            };
+            if let Err(error) = done {
+                self.fail(&error);
+                break;
+            }
+        }
+        for (_, log) in std::mem::take(&mut self.logs) {
+            if let Err(error) = log.finish() {
+                self.fail(&error);
+            }
+        }
+    }
+
+    fn write(&mut self, batch: Batch) -> Result<(), TraceError> {
+        let log = match self.logs.entry(Arc::clone(&batch.vm)) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(place) => {
+                let meta = AccessLogMeta::new(&batch.vm, batch.memory_bytes, self.started_unix_ns);
+                let log = RotatingLog::create(self.limits.clone(), meta)?;
+                lock(&self.progress.told).vms.push(batch.vm.to_string());
+                place.insert(log)
+            }
+        };
+        let meta = log.meta_mut();
+        meta.memory_bytes = batch.memory_bytes;
+        for record in &batch.records {
+            if meta.devices.iter().all(|known| known.id != record.device) {
+                let name = self.names.get(&record.device).cloned();
+                meta.enter(LoggedDevice {
+                    id: record.device,
+                    name: name.unwrap_or_else(|| format!("device-{}", record.device.0)),
+                    service: record.service,
+                });
+            }
+        }
+        log.append(&batch.records)?;
+        let count = batch.records.len() as u64;
+        self.progress.records.fetch_add(count, Relaxed);
+        Ok(())
+    }
+
+    fn fail(&self, error: &TraceError) {
+        tracing::error!(dir = %self.limits.dir.display(), %error, "the recording of accesses ends");
+        lock(&self.progress.told)
+            .error
+            .get_or_insert(error.to_string());
+    }
+}
+
+fn unix_ns() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |since| {
+        u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

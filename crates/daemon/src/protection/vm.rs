@@ -1,0 +1,478 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`VmProtection`]: the protector of one VM, what it hears and what it does.
+//!
+//! It hears of accesses from the feed's thread alone, which also tells it the time. The
+//! VM's rounds tell which sections were evicted, and that RAM came or went; both are kept
+//! until the feed's thread comes, because a policy may take longer than a round should wait.
+//!
+//! # Time
+//! Policies want times that never run backwards. Records of several engines come engine by
+//! engine, and a device may write any time at all. So a record's time is brought between
+//! that of what was heard last and now.
+
+use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
+use pagetide_gmem::{AddressSpace, Fault, State};
+use pagetide_policy::protect::{
+    Fate, PolicyChoice, PolicyReport, ProtectedSections, Protector, Touch,
+};
+use pagetide_swap::Limit;
+use pagetide_vpri::{DPU, DmaMmu, Tenant, wire::LogRecord};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+/// Most devices of a VM that have a policy each: twice what a guest of the larger sort has.
+pub(crate) const DEVICES_MAX: usize = 64;
+/// A device that was not heard of for so long gives its place to another, if all are taken.
+const DEVICE_SILENCE: Duration = Duration::from_secs(60);
+/// Longest access that is believed: far beyond what a request of a disk or a network interface has.
+const ACCESS_BYTES_MAX: u32 = 32 << 20;
+/// Evictions that wait to be told, at most: 128 GiB of them, between two looks a twentieth of a second
+/// apart.
+const FATES_MAX: usize = 65_536;
+/// Sections that wait to be brought back, at most.
+const BRING_BACKS_MAX: usize = 2048;
+/// Pages of one fault that is served without waiting.
+const FAULT_PAGES: u64 = 16;
+/// Seconds over which faults are counted.
+const SECONDS: usize = 60;
+
+/// Bytes of a section.
+const SECTION_BYTES: u64 = SECTION_PAGES * PAGE_BYTES;
+
+/// What of a VM is acted on: by it faults are heard of, and pages brought back. Not there in a bench.
+pub(crate) struct Limbs {
+    pub(crate) space: Arc<AddressSpace>,
+    pub(crate) limit: Arc<Limit>,
+    pub(crate) tenant: Arc<Tenant>,
+}
+
+/// See the module.
+pub(crate) struct VmProtection {
+    mmu: Arc<DmaMmu>,
+    limbs: Option<Limbs>,
+    protected: Arc<ProtectedSections>,
+    is_active: AtomicBool,
+    inner: Mutex<Inner>,
+    /// Told by the rounds, to be heard by the policies.
+    fates: Mutex<Vec<(SectionNo, Fate)>>,
+    /// RAM that there is now, if it has changed.
+    ram: Mutex<Option<Vec<PageRange>>>,
+    counts: Counts,
+}
+
+/// What became of records and pages, since the start.
+#[derive(Default)]
+struct Counts {
+    taken: AtomicU64,
+    refused: AtomicU64,
+    brought_pages: AtomicU64,
+}
+
+/// A device as the log has it.
+#[derive(Default, Clone, Copy)]
+struct Heard {
+    records: u64,
+    at: Duration,
+}
+
+struct Inner {
+    protector: Protector,
+    heard: BTreeMap<DeviceId, Heard>,
+    at: Duration,
+    ram: Vec<PageRange>,
+    bring_backs: VecDeque<SectionNo>,
+    minute: Minute,
+}
+
+/// Faults of the last minute, second by second.
+#[derive(Default)]
+struct Minute {
+    before: u64,
+    seconds: VecDeque<u64>,
+}
+
+impl Minute {
+    fn second_ends(&mut self, faults: u64) {
+        self.seconds.push_back(faults.saturating_sub(self.before));
+        self.before = faults;
+        if self.seconds.len() > SECONDS {
+            self.seconds.pop_front();
+        }
+    }
+
+    fn total(&self) -> u64 {
+        self.seconds.iter().sum()
+    }
+}
+
+/// One device's share of a [`ProtectionReport`].
+pub(crate) struct DeviceProtection {
+    pub(crate) device: DeviceId,
+    pub(crate) records: u64,
+    pub(crate) policy: PolicyReport,
+}
+
+/// What a VM's protection is, and has done.
+pub(crate) struct ProtectionReport {
+    /// The policy, as it is written.
+    pub(crate) policy: String,
+    pub(crate) protected_sections: u64,
+    pub(crate) devices: Vec<DeviceProtection>,
+    pub(crate) taken_records: u64,
+    pub(crate) refused_records: u64,
+    pub(crate) brought_pages: u64,
+    pub(crate) faults_a_minute: u64,
+    pub(crate) faults: u64,
+}
+
+impl VmProtection {
+    /// The protection of a VM whose DMA domains are those of `mmu` and whose RAM is `ram`. Nothing is
+    /// protected yet.
+    pub(crate) fn new(
+        choice: &PolicyChoice,
+        mmu: Arc<DmaMmu>,
+        ram: Vec<PageRange>,
+        limbs: Option<Limbs>,
+    ) -> Self {
+        let protector = Protector::new(choice, sections_of(&ram));
+        let before = limbs.as_ref().map_or(0, |it| it.tenant.absent_faults());
+        Self {
+            mmu,
+            limbs,
+            protected: Arc::clone(protector.protected()),
+            is_active: AtomicBool::new(*choice != PolicyChoice::None),
+            inner: Mutex::new(Inner {
+                protector,
+                heard: BTreeMap::new(),
+                at: Duration::ZERO,
+                ram,
+                bring_backs: VecDeque::new(),
+                minute: Minute {
+                    before,
+                    ..Minute::default()
+                },
+            }),
+            fates: Mutex::default(),
+            ram: Mutex::default(),
+            counts: Counts::default(),
+        }
+    }
+
+    /// What is protected, for whoever evicts.
+    pub(crate) fn protected(&self) -> &Arc<ProtectedSections> {
+        &self.protected
+    }
+
+    /// True if there is a policy that wants to hear of accesses.
+    pub(crate) fn is_active(&self) -> bool {
+        self.is_active.load(Relaxed)
+    }
+
+    /// The DMA domains whose accesses it wants to hear of.
+    pub(crate) fn mmu(&self) -> &Arc<DmaMmu> {
+        &self.mmu
+    }
+
+    /// Memory up to the end of the VM's last RAM, in bytes: what addresses are counted in.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        let inner = self.lock();
+        let ends = inner.ram.iter().map(|part| part.end.byte_offset());
+        ends.max().unwrap_or(0)
+    }
+
+    /// Another policy from now on; what is known is forgotten.
+    pub(crate) fn choose(&self, choice: &PolicyChoice) {
+        let mut inner = self.lock();
+        inner.protector.choose(choice);
+        inner.heard.clear();
+        inner.bring_backs.clear();
+        self.is_active.store(*choice != PolicyChoice::None, Relaxed);
+    }
+
+    /// The evictor has taken pages of `section`.
+    pub(crate) fn evicted(&self, section: SectionNo) {
+        let mut fates = self.fates.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_active() && fates.len() < FATES_MAX {
+            fates.push((section, Fate::Evicted));
+        }
+    }
+
+    /// RAM has come or gone: it is `ram` now.
+    pub(crate) fn ram_changed(&self, ram: Vec<PageRange>) {
+        *self.ram.lock().unwrap_or_else(PoisonError::into_inner) = Some(ram);
+    }
+
+    /// A device is no more.
+    pub(crate) fn device_left(&self, device: DeviceId) {
+        let mut inner = self.lock();
+        inner.heard.remove(&device);
+        inner.protector.device_left(device);
+    }
+
+    /// To be held over records of this VM that follow one another.
+    pub(crate) fn listen(&self) -> Listening<'_> {
+        Listening {
+            inner: self.lock(),
+            protection: self,
+        }
+    }
+
+    /// Has the policies hear of what happened beside accesses.
+    pub(crate) fn hear_fates(&self, now: Duration) {
+        let mut inner = self.lock();
+        let now = inner.step(now);
+        let fates = std::mem::take(&mut *self.fates.lock().unwrap_or_else(PoisonError::into_inner));
+        let faulted = self.limbs.iter().flat_map(|limbs| {
+            let next = || limbs.tenant.next_absent_section();
+            std::iter::from_fn(next).take(FATES_MAX)
+        });
+        let faulted = faulted.map(|section| (section, Fate::Faulted));
+        for (section, fate) in fates.into_iter().chain(faulted) {
+            inner.protector.fate(section, fate, now);
+        }
+        let ram = self
+            .ram
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(ram) = ram {
+            inner.follow_ram(ram, now);
+        }
+    }
+
+    /// A second has passed.
+    pub(crate) fn second_ends(&self, now: Duration) {
+        let mut inner = self.lock();
+        let now = inner.step(now);
+        if self.is_active() {
+            inner.protector.passed(now);
+        }
+        let wishes = inner.protector.take_bring_backs();
+        inner.bring_backs.extend(wishes);
+        while inner.bring_backs.len() > BRING_BACKS_MAX {
+            inner.bring_backs.pop_front();
+        }
+        if let Some(limbs) = &self.limbs {
+            inner.minute.second_ends(limbs.tenant.absent_faults());
+        }
+    }
+
+    /// Brings back sections that policies wish back, about `pages` pages, and none if the VM's limit is
+    /// near: a wish is worth no eviction. Waits for nothing.
+    pub(crate) fn bring_back(&self, pages: u64) {
+        let Some(limbs) = &self.limbs else {
+            return;
+        };
+        let mut left = pages;
+        while left > 0 && !limbs.limit.is_below_low_mark() && !limbs.limit.is_stopped() {
+            let Some(section) = self.lock().bring_backs.pop_front() else {
+                return;
+            };
+            let brought = limbs.bring_section(section, left);
+            self.counts.brought_pages.fetch_add(brought.pages, Relaxed);
+            left = left.saturating_sub(brought.pages.max(1));
+            if brought.is_some_left {
+                self.lock().bring_backs.push_front(section);
+            }
+        }
+    }
+
+    /// True while sections wait to be brought back.
+    pub(crate) fn has_wishes(&self) -> bool {
+        !self.lock().bring_backs.is_empty()
+    }
+
+    /// How it stands.
+    pub(crate) fn report(&self) -> ProtectionReport {
+        let inner = self.lock();
+        let device = |(device, policy)| DeviceProtection {
+            device,
+            records: inner.heard.get(&device).map_or(0, |heard| heard.records),
+            policy,
+        };
+        let reports = inner.protector.reports();
+        ProtectionReport {
+            policy: inner.protector.choice().to_string(),
+            protected_sections: self.protected.len(),
+            devices: reports.into_iter().map(device).collect(),
+            taken_records: self.counts.taken.load(Relaxed),
+            refused_records: self.counts.refused.load(Relaxed),
+            brought_pages: self.counts.brought_pages.load(Relaxed),
+            faults_a_minute: inner.minute.total(),
+            faults: self
+                .limbs
+                .as_ref()
+                .map_or(0, |it| it.tenant.absent_faults()),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A VM's protection while it hears of accesses.
+pub(crate) struct Listening<'a> {
+    inner: MutexGuard<'a, Inner>,
+    protection: &'a VmProtection,
+}
+
+impl Listening<'_> {
+    /// A device has touched memory of the VM, it says. Nothing of it is believed unseen.
+    pub(crate) fn record(&mut self, record: &LogRecord, now: Duration) {
+        let counts = &self.protection.counts;
+        let taken = self.touches(record).is_some_and(|touches| {
+            let at = Duration::from_nanos(record.time_ns).min(now);
+            let at = self.inner.step(at);
+            self.inner.admit(record.device, at) && {
+                for (section, bytes) in touches {
+                    let touch = Touch {
+                        section,
+                        at,
+                        access: record.access,
+                        bytes,
+                    };
+                    self.inner.protector.touched(record.device, touch);
+                }
+                true
+            }
+        });
+        let count = if taken {
+            &counts.taken
+        } else {
+            &counts.refused
+        };
+        count.fetch_add(1, Relaxed);
+    }
+
+    /// The sections of an access with the bytes of each; `None` if it is not in the VM's memory.
+    fn touches(
+        &self,
+        record: &LogRecord,
+    ) -> Option<impl Iterator<Item = (SectionNo, u64)> + use<>> {
+        let len = record.len_bytes;
+        let sound = len > 0 && len <= ACCESS_BYTES_MAX;
+        let own = PageRange::covering(record.address, u64::from(len)).filter(|_| sound)?;
+        let pages = self.protection.mmu.in_space(record.space, own)?;
+        let begin = pages.start.byte_offset() + record.address % PAGE_BYTES;
+        let end = begin + u64::from(len);
+        Some(
+            (begin / SECTION_BYTES..end.div_ceil(SECTION_BYTES)).map(move |section| {
+                let (from, to) = (section * SECTION_BYTES, (section + 1) * SECTION_BYTES);
+                (SectionNo(section), end.min(to) - begin.max(from))
+            }),
+        )
+    }
+}
+
+impl Inner {
+    /// Time goes on to `at`, unless it is later already; what it is then.
+    fn step(&mut self, at: Duration) -> Duration {
+        self.at = self.at.max(at);
+        self.at
+    }
+
+    /// True if the device has a place, or gets one.
+    fn admit(&mut self, device: DeviceId, at: Duration) -> bool {
+        if let Some(heard) = self.heard.get_mut(&device) {
+            heard.records += 1;
+            heard.at = at;
+            return true;
+        }
+        if self.heard.len() >= DEVICES_MAX {
+            let longest_ago = self.heard.iter().min_by_key(|(_, heard)| heard.at);
+            let silent = longest_ago
+                .filter(|(_, heard)| at.saturating_sub(heard.at) >= DEVICE_SILENCE)
+                .map(|(device, _)| *device);
+            let Some(silent) = silent else {
+                return false;
+            };
+            self.heard.remove(&silent);
+            self.protector.device_left(silent);
+        }
+        self.heard.insert(device, Heard { records: 1, at });
+        true
+    }
+
+    fn follow_ram(&mut self, ram: Vec<PageRange>, now: Duration) {
+        let is_there = |page: PageNo| ram.iter().any(|part| part.contains(page));
+        let gone: Vec<SectionNo> = self
+            .ram
+            .iter()
+            .flat_map(|part| part.sections())
+            .filter(|section| !is_there(section.pages(u64::MAX / 2).start))
+            .collect();
+        for section in gone {
+            self.protector.fate(section, Fate::Gone, now);
+            self.bring_backs.retain(|waiting| *waiting != section);
+        }
+        self.protector.resized(sections_of(&ram));
+        self.ram = ram;
+    }
+}
+
+/// What of a section was brought back.
+struct Brought {
+    pages: u64,
+    is_some_left: bool,
+}
+
+impl Limbs {
+    /// Brings about `most` stored pages of `section` back. What would have to wait is left out for
+    /// good: the section's own fault will do.
+    fn bring_section(&self, section: SectionNo, most: u64) -> Brought {
+        let mut pages = 0;
+        let Some(memory) = self.space.memory() else {
+            return Brought {
+                pages,
+                is_some_left: false,
+            };
+        };
+        let is_stored = |state| matches!(state, State::Stored(_));
+        let stored = memory.table().pages_in_state(section, is_stored);
+        for run in stored.runs(section) {
+            let mut start = run.start;
+            while start < run.end {
+                if pages >= most {
+                    return Brought {
+                        pages,
+                        is_some_left: true,
+                    };
+                }
+                let end = PageNo(start.0 + FAULT_PAGES).min(run.end);
+                let part = PageRange::new(start, end);
+                let fault = Fault {
+                    device: DPU,
+                    pages: part,
+                    access: pagetide_addr::Access::Write,
+                };
+                if self.space.fault_without_waiting(&fault).is_none() {
+                    return Brought {
+                        pages,
+                        is_some_left: false,
+                    };
+                }
+                pages += part.len();
+                start = end;
+            }
+        }
+        Brought {
+            pages,
+            is_some_left: false,
+        }
+    }
+}
+
+/// Number of sections that have a page in `ram`.
+fn sections_of(ram: &[PageRange]) -> u64 {
+    let mut sections: Vec<SectionNo> = ram.iter().flat_map(|part| part.sections()).collect();
+    sections.sort_unstable();
+    sections.dedup();
+    sections.len() as u64
+}
