@@ -11,6 +11,7 @@ pub mod config;
 mod context;
 mod error;
 pub mod findings;
+pub mod fleet;
 mod flavour;
 mod hints;
 mod host;

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+//! When a guest works and when it is quiet.
+//!
+//! ```text
+//!   busy ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▁▁▁▁▁▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▁▁▁▁▇▇▇…     80 % of the time
+//! ```
+
+use super::chance::{Chance, whole};
+
+/// Mean length of a quiet time, in seconds; each is between a fifth of that and nine fifths.
+const QUIET_MEAN_S: f64 = 300.0;
+
+/// Turns of busy and quiet times of one guest.
+#[derive(Clone, Debug)]
+pub(super) struct Activity {
+    chance: Chance,
+    intensity: f64,
+    busy: bool,
+    until_s: u64,
+}
+
+impl Activity {
+    /// Busy for the share `intensity` of the time, from a moment within some turn.
+    pub(super) fn new(mut chance: Chance, intensity: f64) -> Self {
+        let busy = chance.unit() < intensity;
+        let mut activity = Self {
+            chance,
+            intensity,
+            busy,
+            until_s: 0,
+        };
+        let whole_turn = activity.length_s();
+        activity.until_s = activity.chance.between(1, whole_turn.max(2));
+        activity
+    }
+
+    /// Whether the guest works in this second. Seconds are asked for in order.
+    pub(super) fn is_busy(&mut self, second: u64) -> bool {
+        while second >= self.until_s {
+            self.busy = !self.busy;
+            self.until_s += self.length_s();
+        }
+        self.busy
+    }
+
+    fn length_s(&mut self) -> u64 {
+        let spread = 0.2 + 1.6 * self.chance.unit();
+        let quiet = QUIET_MEAN_S * spread;
+        let idle = (1.0 - self.intensity).max(0.01);
+        let length = if self.busy {
+            quiet * self.intensity / idle
+        } else {
+            quiet
+        };
+        whole(length).max(1)
+    }
+}
+
+/// Share of the seconds below `end_s` that are busy: for tests and reports.
+#[cfg(test)]
+pub(super) fn busy_share(mut activity: Activity, end_s: u64) -> f64 {
+    let busy = (0..end_s).filter(|second| activity.is_busy(*second)).count();
+    super::chance::number(busy as u64) / super::chance::number(end_s)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn activity_over_days_is_busy_for_the_share_it_was_told() {
+        let activity = Activity::new(Chance::new(1, 2), 0.8);
+        let share = busy_share(activity, 20 * 86_400);
+        assert!((0.78..0.82).contains(&share), "{share}");
+    }
+}

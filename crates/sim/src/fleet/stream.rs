@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`GuestStream`]: what a made-up guest touches, for a replay.
+
+use super::{
+    guest::{Guest, GuestRecipe},
+    sink::{GuestTouch, Who},
+};
+use crate::replay::{AccessStream, Actor, ReplayAccess, ReplayError, Service};
+use pagetide_addr::DeviceId;
+use std::time::Duration;
+
+/// Number of a guest's NIC.
+pub const NIC: DeviceId = DeviceId(1);
+/// Number of a guest's disk.
+pub const DISK: DeviceId = DeviceId(2);
+
+/// How long a guest runs before anybody looks at its devices.
+///
+/// The evictor must know what is hot and what is cold before a fault means anything; and what
+/// lies in memory was touched some time. So the stream begins with this time of the guest's work
+/// in which all its touches count as the CPU's: no device faults, and no protector hears of one.
+pub const PROLOGUE: Duration = Duration::from_secs(900);
+
+/// See the module.
+#[derive(Debug)]
+pub struct GuestStream {
+    guest: Guest,
+    /// Second that is made next, prologue included.
+    next_second: u64,
+    end_second: u64,
+    /// Touches of the second before that, and how many of them were given out.
+    given: usize,
+}
+
+impl GuestStream {
+    /// The guest of `recipe` for [`PROLOGUE`] and `seconds` after it.
+    #[must_use]
+    pub fn new(recipe: &GuestRecipe, seconds: u64) -> Self {
+        Self {
+            guest: Guest::new(recipe),
+            next_second: 0,
+            end_second: PROLOGUE.as_secs() + seconds,
+            given: 0,
+        }
+    }
+
+    fn access(&self, touch: GuestTouch) -> ReplayAccess {
+        let second = self.next_second.saturating_sub(1);
+        let count = self.guest.touches().len().max(1) as u64;
+        let within = Duration::from_nanos(1_000_000_000 / count * self.given as u64);
+        let actor = match touch.who {
+            _ if second < PROLOGUE.as_secs() => Actor::Cpu,
+            Who::Cpu => Actor::Cpu,
+            Who::Nic => Actor::Device(NIC, Service::Network),
+            Who::Disk => Actor::Device(DISK, Service::Block),
+        };
+        ReplayAccess {
+            at: Duration::from_secs(second) + within,
+            actor,
+            section: touch.section,
+            access: touch.access,
+            bytes: touch.bytes,
+        }
+    }
+}
+
+impl AccessStream for GuestStream {
+    fn next(&mut self) -> Result<Option<ReplayAccess>, ReplayError> {
+        loop {
+            if let Some(touch) = self.guest.touches().get(self.given).copied() {
+                let access = self.access(touch);
+                self.given += 1;
+                return Ok(Some(access));
+            }
+            if self.next_second == self.end_second {
+                return Ok(None);
+            }
+            self.guest.second(self.next_second);
+            self.next_second += 1;
+            self.given = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Load, paper_fleet};
+    use super::*;
+
+    fn all(seed: u64, load: Load) -> Vec<ReplayAccess> {
+        let recipe = GuestRecipe {
+            sections: 512,
+            load,
+            ..paper_fleet(seed)[0]
+        };
+        let mut stream = GuestStream::new(&recipe, 600);
+        let mut accesses = Vec::new();
+        while let Some(access) = stream.next().unwrap() {
+            accesses.push(access);
+        }
+        accesses
+    }
+
+    #[test]
+    fn stream_is_the_same_for_the_same_seed_and_another_for_another() {
+        let first = all(5, Load::Storage);
+        assert_eq!(first, all(5, Load::Storage));
+        assert_ne!(first, all(6, Load::Storage));
+    }
+
+    #[test]
+    fn times_of_a_stream_never_run_backwards_and_sections_are_those_of_the_guest() {
+        for load in [Load::Storage, Load::Network] {
+            let accesses = all(7, load);
+            assert!(accesses.is_sorted_by_key(|access| access.at));
+            assert!(accesses.iter().all(|access| access.section.0 < 512));
+        }
+    }
+
+    #[test]
+    fn devices_are_heard_of_after_the_prologue_only() {
+        let accesses = all(8, Load::Storage);
+        let of_device = |access: &&ReplayAccess| access.actor != Actor::Cpu;
+        let first = accesses.iter().find(of_device).expect("a device");
+        assert!(first.at >= PROLOGUE);
+        let disk = Actor::Device(DISK, Service::Block);
+        assert!(accesses.iter().any(|access| access.actor == disk));
+    }
+}
