@@ -109,6 +109,8 @@ pub struct Reclaimed {
     pub busy_sections: u64,
     /// Sections passed over because they are protected.
     pub spared_sections: u64,
+    /// True if it ended because it was stopped, and not because there was enough or nothing left.
+    pub was_stopped: bool,
 }
 
 /// The sections of one VM as the evictor sees them. See the module.
@@ -222,7 +224,10 @@ impl Victims {
                 Then::Next => {}
                 Then::Emptied => self.sets.emptied_at(slot),
                 Then::Busy => done.busy_sections += 1,
-                Then::Stop => break,
+                Then::Stop => {
+                    done.was_stopped = true;
+                    break;
+                }
             }
         }
         done
@@ -306,6 +311,7 @@ mod tests {
         );
         assert_eq!(wanted, [5, 2]);
         assert_eq!(done.evicted_pages, 5);
+        assert!(!done.was_stopped);
     }
 
     #[test]
@@ -349,6 +355,7 @@ mod tests {
             },
         );
         assert_eq!((offered, done.busy_sections), (3, 2));
+        assert!(done.was_stopped);
     }
 
     #[test]

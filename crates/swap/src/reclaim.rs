@@ -75,6 +75,8 @@ pub struct Reclaimed {
     pub busy_sections: u64,
     /// Of the pages, those that a DMA protector would have kept.
     pub protected_pages: u64,
+    /// True if the last pass got on but was told to end before it had come to all sections.
+    pub has_more: bool,
     /// Why it ended early, if it did.
     pub stopped: Option<ReclaimStop>,
 }
@@ -85,6 +87,7 @@ impl Reclaimed {
         self.evicted_pages += pass.evicted_pages;
         self.busy_sections += pass.busy_sections;
         self.protected_pages += pass.protected_pages;
+        self.has_more = pass.has_more;
         self.stopped = pass.stopped.or(self.stopped.take());
     }
 }
@@ -220,6 +223,7 @@ impl Reclaimer {
             evicted_pages: done.evicted_pages,
             busy_sections: done.busy_sections,
             protected_pages: done.protected_pages,
+            has_more: done.was_stopped && done.evicted_pages > 0,
             stopped,
         }
     }

@@ -178,8 +178,10 @@ impl Rounds {
                         break;
                     }
                 }
-                // The limit is kept; that there is little room under it is no reason.
-                Step::Take(Reach::Protected) if !self.vm.limit.is_below_low_mark() => {}
+                // What is protected goes only if the limit cannot be kept with the rest, not because
+                // there is little room under it or because a pass had no time for the rest.
+                Step::Take(Reach::Protected)
+                    if total.has_more || !self.vm.limit.is_below_low_mark() => {}
                 Step::Take(reach) => {
                     total.add(self.take(pages, reach));
                     if let Some(stop) = &total.stopped {
