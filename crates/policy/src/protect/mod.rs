@@ -21,6 +21,8 @@ pub mod parameters;
 mod protected;
 mod protector;
 pub mod recency;
+#[cfg(test)]
+mod tests;
 
 pub use choice::{PolicyChoice, PolicyError};
 pub use protected::ProtectedSections;

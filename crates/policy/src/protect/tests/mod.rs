@@ -1,0 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Policies against models that look at everything, against written sequences, and together.
+
+mod golden;
+mod model;
+mod protector;

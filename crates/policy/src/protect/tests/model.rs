@@ -1,0 +1,370 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Policies against models that keep a vector and look at all of it each time.
+
+use crate::{
+    protect::{
+        Change, Fate, PolicyReport, ProtectionPolicy, Touch,
+        adp::{Adp, AdpParams},
+        lru::{Lru, LruParams},
+        parameters::Share,
+    },
+    random::Random,
+};
+use pagetide_addr::{Access, PAGE_BYTES, SectionNo};
+use std::{collections::BTreeSet, time::Duration};
+
+/// Sections of the VM, and of them those that the device touches.
+const VM_SECTIONS: u64 = 100;
+const TOUCHED_SECTIONS: u64 = 60;
+
+struct Seen {
+    section: SectionNo,
+    last: Duration,
+    /// Tells which of two touches at the same time was later.
+    touch: u64,
+    place: Place,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Place {
+    Active,
+    Inactive,
+    /// In the inactive block, and touched there: when for the first time, and by which touch.
+    Leaving(Duration, u64),
+}
+
+/// The paper's protector, by its rules and nothing else.
+struct AdpModel {
+    params: AdpParams,
+    sections: u64,
+    seen: Vec<Seen>,
+    touches: u64,
+    scanned_at: Option<Duration>,
+    dropped: u64,
+}
+
+impl AdpModel {
+    fn new(params: AdpParams, sections: u64) -> Self {
+        Self {
+            params,
+            sections,
+            seen: Vec::new(),
+            touches: 0,
+            scanned_at: None,
+            dropped: 0,
+        }
+    }
+
+    fn count(&self, is_counted: impl Fn(Place) -> bool) -> u64 {
+        self.seen
+            .iter()
+            .filter(|seen| is_counted(seen.place))
+            .count() as u64
+    }
+
+    /// Position of the oldest of those in a place.
+    fn oldest(&self, is_wanted: impl Fn(Place) -> bool) -> Option<usize> {
+        (0..self.seen.len())
+            .filter(|position| is_wanted(self.seen[*position].place))
+            .min_by_key(|position| (self.seen[*position].last, self.seen[*position].touch))
+    }
+
+    fn promote(&mut self, position: usize, changes: &mut Vec<Change>) {
+        let seen = &mut self.seen[position];
+        if seen.place == Place::Active {
+            changes.push(Change::Protect(seen.section));
+        }
+        seen.place = Place::Inactive;
+    }
+
+    fn keep_limits(&mut self, changes: &mut Vec<Change>) {
+        let active_max = self.params.active_max.of(self.sections);
+        let inactive_max = self.params.protected_max.of(self.sections);
+        while self.count(|place| place == Place::Active) > active_max {
+            let oldest = self.oldest(|place| place != Place::Inactive);
+            self.promote(oldest.expect("one is active"), changes);
+        }
+        while self.count(|place| place != Place::Active) > inactive_max {
+            let oldest = self.oldest(|place| place != Place::Active);
+            let dropped = self.seen.remove(oldest.expect("one is inactive"));
+            changes.push(Change::Release(dropped.section));
+            self.dropped += 1;
+        }
+    }
+
+    fn demote(&mut self, now: Duration, changes: &mut Vec<Change>) {
+        let since = |seen: &Seen| match seen.place {
+            Place::Leaving(at, touch) if at + self.params.demote_after <= now => Some((at, touch)),
+            _ => None,
+        };
+        let mut due: Vec<(Duration, u64)> = self.seen.iter().filter_map(since).collect();
+        due.sort_unstable();
+        for (at, touch) in due {
+            let place = Place::Leaving(at, touch);
+            for seen in self.seen.iter_mut().filter(|seen| seen.place == place) {
+                seen.place = Place::Active;
+                changes.push(Change::Release(seen.section));
+            }
+        }
+    }
+}
+
+impl ProtectionPolicy for AdpModel {
+    fn touched(&mut self, touch: Touch, changes: &mut Vec<Change>) {
+        let newest = self.seen.iter().map(|seen| seen.last).max();
+        let last = newest.map_or(touch.at, |newest| newest.max(touch.at));
+        self.touches += 1;
+        let number = self.touches;
+        let known = |seen: &&mut Seen| seen.section == touch.section;
+        if let Some(seen) = self.seen.iter_mut().find(known) {
+            (seen.last, seen.touch) = (last, number);
+            if seen.place == Place::Inactive {
+                seen.place = Place::Leaving(last, number);
+            }
+        } else {
+            self.seen.push(Seen {
+                section: touch.section,
+                last,
+                touch: number,
+                place: Place::Active,
+            });
+            self.keep_limits(changes);
+        }
+    }
+
+    fn passed(&mut self, now: Duration, changes: &mut Vec<Change>) {
+        self.demote(now, changes);
+        self.keep_limits(changes);
+        let is_due = |at: Duration| now.saturating_sub(at) >= self.params.scan_every;
+        if self.scanned_at.is_none_or(is_due) {
+            self.scanned_at = Some(now);
+            while let Some(oldest) = self.oldest(|place| place != Place::Inactive)
+                && now.saturating_sub(self.seen[oldest].last) >= self.params.promote_after
+            {
+                self.promote(oldest, changes);
+            }
+            self.keep_limits(changes);
+        }
+    }
+
+    fn fate(&mut self, section: SectionNo, fate: Fate, _: Duration, changes: &mut Vec<Change>) {
+        if let Some(position) = self.seen.iter().position(|seen| seen.section == section)
+            && fate == Fate::Gone
+            && self.seen.remove(position).place != Place::Active
+        {
+            changes.push(Change::Release(section));
+        }
+    }
+
+    fn resized(&mut self, sections: u64, changes: &mut Vec<Change>) {
+        self.sections = sections;
+        self.keep_limits(changes);
+    }
+
+    fn report(&self) -> PolicyReport {
+        PolicyReport {
+            tracked_sections: self.seen.len() as u64,
+            protected_sections: self.count(|place| place != Place::Active),
+            dropped_sections: self.dropped,
+            bytes: 0,
+        }
+    }
+}
+
+/// The last so many different sections.
+struct LruModel {
+    share: Share,
+    sections: u64,
+    newest_last: Vec<SectionNo>,
+    dropped: u64,
+}
+
+impl LruModel {
+    fn keep_limit(&mut self, changes: &mut Vec<Change>) {
+        while self.newest_last.len() as u64 > self.share.of(self.sections) {
+            changes.push(Change::Release(self.newest_last.remove(0)));
+            self.dropped += 1;
+        }
+    }
+}
+
+impl ProtectionPolicy for LruModel {
+    fn touched(&mut self, touch: Touch, changes: &mut Vec<Change>) {
+        let before = self.newest_last.len();
+        self.newest_last.retain(|section| *section != touch.section);
+        if self.newest_last.len() == before {
+            changes.push(Change::Protect(touch.section));
+        }
+        self.newest_last.push(touch.section);
+        self.keep_limit(changes);
+    }
+
+    fn passed(&mut self, _: Duration, _: &mut Vec<Change>) {}
+
+    fn fate(&mut self, section: SectionNo, fate: Fate, _: Duration, changes: &mut Vec<Change>) {
+        if fate == Fate::Gone && self.newest_last.contains(&section) {
+            self.newest_last.retain(|other| *other != section);
+            changes.push(Change::Release(section));
+        }
+    }
+
+    fn resized(&mut self, sections: u64, changes: &mut Vec<Change>) {
+        self.sections = sections;
+        self.keep_limit(changes);
+    }
+
+    fn report(&self) -> PolicyReport {
+        PolicyReport {
+            tracked_sections: self.newest_last.len() as u64,
+            protected_sections: self.newest_last.len() as u64,
+            dropped_sections: self.dropped,
+            bytes: 0,
+        }
+    }
+}
+
+/// How often each thing happens, and how fast time goes by.
+struct Workload {
+    /// Of a hundred events, those that are touches.
+    touches: u64,
+    /// Most milliseconds between two events.
+    step_ms: u64,
+    /// One touch in so many is of any section, the others are of a few.
+    any_one_in: u64,
+}
+
+/// Does to both policies what `seed` says; they must answer alike, and what they say must add up.
+fn assert_alike(
+    seed: u64,
+    workload: &Workload,
+    policy: &mut dyn ProtectionPolicy,
+    model: &mut dyn ProtectionPolicy,
+) {
+    let mut random = Random::new(seed);
+    let mut now = Duration::from_secs(1_000);
+    let mut protected = BTreeSet::new();
+    for event in 0..4_000 {
+        let (mut changes, mut expected) = (Vec::new(), Vec::new());
+        now += Duration::from_millis(random.below(workload.step_ms));
+        let any = random.below(workload.any_one_in) == 0;
+        let section = SectionNo(random.below(if any { TOUCHED_SECTIONS } else { 8 }));
+        match random.below(100) {
+            kind if kind < workload.touches => {
+                let touch = Touch {
+                    section,
+                    // Logs of several queues are not quite in order.
+                    at: now.saturating_sub(Duration::from_millis(random.below(3) * 700)),
+                    access: Access::Write,
+                    bytes: PAGE_BYTES,
+                };
+                policy.touched(touch, &mut changes);
+                model.touched(touch, &mut expected);
+            }
+            98 => {
+                policy.fate(section, Fate::Gone, now, &mut changes);
+                model.fate(section, Fate::Gone, now, &mut expected);
+            }
+            99 if event % 8 == 0 => {
+                let sections = VM_SECTIONS / (1 + random.below(10));
+                policy.resized(sections, &mut changes);
+                model.resized(sections, &mut expected);
+            }
+            _ => {
+                policy.passed(now, &mut changes);
+                model.passed(now, &mut expected);
+            }
+        }
+        assert_eq!(changes, expected, "seed {seed}, event {event}, at {now:?}");
+        for change in changes {
+            match change {
+                Change::Protect(section) => assert!(protected.insert(section)),
+                Change::Release(section) => assert!(protected.remove(&section)),
+                Change::BringBack(_) => {}
+            }
+        }
+        let report = PolicyReport {
+            bytes: 0,
+            ..policy.report()
+        };
+        assert_eq!(report, model.report(), "seed {seed}, event {event}");
+        assert_eq!(report.protected_sections, protected.len() as u64);
+    }
+}
+
+/// A quiet device, a busy one, and one that goes through all of memory.
+const WORKLOADS: [Workload; 3] = [
+    Workload {
+        touches: 50,
+        step_ms: 20_000,
+        any_one_in: 4,
+    },
+    Workload {
+        touches: 90,
+        step_ms: 2_000,
+        any_one_in: 2,
+    },
+    Workload {
+        touches: 95,
+        step_ms: 500,
+        any_one_in: 1,
+    },
+];
+
+#[test]
+fn adp_equals_its_model_over_random_touches() {
+    for (seed, workload) in (0..60).zip(WORKLOADS.iter().cycle()) {
+        let params = AdpParams {
+            protected_max: Share::percent([5, 10, 30][usize::try_from(seed / 20).unwrap()]),
+            ..AdpParams::default()
+        };
+        let mut policy = Adp::new(params, VM_SECTIONS);
+        let mut model = AdpModel::new(params, VM_SECTIONS);
+        assert_alike(seed, workload, &mut policy, &mut model);
+        assert!(policy.report().dropped_sections > 0, "nothing overflowed");
+    }
+}
+
+#[test]
+fn lru_equals_its_model_over_random_touches() {
+    for (seed, workload) in (0..30).zip(WORKLOADS.iter().cycle()) {
+        let params = LruParams::default();
+        let mut policy = Lru::new(params, VM_SECTIONS);
+        let mut model = LruModel {
+            share: params.share,
+            sections: VM_SECTIONS,
+            newest_last: Vec::new(),
+            dropped: 0,
+        };
+        assert_alike(seed, workload, &mut policy, &mut model);
+        assert!(policy.report().dropped_sections > 0, "nothing overflowed");
+    }
+}
+
+#[test]
+fn device_that_touches_other_sections_for_ever_takes_no_more_than_its_shares() {
+    const SECTIONS: u64 = 30_000;
+    let mut policy = Adp::new(AdpParams::default(), SECTIONS);
+    let mut changes = Vec::new();
+    for number in 0..200_000_u64 {
+        let touch = Touch {
+            // Twice in a row, the second time when it rests.
+            section: SectionNo(if number % 2 == 0 {
+                number
+            } else {
+                number.saturating_sub(20_001)
+            }),
+            at: Duration::from_millis(number),
+            access: Access::Read,
+            bytes: PAGE_BYTES,
+        };
+        policy.touched(touch, &mut changes);
+        if number % 1_000 == 0 {
+            policy.passed(touch.at, &mut changes);
+        }
+        changes.clear();
+    }
+    let report = policy.report();
+    assert!(report.tracked_sections <= SECTIONS * 35 / 100);
+    let bytes_per_section = report.bytes / report.tracked_sections;
+    assert!(bytes_per_section <= 56, "{bytes_per_section}");
+}

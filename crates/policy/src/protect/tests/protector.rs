@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The protector of a VM against its devices' policies, each on its own.
+
+use crate::{
+    protect::{Change, Fate, PolicyChoice, ProtectedSections, ProtectionPolicy, Protector, Touch},
+    random::Random,
+};
+use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+
+const VM_SECTIONS: u64 = 80;
+
+fn touch(section: u64, at: Duration) -> Touch {
+    Touch {
+        section: SectionNo(section),
+        at,
+        access: Access::Write,
+        bytes: PAGE_BYTES,
+    }
+}
+
+/// A device's policy, and what it protects.
+struct Alone {
+    policy: Box<dyn ProtectionPolicy>,
+    held: BTreeSet<SectionNo>,
+}
+
+impl Alone {
+    fn tell(&mut self, tell: impl FnOnce(&mut dyn ProtectionPolicy, &mut Vec<Change>)) {
+        let mut changes = Vec::new();
+        tell(self.policy.as_mut(), &mut changes);
+        for change in changes {
+            match change {
+                Change::Protect(section) => {
+                    self.held.insert(section);
+                }
+                Change::Release(section) => {
+                    self.held.remove(&section);
+                }
+                Change::BringBack(_) => {}
+            }
+        }
+    }
+}
+
+fn assert_union(protected: &ProtectedSections, devices: &BTreeMap<DeviceId, Alone>) {
+    let held = devices.values().flat_map(|alone| &alone.held);
+    let union: BTreeSet<SectionNo> = held.copied().collect();
+    assert_eq!(protected.len(), union.len() as u64);
+    assert_eq!(protected.is_empty(), union.is_empty());
+    for section in (0..VM_SECTIONS).map(SectionNo) {
+        let expected = union.contains(&section);
+        assert_eq!(protected.contains(section), expected, "{section:?}");
+    }
+}
+
+#[test]
+fn vm_protects_what_any_of_its_devices_does() {
+    for (seed, choice) in (0..20).zip(PolicyChoice::all().iter().cycle()) {
+        let mut random = Random::new(seed);
+        let mut protector = Protector::new(choice, VM_SECTIONS);
+        let protected = Arc::clone(protector.protected());
+        let mut devices: BTreeMap<DeviceId, Alone> = BTreeMap::new();
+        let mut sections = VM_SECTIONS;
+        let mut now = Duration::ZERO;
+        for _ in 0..3_000 {
+            now += Duration::from_millis(random.below(3_000));
+            let section = random.below(VM_SECTIONS);
+            let device = DeviceId(u32::try_from(1 + random.below(3)).unwrap());
+            match random.below(100) {
+                0 => {
+                    protector.device_left(device);
+                    devices.remove(&device);
+                }
+                1 => {
+                    sections = 1 + random.below(VM_SECTIONS);
+                    protector.resized(sections);
+                    for alone in devices.values_mut() {
+                        alone.tell(|policy, changes| policy.resized(sections, changes));
+                    }
+                }
+                2..=5 => {
+                    let fate = [Fate::Evicted, Fate::Faulted, Fate::Gone][random.index(3)];
+                    protector.fate(SectionNo(section), fate, now);
+                    for alone in devices.values_mut() {
+                        alone.tell(|policy, changes| {
+                            policy.fate(SectionNo(section), fate, now, changes);
+                        });
+                    }
+                }
+                6..=25 => {
+                    protector.passed(now);
+                    for alone in devices.values_mut() {
+                        alone.tell(|policy, changes| policy.passed(now, changes));
+                    }
+                }
+                _ => {
+                    protector.touched(device, touch(section, now));
+                    let alone = devices.entry(device).or_insert_with(|| Alone {
+                        policy: choice.policy(sections),
+                        held: BTreeSet::new(),
+                    });
+                    alone.tell(|policy, changes| policy.touched(touch(section, now), changes));
+                }
+            }
+            assert_union(&protected, &devices);
+            assert_eq!(protector.reports().len(), devices.len());
+        }
+    }
+}
+
+fn lru_protector() -> Protector {
+    Protector::new(&"lru:share=0.5".parse().expect("a policy"), 8)
+}
+
+#[test]
+fn section_stays_protected_until_the_last_device_releases_it() {
+    let mut protector = lru_protector();
+    let protected = Arc::clone(protector.protected());
+    for device in [1, 2] {
+        protector.touched(DeviceId(device), touch(3, Duration::ZERO));
+    }
+    protector.device_left(DeviceId(1));
+    assert!(protected.contains(SectionNo(3)));
+    protector.device_left(DeviceId(2));
+    assert!(!protected.contains(SectionNo(3)));
+}
+
+#[test]
+fn section_that_is_gone_is_protected_by_nobody() {
+    let mut protector = lru_protector();
+    for device in [1, 2] {
+        protector.touched(DeviceId(device), touch(3, Duration::ZERO));
+    }
+    protector.fate(SectionNo(3), Fate::Gone, Duration::ZERO);
+    assert!(protector.protected().is_empty());
+}
+
+#[test]
+fn nothing_is_protected_after_another_choice_and_after_the_protector() {
+    let mut protector = lru_protector();
+    let protected = Arc::clone(protector.protected());
+    protector.touched(DeviceId(1), touch(3, Duration::ZERO));
+    protector.choose(&PolicyChoice::None);
+    assert!(protected.is_empty());
+    protector.touched(DeviceId(1), touch(3, Duration::ZERO));
+    assert!(protected.is_empty());
+    protector.choose(&"lru:share=1".parse().expect("a policy"));
+    protector.touched(DeviceId(1), touch(3, Duration::ZERO));
+    assert_eq!(protected.len(), 1);
+    drop(protector);
+    assert!(protected.is_empty());
+}
