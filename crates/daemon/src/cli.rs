@@ -9,6 +9,7 @@ use crate::control::{DEFAULT_BLK_QUEUES, OnFault};
 use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::DEFAULT_FILES;
+use crate::replay::args::ReplayArgs;
 use crate::settings::{GivenDpuSettings, GivenSettings};
 use crate::sim::args::SimCommand;
 use crate::size::ByteSize;
@@ -45,6 +46,8 @@ pub enum Command {
     Estimate(EstimateArgs),
     /// Measure, beside a peer in the same run
     Bench(BenchArgs),
+    /// Say what policies for the protection of DMA would have done on traces
+    Replay(Box<ReplayArgs>),
     /// Simulate the translation of I/O addresses for many tenants
     #[command(subcommand)]
     Sim(SimCommand),
@@ -487,6 +490,8 @@ pub enum BenchPart {
 /// Benches by name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum BenchName {
+    /// What the access log and a DMA protector cost a disk, switched on and off in turns
+    AccessLog,
     /// Time to get an evicted page back, by CPU and by device, beside kernel zram
     Fault,
     /// 4 KiB I/O of vhost-user-blk, beside qemu-storage-daemon

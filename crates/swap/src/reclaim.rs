@@ -112,6 +112,8 @@ pub struct Reclaimer {
     protected: Arc<ProtectedSections>,
     memory: Memory,
     empty: Looked,
+    /// Told of each section that pages were taken of.
+    taken: Box<dyn Fn(SectionNo) + Send>,
 }
 
 /// Which sections without pages were looked at since the last scan.
@@ -136,12 +138,18 @@ impl Reclaimer {
                 tracker,
             },
             empty: Looked::AtSome,
+            taken: Box::new(|_| ()),
         }
     }
 
     /// From now on these sections are spared.
     pub fn spare(&mut self, protected: Arc<ProtectedSections>) {
         self.protected = protected;
+    }
+
+    /// From now on `taken` is told of each section that pages were taken of.
+    pub fn tell(&mut self, taken: impl Fn(SectionNo) + Send + 'static) {
+        self.taken = Box::new(taken);
     }
 
     /// Hot and cold as far as known; sections without pages are in no set.
@@ -202,7 +210,7 @@ impl Reclaimer {
     ) -> Reclaimed {
         let mut stopped = None;
         let protected = |section| self.protected.contains(section);
-        let memory = &mut self.memory;
+        let (memory, tell) = (&mut self.memory, &self.taken);
         let evict = |section, left| {
             if !go_on() {
                 let then = Then::Stop;
@@ -210,6 +218,9 @@ impl Reclaimer {
             }
             let (taken, stop) = memory.take(section, left);
             stopped = stop;
+            if taken.pages > 0 {
+                tell(section);
+            }
             taken
         };
         let done = self.victims.reclaim(now, pages, reach, protected, evict);

@@ -5,6 +5,7 @@
 //! A bench is a folder here with `run() -> Result<BenchReport, BenchError>` and
 //! one line in [`run`].
 
+pub mod access_log;
 pub mod blk;
 pub mod fault;
 pub mod gmem_async;
@@ -77,6 +78,7 @@ pub enum BenchError {
 /// Runs the bench `name`.
 pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
     match name {
+        BenchName::AccessLog => access_log::run(&access_log::AccessLogBenchOptions::default()),
         BenchName::Fault => fault::run(&fault::FaultBenchOptions::default()),
         BenchName::Blk => blk::run(),
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),

@@ -208,7 +208,11 @@ impl Vm {
         let reader = FaultReader::start(&core.vmm, userfaultfd, layout, Arc::new(sink), config)
             .map_err(failed)?;
         let evictor = Evictor::new(Arc::clone(&core.memory), Arc::clone(&core.store));
-        let reclaimer = Reclaimer::new(evictor, Arc::clone(&core.limit), Box::new(Looks(tracker)));
+        let looks = Box::new(Looks(tracker));
+        let mut reclaimer = Reclaimer::new(evictor, Arc::clone(&core.limit), looks);
+        reclaimer.spare(Arc::clone(core.protection.protected()));
+        let protection = Arc::clone(&core.protection);
+        reclaimer.tell(move |section| protection.evicted(section));
         let hotplug = Hotplug::new(Arc::clone(core), shared);
         let rounds = Rounds::new(Arc::clone(core), reclaimer, hotplug);
         let thread = self.start_rounds(rounds)?;

@@ -51,15 +51,6 @@ struct Fed {
     protection: Arc<VmProtection>,
 }
 
-/// What the log has brought, over all VMs.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub(crate) struct FeedCounts {
-    /// Records that were of no attached VM's memory.
-    pub(crate) foreign_records: u64,
-    /// Records lost on the way here.
-    pub(crate) lost_records: u64,
-}
-
 /// How a feed is to be.
 pub(crate) struct FeedConfig {
     /// Records a second, at most, while nothing is recorded.
@@ -157,12 +148,9 @@ impl Feed {
         self.shared.changed.notify_all();
     }
 
-    /// What came of the log.
-    pub(crate) fn counts(&self) -> FeedCounts {
-        FeedCounts {
-            foreign_records: self.shared.foreign.load(Relaxed),
-            lost_records: self.shared.source.lost(),
-        }
+    /// Records that were of no attached VM's memory.
+    pub(crate) fn foreign_records(&self) -> u64 {
+        self.shared.foreign.load(Relaxed)
     }
 
     /// Begins to record.
@@ -253,6 +241,15 @@ impl Shared {
     }
 }
 
+/// Who hears of records.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Hearers {
+    /// The policies.
+    Policies,
+    /// And a recording.
+    RecordingToo,
+}
+
 /// What runs on the thread.
 struct Taker {
     shared: Arc<Shared>,
@@ -285,8 +282,10 @@ impl Taker {
 
     fn run(mut self) {
         while self.follow() {
-            let records = self.is_recording();
-            let wanted = match records || self.vms.iter().any(|fed| fed.protection.is_active()) {
+            let hearers = self.hearers();
+            let is_recorded = hearers == Hearers::RecordingToo;
+            let wanted = match is_recorded || self.vms.iter().any(|fed| fed.protection.is_active())
+            {
                 true => Wanted::Yes,
                 false => Wanted::No,
             };
@@ -295,13 +294,13 @@ impl Taker {
                 fed.protection.hear_fates(now());
             }
             if wanted == Wanted::Yes {
-                self.take(records);
+                self.take(hearers);
             }
             self.pass_seconds();
             let wishes = self.bring_back();
-            self.rest(match (wanted, records) {
-                (Wanted::Yes, true) => TURN_RECORDING,
-                (Wanted::Yes, false) => TURN,
+            self.rest(match (wanted, hearers) {
+                (Wanted::Yes, Hearers::RecordingToo) => TURN_RECORDING,
+                (Wanted::Yes, Hearers::Policies) => TURN,
                 (Wanted::No, _) if wishes => TURN,
                 (Wanted::No, _) => TURN_IDLE,
             });
@@ -320,12 +319,16 @@ impl Taker {
         !state.is_stopped
     }
 
-    fn is_recording(&self) -> bool {
+    fn hearers(&self) -> Hearers {
         let mut recording = self.shared.recording();
-        recording.as_mut().is_some_and(|recording| {
+        let is_active = recording.as_mut().is_some_and(|recording| {
             recording.end_if_due();
             recording.is_active()
-        })
+        });
+        match is_active {
+            true => Hearers::RecordingToo,
+            false => Hearers::Policies,
+        }
     }
 
     fn rest(&self, time: Duration) {
@@ -336,26 +339,26 @@ impl Taker {
     }
 
     /// Takes as many records as the rate allows since the last time.
-    fn take(&mut self, records: bool) {
+    fn take(&mut self, hearers: Hearers) {
         let passed = self.took_at.elapsed().min(2 * TURN);
         self.took_at = Instant::now();
         let allowed = u128::from(self.shared.rate) * passed.as_micros() / 1_000_000;
-        let most = match records {
-            true => usize::MAX / 2,
-            false => usize::try_from(allowed).unwrap_or(usize::MAX / 2),
+        let most = match hearers {
+            Hearers::RecordingToo => usize::MAX / 2,
+            Hearers::Policies => usize::try_from(allowed).unwrap_or(usize::MAX / 2),
         };
         let mut taken = std::mem::take(&mut self.records);
         taken.clear();
         self.shared.source.take(most, &mut taken);
-        self.hand_on(&taken, records);
+        self.hand_on(&taken, hearers);
         self.records = taken;
-        if records {
+        if hearers == Hearers::RecordingToo {
             self.hand_batches_on();
         }
         self.lost_before = self.shared.source.lost();
     }
 
-    fn hand_on(&mut self, taken: &[LogRecord], records: bool) {
+    fn hand_on(&mut self, taken: &[LogRecord], hearers: Hearers) {
         let now = now();
         let mut looked = false;
         let mut rest = taken;
@@ -378,7 +381,7 @@ impl Taker {
                     listening.record(record, now);
                 }
             }
-            if records {
+            if hearers == Hearers::RecordingToo {
                 let batch = self.batches.entry(place).or_default();
                 let recording = self.shared.recording();
                 let wanted = |record: &&LogRecord| {
@@ -467,4 +470,219 @@ fn as_recorded(fed: &Fed, record: &LogRecord) -> Option<AccessRecord> {
             Service::Network => RecordedService::Network,
         },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_addr::{Access, SectionNo};
+    use pagetide_sys::memory_file::GuestFile;
+    use pagetide_trace::AccessLogReader;
+    use pagetide_vpri::{DmaMmu, DomainTable, IoSpace};
+    use std::os::fd::AsFd;
+
+    const PAGES: u64 = 2048;
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    /// A log that hands out what it is given, and remembers whether it is wanted.
+    #[derive(Default)]
+    struct Source {
+        waiting: Mutex<Vec<LogRecord>>,
+        wanted: Mutex<Option<Wanted>>,
+        lost: AtomicU64,
+    }
+
+    impl AccessSource for Source {
+        fn want(&self, wanted: Wanted) {
+            *self.wanted.lock().unwrap() = Some(wanted);
+        }
+
+        fn take(&self, most: usize, into: &mut Vec<LogRecord>) {
+            let mut waiting = self.waiting.lock().unwrap();
+            let count = most.min(waiting.len());
+            into.extend(waiting.drain(..count));
+        }
+
+        fn lost(&self) -> u64 {
+            self.lost.load(Relaxed)
+        }
+    }
+
+    struct Rig {
+        feed: Feed,
+        source: Arc<Source>,
+        protection: Arc<VmProtection>,
+        space: DomainId,
+        _domain: Arc<dyn IoSpace>,
+    }
+
+    fn eventually(what: &str, condition: impl Fn() -> bool) {
+        let began = Instant::now();
+        while !condition() {
+            assert!(began.elapsed() < PATIENCE, "waited in vain: {what}");
+            std::thread::yield_now();
+        }
+    }
+
+    impl Rig {
+        fn new(policy: &str) -> Self {
+            let source = Arc::new(Source::default());
+            let config = FeedConfig { rate: 1000 };
+            let feed = Feed::start(Arc::clone(&source) as _, &config).unwrap();
+            let file = GuestFile::new_memfd("ram", PAGES * PAGE_BYTES).unwrap();
+            let table = DomainTable::new(1);
+            let domain = table.open(file.as_fd(), file.key().unwrap(), PAGES * PAGE_BYTES);
+            let domain = domain.unwrap() as Arc<dyn IoSpace>;
+            let ram = PageRange::new(pagetide_addr::PageNo(0), pagetide_addr::PageNo(PAGES));
+            let mmu = Arc::new(DmaMmu::new([(Arc::clone(&domain), ram)]));
+            let choice = policy.parse().unwrap();
+            let protection = Arc::new(VmProtection::new(&choice, mmu, vec![ram], None));
+            feed.add("vm", &protection);
+            Self {
+                feed,
+                source,
+                protection,
+                space: domain.id(),
+                _domain: domain,
+            }
+        }
+
+        fn put(&self, space: DomainId, device: u32, page: u64) {
+            self.source.waiting.lock().unwrap().push(LogRecord {
+                time_ns: u64::try_from(now().as_nanos()).unwrap(),
+                device: DeviceId(device),
+                space,
+                address: page * PAGE_BYTES,
+                len_bytes: 4096,
+                access: Access::Read,
+                service: Service::Network,
+            });
+        }
+
+        fn wanted(&self) -> Option<Wanted> {
+            *self.source.wanted.lock().unwrap()
+        }
+    }
+
+    #[test]
+    fn what_a_device_touches_is_protected_and_memory_of_no_vm_is_counted() {
+        let rig = Rig::new("lru:share=1");
+        rig.put(DomainId(77), 1, 0);
+        rig.put(rig.space, 1, 600);
+        eventually("the section to be protected", || {
+            rig.protection.protected().contains(SectionNo(1))
+        });
+        assert_eq!(rig.feed.foreign_records(), 1);
+        assert_eq!(rig.wanted(), Some(Wanted::Yes));
+    }
+
+    #[test]
+    fn log_is_wanted_as_long_as_a_vm_has_a_policy_or_something_is_recorded() {
+        let rig = Rig::new("none");
+        eventually("a first turn", || rig.wanted() == Some(Wanted::No));
+        rig.protection.choose(&"adp".parse().unwrap());
+        rig.feed.look_again();
+        eventually("records to be wanted", || rig.wanted() == Some(Wanted::Yes));
+        rig.feed.remove(&rig.protection);
+        eventually("nobody to want records", || {
+            rig.wanted() == Some(Wanted::No)
+        });
+    }
+
+    fn request(dir: &std::path::Path) -> RecordingRequest {
+        RecordingRequest {
+            dir: dir.to_owned(),
+            device: None,
+            max_file_bytes: 1 << 20,
+            max_files: 2,
+            seconds: None,
+        }
+    }
+
+    #[test]
+    fn recording_holds_what_the_chosen_device_touched_and_what_was_lost_meanwhile() {
+        let rig = Rig::new("none");
+        let dir = tempfile::tempdir().unwrap();
+        assert!(rig.feed.recording().is_err(), "nothing was recorded yet");
+        let names = BTreeMap::from([(DeviceId(2), "/disk.sock".to_owned())]);
+        let device = Some(DeviceId(2));
+        rig.feed
+            .start_recording(request(dir.path()), device, names)
+            .unwrap();
+        let again = rig
+            .feed
+            .start_recording(request(dir.path()), None, BTreeMap::new());
+        assert!(again.unwrap_err().message.contains("already"));
+        eventually("records to be wanted", || rig.wanted() == Some(Wanted::Yes));
+        rig.put(rig.space, 1, 5);
+        rig.put(rig.space, 2, 6);
+        rig.put(DomainId(99), 2, 7);
+        eventually("the record", || rig.feed.recording().unwrap().records == 1);
+        rig.source.lost.store(9, Relaxed);
+        eventually("the loss", || {
+            rig.feed.recording().unwrap().lost_records == 9
+        });
+        let report = rig.feed.stop_recording().unwrap();
+        assert!(!report.active);
+        assert_eq!(report.vms, ["vm"]);
+        assert_eq!(report.error, None);
+        let path = dir.path().join("vm-000001.parquet");
+        let mut reader = AccessLogReader::open(&path).unwrap();
+        assert_eq!(reader.meta().lost_records, 9);
+        assert_eq!(reader.meta().devices[0].name, "/disk.sock");
+        let mut records = Vec::new();
+        assert_eq!(reader.next_batch(&mut records).unwrap(), 1);
+        assert_eq!(records[0].address, 6 * PAGE_BYTES);
+        eventually("nobody to want records", || {
+            rig.wanted() == Some(Wanted::No)
+        });
+    }
+
+    #[test]
+    fn recording_that_cannot_be_is_refused_with_what_is_wrong() {
+        let rig = Rig::new("none");
+        let dir = tempfile::tempdir().unwrap();
+        let good = request(dir.path());
+        for (wrong, word) in [
+            (
+                RecordingRequest {
+                    dir: "here".into(),
+                    ..good.clone()
+                },
+                "absolute",
+            ),
+            (
+                RecordingRequest {
+                    dir: dir.path().join("missing"),
+                    ..good.clone()
+                },
+                "no directory",
+            ),
+            (
+                RecordingRequest {
+                    max_files: 0,
+                    ..good.clone()
+                },
+                "max-files",
+            ),
+            (
+                RecordingRequest {
+                    max_file_bytes: 5,
+                    ..good.clone()
+                },
+                "max-file-bytes",
+            ),
+            (
+                RecordingRequest {
+                    seconds: Some(u64::MAX),
+                    ..good
+                },
+                "seconds",
+            ),
+        ] {
+            let refused = rig.feed.start_recording(wrong, None, BTreeMap::new());
+            let message = refused.unwrap_err().message;
+            assert!(message.contains(word), "{message}");
+        }
+    }
 }

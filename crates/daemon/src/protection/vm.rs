@@ -476,3 +476,192 @@ fn sections_of(ram: &[PageRange]) -> u64 {
     sections.dedup();
     sections.len() as u64
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_addr::Access;
+    use pagetide_sys::memory_file::GuestFile;
+    use pagetide_vpri::{DomainTable, IoSpace, wire::Service};
+    use std::os::fd::AsFd;
+
+    const SECTIONS: u64 = 8;
+    const NOW: Duration = Duration::from_secs(1000);
+
+    /// A VM whose RAM is two files: one of 1000 pages, and what is left of eight sections.
+    struct Rig {
+        protection: VmProtection,
+        domains: Vec<Arc<dyn IoSpace>>,
+    }
+
+    fn pages(from: u64, to: u64) -> PageRange {
+        PageRange::new(PageNo(from), PageNo(to))
+    }
+
+    impl Rig {
+        fn new(policy: &str) -> Self {
+            let table = DomainTable::new(1);
+            let end = SECTIONS * SECTION_PAGES;
+            let parts = [pages(0, 1000), pages(1000, end)].map(|part| {
+                let file = GuestFile::new_memfd("part", part.bytes()).unwrap();
+                let domain = table.open(file.as_fd(), file.key().unwrap(), part.bytes());
+                (domain.unwrap() as Arc<dyn IoSpace>, part)
+            });
+            let domains = parts.iter().map(|(domain, _)| Arc::clone(domain)).collect();
+            let mmu = Arc::new(DmaMmu::new(parts));
+            let choice = policy.parse().unwrap();
+            let protection = VmProtection::new(&choice, mmu, vec![pages(0, end)], None);
+            Self {
+                protection,
+                domains,
+            }
+        }
+
+        fn record(&self, part: usize, address: u64, len_bytes: u32) -> LogRecord {
+            LogRecord {
+                time_ns: 5,
+                device: DeviceId(1),
+                space: self.domains[part].id(),
+                address,
+                len_bytes,
+                access: Access::Write,
+                service: Service::Block,
+            }
+        }
+
+        fn hear(&self, record: &LogRecord) {
+            self.protection.listen().record(record, NOW);
+        }
+
+        fn protected(&self) -> Vec<u64> {
+            let sections = 0..SECTIONS;
+            let is_protected = |at: &u64| self.protection.protected().contains(SectionNo(*at));
+            sections.filter(is_protected).collect()
+        }
+    }
+
+    #[test]
+    fn access_is_heard_of_in_each_section_of_the_vm_that_it_touches() {
+        let rig = Rig::new("lru:share=1");
+        // Page 23 of the second file is page 1023 of the VM: the last of section 1.
+        rig.hear(&rig.record(1, 23 * PAGE_BYTES + 100, 5000));
+        assert_eq!(rig.protected(), [1, 2]);
+        rig.hear(&rig.record(0, 0, 1));
+        assert_eq!(rig.protected(), [0, 1, 2]);
+        let touches = rig.protection.listen();
+        let record = rig.record(1, 23 * PAGE_BYTES + 100, 5000);
+        let parts: Vec<_> = touches.touches(&record).unwrap().collect();
+        assert_eq!(parts, [(SectionNo(1), 3996), (SectionNo(2), 1004)]);
+    }
+
+    #[test]
+    fn records_that_cannot_be_are_counted_and_protect_nothing() {
+        let rig = Rig::new("lru:share=1");
+        let end = 1000 * PAGE_BYTES;
+        let unknown = LogRecord {
+            space: pagetide_addr::DomainId(99),
+            ..rig.record(0, 0, 512)
+        };
+        let wrong = [
+            rig.record(0, end, 512),
+            rig.record(0, end - 511, 512),
+            rig.record(0, u64::MAX, 512),
+            rig.record(0, 0, 0),
+            rig.record(1, 0, ACCESS_BYTES_MAX + 1),
+            unknown,
+        ];
+        for record in &wrong {
+            rig.hear(record);
+        }
+        let report = rig.protection.report();
+        assert_eq!(report.refused_records, wrong.len() as u64);
+        assert_eq!((report.taken_records, report.protected_sections), (0, 0));
+    }
+
+    #[test]
+    fn device_that_claims_to_be_many_gets_no_more_places_and_drives_nobody_out() {
+        let rig = Rig::new("lru:share=1");
+        rig.hear(&rig.record(0, 0, 512));
+        for device in 2..1000 {
+            rig.hear(&LogRecord {
+                device: DeviceId(device),
+                ..rig.record(0, 0, 512)
+            });
+        }
+        let report = rig.protection.report();
+        assert_eq!(report.devices.len(), DEVICES_MAX);
+        assert_eq!(report.devices[0].device, DeviceId(1));
+        assert_eq!(report.refused_records, 999 - DEVICES_MAX as u64);
+        // Much later the one heard of longest ago makes room.
+        let late = NOW + DEVICE_SILENCE;
+        let newcomer = LogRecord {
+            device: DeviceId(5000),
+            time_ns: u64::MAX,
+            ..rig.record(0, 0, 512)
+        };
+        rig.protection.listen().record(&newcomer, late);
+        let report = rig.protection.report();
+        assert_eq!(report.devices.len(), DEVICES_MAX);
+        assert!(report.devices.iter().any(|d| d.device == DeviceId(5000)));
+    }
+
+    #[test]
+    fn time_of_a_record_is_never_later_than_now_and_never_runs_back() {
+        let rig = Rig::new("adp:protected-max=1,promote-after=10s,demote-after=1s,scan-every=1s");
+        let at = |time_ns| LogRecord {
+            time_ns,
+            ..rig.record(0, 0, 512)
+        };
+        rig.hear(&at(u64::MAX));
+        assert_eq!(rig.protection.lock().at, NOW);
+        rig.hear(&at(3));
+        assert_eq!(rig.protection.lock().at, NOW);
+        // Nothing has become old by the lie.
+        rig.protection.second_ends(NOW + Duration::from_secs(5));
+        assert!(rig.protected().is_empty());
+        rig.protection.second_ends(NOW + Duration::from_secs(11));
+        assert_eq!(rig.protected(), [0]);
+    }
+
+    #[test]
+    fn unplugged_ram_and_devices_that_left_are_protected_no_more() {
+        let rig = Rig::new("lru:share=1");
+        rig.hear(&rig.record(0, 0, 512));
+        rig.hear(&LogRecord {
+            device: DeviceId(2),
+            ..rig.record(1, 2000 * PAGE_BYTES, 512)
+        });
+        assert_eq!(rig.protected(), [0, 5]);
+        rig.protection
+            .ram_changed(vec![pages(0, 2 * SECTION_PAGES)]);
+        rig.protection.hear_fates(NOW);
+        assert_eq!(rig.protected(), [0]);
+        assert_eq!(rig.protection.memory_bytes(), 2 * SECTION_BYTES);
+        rig.protection.device_left(DeviceId(1));
+        assert!(rig.protected().is_empty());
+    }
+
+    #[test]
+    fn another_policy_begins_with_nothing_and_none_wants_no_records() {
+        let rig = Rig::new("lru:share=1");
+        rig.hear(&rig.record(0, 0, 512));
+        assert!(rig.protection.is_active());
+        rig.protection.choose(&PolicyChoice::None);
+        assert!(rig.protected().is_empty());
+        assert!(!rig.protection.is_active());
+        assert_eq!(rig.protection.report().policy, "none");
+        rig.protection.choose(&"lru:share=1".parse().unwrap());
+        assert!(rig.protected().is_empty());
+        rig.hear(&rig.record(0, 0, 512));
+        assert_eq!(rig.protected(), [0]);
+    }
+
+    #[test]
+    fn minute_holds_the_faults_of_sixty_seconds() {
+        let mut minute = Minute::default();
+        for second in 1..=100 {
+            minute.second_ends(second * 2);
+        }
+        assert_eq!(minute.total(), 120);
+    }
+}

@@ -1,11 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Our back end as a process of its own: the DPU, one device, nothing else.
 //!
-//! It takes lines on its input: `report` prints a [`BackendReport`] as one line;
-//! the end of input ends it.
+//! It takes lines on its input: `report` prints a [`BackendReport`] as one line, `log-on`
+//! and `log-off` switch the access log with a DMA protector on and off and print one,
+//! too; the end of input ends it. Nobody hears of accesses unless told to.
 
+use crate::{
+    control::ControlError,
+    protection::{
+        feed::{Feed, FeedConfig},
+        vm::VmProtection,
+    },
+};
+use pagetide_addr::{PAGE_BYTES, PageNo, PageRange, SECTION_PAGES};
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, Writes};
-use pagetide_vpri::{Delay, DomainTable, Doorbell, LookUp};
+use pagetide_policy::protect::{PolicyChoice, adp::AdpParams};
+use pagetide_vpri::{AccessLog, Delay, DmaMmu, DomainTable, Doorbell, IoSpace, LookUp};
 use serde::{Deserialize, Serialize};
 use std::{
     io::{BufRead as _, Write as _},
@@ -27,7 +37,98 @@ pub struct BackendReport {
     pub lookup_samples: u64,
     /// How often the engine slept.
     pub engine_sleeps: u64,
+    /// Accesses told to the access log.
+    pub logged_accesses: u64,
+    /// Accesses lost to it.
+    pub lost_accesses: u64,
+    /// Accesses that the policy heard of.
+    pub heard_accesses: u64,
+    /// Accesses that were of no memory the policy knows.
+    pub foreign_accesses: u64,
+    /// Sections that the policy remembers.
+    pub tracked_sections: u64,
+    /// Memory that the policy takes.
+    pub policy_bytes: u64,
 }
+
+/// Whether the log is on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogSwitch {
+    /// Accesses are logged, and a policy hears of them.
+    On,
+    /// They are not.
+    Off,
+}
+
+impl LogSwitch {
+    /// The line that says so.
+    #[must_use]
+    pub const fn line(self) -> &'static str {
+        match self {
+            Self::On => "log-on",
+            Self::Off => "log-off",
+        }
+    }
+}
+
+/// The access log of this process, and the policy that hears of it.
+struct Listener {
+    feed: Feed,
+    protection: Arc<VmProtection>,
+    mmu: Arc<DmaMmu>,
+    domains: Arc<DomainTable>,
+}
+
+impl Listener {
+    /// Begins switched off.
+    fn start(dpu: &Dpu, domains: &Arc<DomainTable>) -> Result<Self, BackendError> {
+        let log = Arc::new(AccessLog::new(1));
+        dpu.set_access_log(&log)?;
+        let config = FeedConfig { rate: RATE };
+        let feed = Feed::start(log, &config)?;
+        let mmu = Arc::new(DmaMmu::new([]));
+        let none = PolicyChoice::None;
+        let protection = VmProtection::new(&none, Arc::clone(&mmu), Vec::new(), None);
+        let protection = Arc::new(protection);
+        feed.add("bench", &protection);
+        Ok(Self {
+            feed,
+            protection,
+            mmu,
+            domains: Arc::clone(domains),
+        })
+    }
+
+    fn switch(&self, switch: LogSwitch) {
+        self.follow_memory();
+        let choice = match switch {
+            LogSwitch::On => PolicyChoice::Adp(AdpParams::default()),
+            LogSwitch::Off => PolicyChoice::None,
+        };
+        self.protection.choose(&choice);
+        self.feed.look_again();
+    }
+
+    /// Memory that the front end has brought since is the VM's.
+    fn follow_memory(&self) {
+        let known = self.mmu.domains();
+        let mut first = 0;
+        let mut ram = Vec::new();
+        for domain in self.domains.all() {
+            let count = domain.len_bytes().div_ceil(PAGE_BYTES);
+            let pages = PageRange::new(PageNo(first), PageNo(first + count));
+            if !known.iter().any(|it| it.id() == domain.id()) {
+                self.mmu.add(&(domain as Arc<dyn IoSpace>), pages);
+            }
+            first = pages.end.0.next_multiple_of(SECTION_PAGES);
+            ram.push(pages);
+        }
+        self.protection.ram_changed(ram);
+    }
+}
+
+/// Records a second: what the daemon takes by default.
+const RATE: u32 = 100_000;
 
 /// Where and what to serve.
 #[derive(Debug, Clone)]
@@ -71,6 +172,9 @@ pub enum BackendError {
     /// The DPU.
     #[error(transparent)]
     Dpu(#[from] DpuError),
+    /// Its access log.
+    #[error(transparent)]
+    Control(#[from] ControlError),
     /// Its lines.
     #[error("the bench's lines: {0}")]
     Lines(#[from] std::io::Error),
@@ -89,7 +193,8 @@ pub fn serve(options: BackendOptions) -> Result<(), BackendError> {
     let mut config = DpuConfig::new(options.state_dir);
     config.poll_max = options.poll_max;
     // No VM is attached, so no page is ever absent and nobody need serve these ends.
-    let (dpu, _host_ends) = Dpu::start(&config, domains, &bell)?;
+    let (dpu, _host_ends) = Dpu::start(&config, Arc::clone(&domains), &bell)?;
+    let listener = Listener::start(&dpu, &domains)?;
     dpu.add_blk(BlkConfig {
         socket: options.socket,
         image: options.image,
@@ -101,25 +206,44 @@ pub fn serve(options: BackendOptions) -> Result<(), BackendError> {
         on_fault: OnFault::default(),
     })?;
     for line in std::io::stdin().lock().lines() {
-        if line?.trim() == "report" {
-            let mut out = std::io::stdout().lock();
-            serde_json::to_writer(&mut out, &report(&dpu))?;
-            writeln!(out)?;
-            out.flush()?;
-        }
+        let told = match line?.trim() {
+            "report" => report(&dpu, &listener),
+            line => {
+                let switches = [LogSwitch::On, LogSwitch::Off];
+                let Some(switch) = switches.into_iter().find(|it| it.line() == line) else {
+                    continue;
+                };
+                // What the policy knows is forgotten by the switch.
+                let before = report(&dpu, &listener);
+                listener.switch(switch);
+                before
+            }
+        };
+        let mut out = std::io::stdout().lock();
+        serde_json::to_writer(&mut out, &told)?;
+        writeln!(out)?;
+        out.flush()?;
     }
     dpu.shut_down();
     Ok(())
 }
 
-fn report(dpu: &Dpu) -> BackendReport {
+fn report(dpu: &Dpu, listener: &Listener) -> BackendReport {
     let devices = dpu.devices();
     let device = devices.first();
+    let heard = listener.protection.report();
+    let policies = || heard.devices.iter().map(|device| device.policy);
     BackendReport {
         requests: device.map_or(0, |d| d.requests),
         failed_requests: device.map_or(0, |d| d.failed_requests),
         lookup_sampled_ns: device.map_or(0, |d| d.lookup_sampled_ns),
         lookup_samples: device.map_or(0, |d| d.lookup_samples),
         engine_sleeps: dpu.engine_sleeps(),
+        logged_accesses: device.map_or(0, |d| d.logged_accesses),
+        lost_accesses: device.map_or(0, |d| d.lost_accesses),
+        heard_accesses: heard.taken_records,
+        foreign_accesses: listener.feed.foreign_records(),
+        tracked_sections: policies().map(|policy| policy.tracked_sections).sum(),
+        policy_bytes: policies().map(|policy| policy.bytes).sum(),
     }
 }

@@ -113,7 +113,7 @@ pub fn run() -> Result<BenchReport, BenchError> {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "figures for ratios and people")]
-fn to_f64(number: u64) -> f64 {
+pub(super) fn to_f64(number: u64) -> f64 {
     number as f64
 }
 

@@ -2,7 +2,7 @@
 //! The processes of the bench: started on their CPUs, spoken to by lines, ended with it.
 
 use super::{
-    backend::BackendReport,
+    backend::{BackendReport, LogSwitch},
     frontend::{Run, RunResult},
 };
 use serde::de::DeserializeOwned;
@@ -237,6 +237,14 @@ impl Backend {
             }
         }
         Ok(total)
+    }
+
+    /// Switches the access log of ours; what it said of itself before.
+    ///
+    /// # Errors
+    /// [`PartError`].
+    pub fn switch(&mut self, switch: LogSwitch) -> Result<BackendReport, PartError> {
+        self.0.ask(switch.line())
     }
 
     /// What ours says of itself.
