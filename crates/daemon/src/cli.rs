@@ -492,6 +492,8 @@ pub enum BenchPart {
 pub enum BenchName {
     /// What the access log and a DMA protector cost a disk, switched on and off in turns
     AccessLog,
+    /// The disk of a squeezed guest with a DMA protector and without, in turns
+    AdpLive,
     /// Time to get an evicted page back, by CPU and by device, beside kernel zram
     Fault,
     /// 4 KiB I/O of vhost-user-blk, beside qemu-storage-daemon

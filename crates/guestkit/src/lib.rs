@@ -9,6 +9,7 @@
 //!
 //! It uses the daemon only as a user does, by its command line.
 
+pub mod adp_live;
 pub mod borrowed;
 pub mod cpio;
 pub mod demo;

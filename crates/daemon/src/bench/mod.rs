@@ -6,6 +6,7 @@
 //! one line in [`run`].
 
 pub mod access_log;
+pub mod adp_live;
 pub mod blk;
 pub mod fault;
 pub mod gmem_async;
@@ -79,6 +80,7 @@ pub enum BenchError {
 pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
     match name {
         BenchName::AccessLog => access_log::run(&access_log::AccessLogBenchOptions::default()),
+        BenchName::AdpLive => adp_live::run(),
         BenchName::Fault => fault::run(&fault::FaultBenchOptions::default()),
         BenchName::Blk => blk::run(),
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
