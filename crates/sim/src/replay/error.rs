@@ -50,6 +50,23 @@ pub enum ReplayError {
         /// The most that is taken.
         max_bytes: u64,
     },
+    /// An access log touches memory that its VM does not have.
+    #[error(
+        "record {record} of the log of {vm} touches {len_bytes} bytes at {address:#x}, but the VM has \
+         {memory_bytes} bytes of memory; give it more"
+    )]
+    Address {
+        /// The VM.
+        vm: String,
+        /// Number of the record in the log, from 0.
+        record: u64,
+        /// Where.
+        address: u64,
+        /// How much.
+        len_bytes: u64,
+        /// What there is.
+        memory_bytes: u64,
+    },
     /// What was asked for cannot be replayed.
     #[error("{0}")]
     Asked(String),

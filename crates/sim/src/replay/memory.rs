@@ -226,8 +226,7 @@ impl Memory {
         protected: &ProtectedSections,
         evicted: &mut Vec<SectionNo>,
     ) {
-        let low = self.limit_pages().unwrap_or(0) * LOW_PERMILLE / 1000;
-        if self.limit.is_some() && self.free_pages() < low {
+        if self.is_below_low_mark() {
             self.press(now, protected, evicted);
         }
     }
@@ -258,6 +257,8 @@ impl Memory {
                 return;
             }
             match steps.next() {
+                // Not because there is little room under the limit, but only to keep it.
+                Some(Step::Take(Reach::Protected)) if !self.is_below_low_mark() => {}
                 Some(Step::Take(reach)) => self.evict(now, wanted, reach, protected, evicted),
                 Some(Step::Scan) => {
                     self.scan(now);
@@ -310,6 +311,8 @@ impl Memory {
         for section in &self.touched {
             self.sections[section.index()].touched = false;
         }
+        // As the daemon comes by them.
+        self.touched.sort_unstable();
         self.victims.scanned(now, self.touched.drain(..));
         self.scan_at = now + SCAN_ROUND;
         self.counts.scans += 1;
@@ -324,6 +327,12 @@ impl Memory {
         let present = (self.present * self.section_pages).cast_signed();
         self.limit_pages()
             .map_or(i64::MAX, |limit| limit.saturating_sub(present))
+    }
+
+    fn is_below_low_mark(&self) -> bool {
+        let low = |limit: i64| limit.saturating_mul(LOW_PERMILLE) / 1000;
+        self.limit_pages()
+            .is_some_and(|limit| self.free_pages() < low(limit))
     }
 
     fn pages_to_high_mark(&self) -> u64 {

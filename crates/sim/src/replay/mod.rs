@@ -35,6 +35,7 @@ mod memory;
 mod page_cache;
 mod source;
 mod summary;
+mod traces;
 
 pub use account::{Capacity, DeviceAccount, Share, VmAccount};
 pub use balance::{Need, balance};
@@ -46,6 +47,7 @@ pub use memory::Start;
 pub use page_cache::{DiskRequest, GuestPageCache, PageCacheCounts, PageCacheParams};
 pub use source::{DiskPath, DiskStream, TimedRequest, WithWorkingSet, spread};
 pub use summary::{DeviceSummary, ServiceSummary, Summary};
+pub use traces::{OriginKind, Through, TraceOptions, TracedVm, VmOrigin, survey};
 
 pub use pagetide_trace::Service;
 

@@ -1,0 +1,430 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`TracedVm`]: a VM as a trace tells of it, which may be replayed any number of times.
+//!
+//! A trace is read once before it is replayed ([`survey`]): for its end, and for what a VM must be like
+//! so that the trace fits. What had to be assumed is part of the result, and to be said beside it:
+//! ```text
+//!   access log    memory as the log says; DMA where it went. Nothing is known of the CPUs
+//!   block trace   a guest is made for it. By default its page cache holds half of the blocks that the trace
+//!                 ever asks for, so that memory is used again, and the cache is three quarters of its memory
+//! ```
+//! In both, CPUs keep a share of the other memory in use; else all of it would be cold, and nothing that
+//! devices touch would ever be evicted.
+
+use super::{
+    AccessStream, Actor, DirectPool, DiskPath, DiskRequest, DiskStream, GuestPageCache,
+    PageCacheParams, ReplayAccess, ReplayError, TimedRequest, WithWorkingSet, spread,
+};
+use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
+use pagetide_trace::{
+    AccessLog, AccessRecord, BlockAbout, BlockOptions, BlockRequest, open_block_trace,
+};
+use rustc_hash::FxHashSet;
+use serde::Serialize;
+use std::{
+    collections::VecDeque,
+    fs::File,
+    io::Read,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// Where the DMA of a block trace lands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Through {
+    /// In a page cache of so many bytes, or one that suits the trace.
+    PageCache(Option<u64>),
+    /// In a pool of so many bytes.
+    Direct(u64),
+}
+
+/// How traces become VMs.
+#[derive(Clone, PartialEq, Debug)]
+pub struct TraceOptions {
+    /// How block traces are read.
+    pub block: BlockOptions,
+    /// Where their DMA lands.
+    pub through: Through,
+    /// Memory of each VM; without it, as the log says or as suits the trace.
+    pub memory_bytes: Option<u64>,
+    /// Bytes of a section, a power of two of at least 4096.
+    pub section_bytes: u64,
+    /// Times of the trace are stretched by this.
+    pub time_scale: f64,
+    /// Share of the memory that devices do not touch which CPUs keep in use, in thousandths.
+    pub cpu_permille: u64,
+}
+
+/// What a VM was made from, and what was assumed for it.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct VmOrigin {
+    /// The trace's file, or the VM's name in an access log.
+    pub name: String,
+    /// What the trace is, and which model stands between.
+    #[serde(flatten)]
+    pub kind: OriginKind,
+    /// Records.
+    pub records: u64,
+    /// From the first to the last, in seconds of the replay.
+    pub span_seconds: f64,
+    /// Memory of the VM.
+    pub memory_bytes: u64,
+    /// Memory that CPUs keep in use.
+    pub cpu_bytes: u64,
+}
+
+/// What kind of trace a VM was made from.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum OriginKind {
+    /// DMA as it was.
+    AccessLog {
+        /// Records that the log has lost.
+        lost_records: u64,
+    },
+    /// Requests to disks, through a modelled page cache.
+    PageCache {
+        /// How the trace was read.
+        about: BlockAbout,
+        /// Bytes of the cache.
+        cache_bytes: u64,
+        /// Bytes of all blocks that were ever asked for.
+        footprint_bytes: u64,
+    },
+    /// Requests to disks, through buffers used in turn.
+    Direct {
+        /// How the trace was read.
+        about: BlockAbout,
+        /// Bytes of the buffers.
+        pool_bytes: u64,
+    },
+}
+
+/// See the module.
+#[derive(Clone, Debug)]
+pub struct TracedVm {
+    /// What it was made from.
+    pub origin: VmOrigin,
+    /// Its memory, in sections.
+    pub sections: u64,
+    /// When the last access is, since the first.
+    pub end: Duration,
+    files: Vec<PathBuf>,
+    options: TraceOptions,
+    working_set: Vec<SectionNo>,
+}
+
+/// Memory of a VM that is made for a trace, at least: less has no room for its marks.
+const SECTIONS_MIN: u64 = 64;
+/// First bytes of a Parquet file.
+const PARQUET: [u8; 4] = *b"PAR1";
+
+/// Reads traces to their ends and makes the VMs for them: one for each block trace, one for each access
+/// log, whose files may be given in any order.
+///
+/// # Errors
+/// [`ReplayError::Trace`] with the record if a trace is broken or cut off; others as the streams' own.
+pub fn survey(files: &[PathBuf], options: &TraceOptions) -> Result<Vec<TracedVm>, ReplayError> {
+    check(options)?;
+    let (mut logs, mut vms) = (Vec::new(), Vec::new());
+    for file in files {
+        if is_parquet(file) {
+            logs.push(file.clone());
+        } else {
+            vms.push(survey_block(file, options)?);
+        }
+    }
+    for log in AccessLog::open_all(&logs)? {
+        vms.push(survey_log(log, &logs, options)?);
+    }
+    Ok(vms)
+}
+
+fn check(options: &TraceOptions) -> Result<(), ReplayError> {
+    let section_bytes = options.section_bytes;
+    if !section_bytes.is_power_of_two() || section_bytes < PAGE_BYTES {
+        return Err(ReplayError::Asked(format!(
+            "sections of {section_bytes} bytes cannot be: give a power of two of at least {PAGE_BYTES}"
+        )));
+    }
+    if !(options.time_scale > 0.0 && options.time_scale <= 1e6) {
+        return Err(ReplayError::Asked(format!(
+            "times cannot be stretched by {}: give a number above 0, at most 1000000",
+            options.time_scale
+        )));
+    }
+    Ok(())
+}
+
+/// Whether a file looks like an access log. One that cannot be read is told of when it is opened.
+fn is_parquet(file: &Path) -> bool {
+    let mut head = [0; 4];
+    let read = File::open(file).and_then(|mut file| file.read_exact(&mut head));
+    read.is_ok() && head == PARQUET
+}
+
+impl TracedVm {
+    /// Its accesses, from the first.
+    ///
+    /// # Errors
+    /// If the trace cannot be opened any more.
+    pub fn stream(&self) -> Result<Box<dyn AccessStream>, ReplayError> {
+        let set = self.working_set.clone();
+        let section_bytes = self.options.section_bytes;
+        let Some(file) = self.files.first() else {
+            return Err(ReplayError::Asked("a VM without a trace".to_owned()));
+        };
+        let memory_bytes = self.sections * section_bytes;
+        let path = match self.origin.kind {
+            OriginKind::AccessLog { .. } => {
+                let log = self.open_log()?;
+                let stream = LogStream::new(log, memory_bytes, &self.options);
+                return Ok(Box::new(WithWorkingSet::new(stream, set)));
+            }
+            OriginKind::PageCache { cache_bytes, .. } => {
+                let params =
+                    PageCacheParams::at_the_end_of(memory_bytes, cache_bytes, section_bytes);
+                DiskPath::Cached(GuestPageCache::new(params)?)
+            }
+            OriginKind::Direct { pool_bytes, .. } => {
+                let base = memory_bytes - pool_bytes;
+                DiskPath::Direct(DirectPool::new(base, pool_bytes, section_bytes)?)
+            }
+        };
+        let trace = open_block_trace(file, &self.options.block)?;
+        let scale = self.options.time_scale;
+        let requests = trace
+            .enumerate()
+            .map(move |(number, request)| Ok(disk_request(number as u64, request?, scale)));
+        let stream = DiskStream::new(requests, path);
+        Ok(Box::new(WithWorkingSet::new(stream, set)))
+    }
+
+    fn open_log(&self) -> Result<AccessLog, ReplayError> {
+        let named = |log: &AccessLog| log.meta().vm == self.origin.name;
+        let logs = AccessLog::open_all(&self.files)?;
+        let log = logs.into_iter().find(named);
+        log.ok_or_else(|| {
+            ReplayError::Asked(format!(
+                "the log of {} is not there any more",
+                self.origin.name
+            ))
+        })
+    }
+}
+
+/// A request of a trace for a disk of the VM. One that does not tell its direction reads.
+fn disk_request(number: u64, request: BlockRequest, scale: f64) -> TimedRequest {
+    let disk = DiskRequest {
+        number,
+        // 0 are the CPUs.
+        disk: DeviceId(request.device.saturating_add(1)),
+        offset_bytes: request.offset_bytes,
+        len_bytes: request.len_bytes.into(),
+        access: request.access.unwrap_or(Access::Read),
+    };
+    (stretched(request.time_ns.unwrap_or(0), scale), disk)
+}
+
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a day in nanoseconds is exact in 53 bits; longer times lose nanoseconds, not their order"
+)]
+fn stretched(time_ns: u64, scale: f64) -> Duration {
+    if scale == 1.0 {
+        return Duration::from_nanos(time_ns);
+    }
+    Duration::from_nanos((time_ns as f64 * scale) as u64)
+}
+
+fn survey_block(file: &Path, options: &TraceOptions) -> Result<TracedVm, ReplayError> {
+    let mut trace = open_block_trace(file, &options.block)?;
+    let mut blocks: FxHashSet<(u32, u64)> = FxHashSet::default();
+    let (mut records, mut end) = (0, Duration::ZERO);
+    while let Some(request) = trace.next().transpose()? {
+        if request.time_ns.is_none() {
+            return Err(ReplayError::Asked(format!(
+                "{} has no times; say how many requests a second there are",
+                file.display()
+            )));
+        }
+        let (at, disk) = disk_request(records, request, options.time_scale);
+        blocks.extend(disk.blocks()?.map(|block| (disk.disk.0, block)));
+        records += 1;
+        end = at;
+    }
+    let about = trace.about();
+    let footprint_bytes = blocks.len() as u64 * PAGE_BYTES;
+    let (cache_bytes, memory_bytes) = sizes(footprint_bytes, options)?;
+    let kind = match options.through {
+        Through::PageCache(_) => OriginKind::PageCache {
+            about,
+            cache_bytes,
+            footprint_bytes,
+        },
+        Through::Direct(pool_bytes) => OriginKind::Direct { about, pool_bytes },
+    };
+    let sections = memory_bytes / options.section_bytes;
+    let others = (memory_bytes - cache_bytes) / options.section_bytes;
+    let others: Vec<SectionNo> = (0..others).map(SectionNo).collect();
+    let working_set = spread(&others, options.cpu_permille);
+    Ok(TracedVm {
+        origin: VmOrigin {
+            name: file.display().to_string(),
+            kind,
+            records,
+            span_seconds: end.as_secs_f64(),
+            memory_bytes,
+            cpu_bytes: working_set.len() as u64 * options.section_bytes,
+        },
+        sections,
+        end,
+        files: vec![file.to_owned()],
+        options: options.clone(),
+        working_set,
+    })
+}
+
+/// Bytes of page cache or pool, and of all memory, in whole sections.
+fn sizes(footprint_bytes: u64, options: &TraceOptions) -> Result<(u64, u64), ReplayError> {
+    let section = options.section_bytes;
+    let least = SECTIONS_MIN.saturating_mul(section);
+    let (used, memory) = match (options.through, options.memory_bytes) {
+        (Through::PageCache(Some(used)) | Through::Direct(used), Some(memory)) => (used, memory),
+        (Through::PageCache(None), Some(memory)) => (memory / 4 * 3, memory),
+        (Through::PageCache(Some(used)) | Through::Direct(used), None) => {
+            (used, (used / 3).saturating_mul(4).max(least))
+        }
+        (Through::PageCache(None), None) => {
+            let memory = (footprint_bytes / 2 / 3).saturating_mul(4).max(least);
+            let memory = memory.next_multiple_of(section);
+            (memory / 4 * 3, memory)
+        }
+    };
+    let used = used / PAGE_BYTES * PAGE_BYTES;
+    let memory = memory
+        .checked_next_multiple_of(section)
+        .unwrap_or(memory / section * section);
+    if used > memory || used == 0 {
+        return Err(ReplayError::Asked(format!(
+            "{used} bytes of page cache or buffers do not fit into {memory} bytes of memory; \
+             give less of the one or more of the other, and at least 4096"
+        )));
+    }
+    Ok((used, memory))
+}
+
+fn survey_log(
+    log: AccessLog,
+    files: &[PathBuf],
+    options: &TraceOptions,
+) -> Result<TracedVm, ReplayError> {
+    let meta = log.meta().clone();
+    let memory = options.memory_bytes.unwrap_or(meta.memory_bytes);
+    let section = options.section_bytes;
+    let sections = memory.div_ceil(section).max(1);
+    let mut stream = LogStream::new(log, sections.saturating_mul(section), options);
+    let mut touched: FxHashSet<SectionNo> = FxHashSet::default();
+    let mut end = Duration::ZERO;
+    while let Some(access) = stream.next()? {
+        touched.insert(access.section);
+        end = access.at;
+    }
+    let others = (0..sections)
+        .map(SectionNo)
+        .filter(|section| !touched.contains(section));
+    let others: Vec<SectionNo> = others.collect();
+    let working_set = spread(&others, options.cpu_permille);
+    Ok(TracedVm {
+        origin: VmOrigin {
+            name: meta.vm,
+            kind: OriginKind::AccessLog {
+                lost_records: meta.lost_records,
+            },
+            records: stream.records,
+            span_seconds: end.as_secs_f64(),
+            memory_bytes: sections * section,
+            cpu_bytes: working_set.len() as u64 * section,
+        },
+        sections,
+        end,
+        files: files.to_vec(),
+        options: options.clone(),
+        working_set,
+    })
+}
+
+/// The accesses of an access log.
+struct LogStream {
+    log: AccessLog,
+    vm: String,
+    memory_bytes: u64,
+    section_bytes: u64,
+    time_scale: f64,
+    first_ns: Option<u64>,
+    records: u64,
+    ready: VecDeque<ReplayAccess>,
+}
+
+impl LogStream {
+    fn new(log: AccessLog, memory_bytes: u64, options: &TraceOptions) -> Self {
+        Self {
+            vm: log.meta().vm.clone(),
+            log,
+            memory_bytes,
+            section_bytes: options.section_bytes,
+            time_scale: options.time_scale,
+            first_ns: None,
+            records: 0,
+            ready: VecDeque::new(),
+        }
+    }
+
+    /// One access for each section that a record touches.
+    fn split(&mut self, record: &AccessRecord) -> Result<(), ReplayError> {
+        let number = self.records;
+        self.records += 1;
+        let first = *self.first_ns.get_or_insert(record.time_ns);
+        let at = stretched(record.time_ns.saturating_sub(first), self.time_scale);
+        let end = record.address.checked_add(record.len_bytes.into());
+        let Some(end) = end.filter(|end| *end <= self.memory_bytes) else {
+            return Err(ReplayError::Address {
+                vm: self.vm.clone(),
+                record: number,
+                address: record.address,
+                len_bytes: record.len_bytes.into(),
+                memory_bytes: self.memory_bytes,
+            });
+        };
+        let mut from = record.address;
+        while from < end {
+            let section = from / self.section_bytes;
+            let to = end.min((section + 1) * self.section_bytes);
+            self.ready.push_back(ReplayAccess {
+                at,
+                actor: Actor::Device(record.device, record.service),
+                section: SectionNo(section),
+                access: record.access,
+                bytes: to - from,
+            });
+            from = to;
+        }
+        Ok(())
+    }
+}
+
+impl AccessStream for LogStream {
+    fn next(&mut self) -> Result<Option<ReplayAccess>, ReplayError> {
+        loop {
+            if let Some(access) = self.ready.pop_front() {
+                return Ok(Some(access));
+            }
+            match self.log.next() {
+                Some(record) => self.split(&record?)?,
+                None => return Ok(None),
+            }
+        }
+    }
+}
