@@ -18,8 +18,6 @@ pub mod slots;
 pub mod store;
 pub mod tier;
 
-pub use pagetide_policy::sets;
-
 pub use evictor::{EvictReport, Evictor};
 pub use limit::Limit;
 pub use pool::{Counter, Pool, PoolError, PoolWords};

@@ -10,12 +10,13 @@ use crate::{
     knobs::{Eviction, Room},
     state::{Frame, State},
 };
-use pagetide_addr::{Access, DeviceId, PageNo, PageSet, SectionNo, Va};
+use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageSet, SectionNo, Va};
 use pagetide_gmem::{
     Activation, AddressSpace, Admission, AllocPolicy, Content, ContentStore, Device, EvictionError,
     Fault, FaultOutcome, Incidents, MemoryParts, Mode, Overwritten, PageTable, PagedMemory,
     StoreError, recovery::recover_words,
 };
+use pagetide_policy::protect::{Protector, Touch};
 use pagetide_swap::{
     Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer,
     evictor::EvictorError,
@@ -32,6 +33,11 @@ use std::{
 
 /// Addresses of the simulated space: far more than any VM here has pages.
 const SPACE_BYTES: u64 = 1 << 40;
+
+/// Half of the sections that are touched, so that both kinds are met.
+const POLICY: &str = "lru:share=0.5";
+/// Sections that the policy takes the VM to have.
+const POLICY_SECTIONS: u64 = 4;
 
 /// What a daemon can be given to do.
 #[derive(Clone, Copy, Debug)]
@@ -124,6 +130,9 @@ pub struct Daemon {
     pub store: Arc<PoolStore>,
     pub limit: Arc<Limit>,
     reclaimer: Mutex<Reclaimer>,
+    protector: Mutex<Protector>,
+    /// Sections that the reclaimer has taken pages of.
+    taken: Arc<Mutex<Vec<SectionNo>>>,
     /// Content of others that takes up the room.
     pub hogs: Mutex<Vec<Content>>,
 }
@@ -191,8 +200,20 @@ impl Daemon {
         attach_to_the_end(&life, &whole, &vcpus);
         let evictor = Evictor::new(space.clone(), store.clone());
         let tracker = Box::new(Tracker(life.clone()));
+        let mut reclaimer = Reclaimer::new(evictor, limit.clone(), tracker);
+        let choice = POLICY.parse().expect("a policy");
+        let protector = Protector::new(&choice, POLICY_SECTIONS);
+        reclaimer.spare(protector.protected().clone());
+        let taken: Arc<Mutex<Vec<SectionNo>>> = Arc::default();
+        let told = taken.clone();
+        reclaimer.tell(move |section| {
+            let mut taken = told.lock().unwrap_or_else(PoisonError::into_inner);
+            taken.push(section);
+        });
         let daemon = Arc::new(Self {
-            reclaimer: Mutex::new(Reclaimer::new(evictor, limit.clone(), tracker)),
+            reclaimer: Mutex::new(reclaimer),
+            protector: Mutex::new(protector),
+            taken,
             hogs: Mutex::new(Vec::new()),
             life,
             whole,
@@ -380,12 +401,49 @@ impl Daemon {
         let Ok(mut reclaimer) = self.reclaimer.try_lock() else {
             return;
         };
+        self.protect_some_section();
         let _frame = self.life.frame(Frame::Evict);
         let now = self.now();
-        match reclaimer.reclaim(now, pages, reach, || true).stopped {
+        let done = reclaimer.reclaim(now, pages, reach, || true);
+        self.assert_protected_are_spared(reach);
+        match done.stopped {
             None => {}
             Some(ReclaimStop::Store(PutError::Full { .. })) => self.life.expect_full(),
             Some(error) => self.life.expect_trouble(&error),
+        }
+    }
+
+    /// A device touches a section, as its policy has it.
+    fn protect_some_section(&self) {
+        let at = self.now();
+        let section = {
+            let mut state = self.life.world.lock();
+            state.random.coin().then(|| state.active_page().section())
+        };
+        let mut protector = (self.protector.lock()).unwrap_or_else(PoisonError::into_inner);
+        if let Some(section) = section {
+            let touch = Touch {
+                section,
+                at,
+                access: Access::Write,
+                bytes: PAGE_BYTES,
+            };
+            protector.touched(device_id(0), touch);
+        }
+    }
+
+    fn assert_protected_are_spared(&self, reach: Reach) {
+        let protector = (self.protector.lock()).unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let coverage = &mut self.life.world.lock().coverage;
+        for section in taken.drain(..) {
+            let was_protected = protector.protected().contains(section);
+            assert_eq!(was_protected, reach == Reach::Protected, "{section:?}");
+            if was_protected {
+                coverage.evicted_though_protected += 1;
+            } else if !protector.protected().is_empty() {
+                coverage.evicted_beside_protected += 1;
+            }
         }
     }
 

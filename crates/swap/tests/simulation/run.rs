@@ -333,7 +333,8 @@ fn choose(state: &mut State) -> Option<Task> {
         11 => Some(Task::Scan),
         12..=14 => {
             let pages = state.random.pick(&[1, 8, 512]);
-            let reach = state.random.pick(&[Reach::ColdOnly, Reach::AllResting]);
+            let reaches = [Reach::ColdOnly, Reach::AllResting, Reach::Protected];
+            let reach = state.random.pick(&reaches);
             Some(Task::Reclaim { pages, reach })
         }
         15 => Some(Task::Trim),

@@ -90,6 +90,8 @@ coverage! {
     kernel_pins
     discards
     evicted_pages
+    evicted_beside_protected
+    evicted_though_protected
     cancelled_pages
     joined_faults
     neighbour_pages
