@@ -2,12 +2,16 @@
 //! What every reader is held to, whatever the bytes: no panic, no event that is
 //! outside what an event may be, an error that names the file, and an end.
 
-use std::io::Write;
+use std::io::{Cursor, Write};
 use std::path::Path;
+use std::time::Duration;
+
+use pagetide_addr::SectionNo;
 
 use pagetide_trace::{
-    BATCH_EVENTS, Event, EventKind, EventSource, FormatChoice, HypersioLogReader, HypersioReader,
-    IOVA_BITS, LogSources, ParquetReader, QemuLogReader, TraceError, info, open_trace,
+    AccessLog, Analysis, AnalysisParams, BATCH_EVENTS, BlockFormat, BlockOptions, BlockTrace,
+    Event, EventKind, EventSource, FormatChoice, HypersioLogReader, HypersioReader, IOVA_BITS,
+    LogSources, ParquetReader, QemuLogReader, SectionTouch, TraceError, info, open_trace,
 };
 
 const NAME: &str = "a_trace";
@@ -54,6 +58,78 @@ pub fn open(bytes: &[u8]) {
         let counted = info(path, FormatChoice::Detect);
         assert_eq!(counted.is_err(), error.is_some());
     });
+}
+
+/// A file of an access log: what is read from it can be analyzed, for its times
+/// never run backwards.
+pub fn access_log(bytes: &[u8]) {
+    with_file(bytes, |path| {
+        let Ok(mut log) = AccessLog::open(&[path.to_owned()]).map_err(named) else {
+            return;
+        };
+        let mut analysis = Analysis::new(AnalysisParams::default());
+        let mut records = 0;
+        for record in log.by_ref() {
+            let Ok(record) = record.map_err(named) else {
+                break;
+            };
+            records += 1;
+            assert!(
+                record
+                    .address
+                    .checked_add(record.len_bytes.into())
+                    .is_some()
+            );
+            let told = analysis.touch(SectionTouch {
+                at: Duration::from_nanos(record.time_ns),
+                device: record.device,
+                service: record.service,
+                section: SectionNo(record.address >> 21),
+            });
+            assert!(told.is_ok(), "{told:?}");
+        }
+        assert!(log.next().is_none(), "nothing comes after the end");
+        let report = analysis.finish();
+        let counted: u64 = report
+            .devices
+            .iter()
+            .map(|device| device.locality.accesses)
+            .sum();
+        assert_eq!(counted, records);
+    });
+}
+
+/// A block trace of a format that is told by its content, then of each format.
+pub fn block(bytes: &[u8]) {
+    let formats = BlockFormat::ALL.map(Some);
+    for format in [None].into_iter().chain(formats) {
+        let options = BlockOptions {
+            format,
+            interval: Some(Duration::from_millis(1)),
+            ..BlockOptions::default()
+        };
+        let input = Cursor::new(bytes.to_vec());
+        let Ok(mut trace) = BlockTrace::new(Path::new(NAME), input, &options).map_err(named) else {
+            continue;
+        };
+        let mut last_ns = None;
+        for request in trace.by_ref() {
+            let Ok(request) = request.map_err(named) else {
+                break;
+            };
+            assert!(
+                request
+                    .offset_bytes
+                    .checked_add(request.len_bytes.into())
+                    .is_some()
+            );
+            assert!(request.time_ns >= last_ns, "{request:?}");
+            assert!(last_ns.is_some() || request.time_ns == Some(0));
+            last_ns = request.time_ns;
+        }
+        assert!(trace.next().is_none(), "nothing comes after the end");
+        assert!(trace.requests() <= bytes.len() as u64);
+    }
 }
 
 fn with_file(bytes: &[u8], use_it: impl FnOnce(&Path)) {

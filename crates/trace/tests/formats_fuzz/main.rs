@@ -3,10 +3,12 @@
 
 mod bodies;
 
-use pagetide_addr::Iova;
+use std::sync::LazyLock;
+
+use pagetide_addr::{Access, DeviceId, DomainId, Iova};
 use pagetide_trace::{
-    Event, EventKind, EventSink, HypersioWriter, IommuDomain, PageSize, ParquetWriter, SourceId,
-    TraceMeta,
+    AccessLogMeta, AccessLogWriter, AccessRecord, Event, EventKind, EventSink, HypersioWriter,
+    IommuDomain, PageSize, ParquetWriter, Service, SourceId, TraceMeta,
 };
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -125,6 +127,90 @@ fn binary_file() -> Vec<u8> {
     std::fs::read(path).unwrap()
 }
 
+/// Written once: a file is on disk before it is complete, and that takes its time.
+static ACCESS_LOG: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("t");
+    let mut writer = AccessLogWriter::create(&path, AccessLogMeta::new("vm", 1 << 30, 7)).unwrap();
+    let records: Vec<_> = (0..60u32)
+        .map(|i| AccessRecord {
+            time_ns: u64::from(i) * 977,
+            device: DeviceId(i % 3),
+            space: DomainId(i % 2),
+            address: u64::from(i % 11) << 21,
+            len_bytes: 512 << (i % 4),
+            access: if i % 2 == 0 {
+                Access::Read
+            } else {
+                Access::Write
+            },
+            service: if i % 3 == 0 {
+                Service::Network
+            } else {
+                Service::Block
+            },
+        })
+        .collect();
+    writer.append(&records).unwrap();
+    writer.finish().unwrap();
+    std::fs::read(path).unwrap()
+});
+
+/// A small block trace of each format but the plain list, which any bytes are.
+fn block_trace(which: usize) -> Vec<u8> {
+    let numbers = 0..20u32;
+    match which {
+        0 => numbers
+            .flat_map(|i| {
+                let words = [i, 4096, 1, 0x0100_0028, i * 8, 0, i * 1000, 0];
+                words.into_iter().flat_map(u32::to_le_bytes)
+            })
+            .collect(),
+        1 => numbers
+            .flat_map(|i| {
+                let words = [i, i * 8, 0, 4096, u32::MAX, u32::MAX];
+                words.into_iter().flat_map(u32::to_le_bytes)
+            })
+            .collect(),
+        2 => numbers
+            .flat_map(|i| format!("{} {} {} 8 {}\n", i * 500, i % 3, i * 8, i % 2).into_bytes())
+            .collect(),
+        _ => {
+            let records = numbers.flat_map(|i| {
+                let words = [
+                    56,
+                    0x0004_0001,
+                    i,
+                    i,
+                    1,
+                    2,
+                    4096,
+                    i * 16,
+                    0x0800_0008,
+                    4,
+                    0,
+                    i,
+                    0,
+                    0,
+                ];
+                words.into_iter().flat_map(u32::to_be_bytes)
+            });
+            let header = b"$$TR_IOREC-1.3\nsectorsize = 256,\n\x0c";
+            header.iter().copied().chain(records).collect()
+        }
+    }
+}
+
+#[test]
+fn block_traces_to_be_changed_are_whole_ones() {
+    for which in 0..4 {
+        let input = std::io::Cursor::new(block_trace(which));
+        let path = std::path::Path::new("t");
+        let trace = pagetide_trace::BlockTrace::new(path, input, &Default::default()).unwrap();
+        assert_eq!(trace.filter(Result::is_ok).count(), 20, "{which}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
@@ -135,6 +221,13 @@ proptest! {
         bodies::qemu_log(&bytes);
         bodies::parquet(&bytes);
         bodies::open(&bytes);
+        bodies::access_log(&bytes);
+        bodies::block(&bytes);
+    }
+
+    #[test]
+    fn changed_block_trace_is_safe_to_read(which in 0..4usize, changes in changes()) {
+        bodies::block(&changed(block_trace(which), &changes));
     }
 
     #[test]
@@ -166,16 +259,25 @@ proptest! {
     fn changed_parquet_is_safe_to_read(changes in changes()) {
         bodies::parquet(&changed(parquet_file(), &changes));
     }
+
+    #[test]
+    fn changed_access_log_is_safe_to_read(changes in changes()) {
+        bodies::access_log(&changed(ACCESS_LOG.clone(), &changes));
+    }
 }
 
 #[test]
 fn parquet_with_any_one_byte_changed_is_safe_to_read() {
-    let whole = parquet_file();
-    for at in 0..whole.len() {
-        for change in [0x01, 0x80, 0xff] {
-            let mut bytes = whole.clone();
-            bytes[at] ^= change;
-            bodies::parquet(&bytes);
+    for (whole, body) in [
+        (parquet_file(), bodies::parquet as fn(&[u8])),
+        (ACCESS_LOG.clone(), bodies::access_log),
+    ] {
+        for at in 0..whole.len() {
+            for change in [0x01, 0x80, 0xff] {
+                let mut bytes = whole.clone();
+                bytes[at] ^= change;
+                body(&bytes);
+            }
         }
     }
 }

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Files of an access log.
+
+#![no_main]
+
+#[expect(dead_code, reason = "a target runs one of the functions")]
+#[path = "../../crates/trace/tests/formats_fuzz/bodies.rs"]
+mod bodies;
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| bodies::access_log(bytes));
