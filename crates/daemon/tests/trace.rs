@@ -323,3 +323,141 @@ fn what_a_trace_cannot_be_made_of_is_told_with_a_way_out() {
     }
     assert_eq!(census(dir.path()).len(), 1);
 }
+
+/// An access log of a VM of 64 MiB: a NIC that keeps to 2 sections, a disk that
+/// comes back to some of its 8 after longer.
+fn access_log(path: &Path) {
+    use pagetide_addr::{Access, DeviceId, DomainId};
+    use pagetide_trace::{AccessLogMeta, AccessLogWriter, AccessRecord, LoggedDevice, Service};
+    let mut meta = AccessLogMeta::new("web", 64 << 20, 1);
+    for (id, name, service) in [(1, "nic", Service::Network), (2, "disk", Service::Block)] {
+        meta.enter(LoggedDevice {
+            id: DeviceId(id),
+            name: name.to_owned(),
+            service,
+        });
+    }
+    meta.lost_records = 5;
+    let record = |seconds: u64, device: u32, section: u64| AccessRecord {
+        time_ns: seconds * 1_000_000_000,
+        device: DeviceId(device),
+        space: DomainId(0),
+        address: section << 21,
+        len_bytes: 4096,
+        access: Access::Write,
+        service: if device == 1 {
+            Service::Network
+        } else {
+            Service::Block
+        },
+    };
+    let mut records: Vec<_> = (0..1200).map(|at| record(at, 1, at % 2)).collect();
+    records.extend((0..8).map(|at| record(at * 10, 2, 10 + at)));
+    records.extend((0..4).map(|at| record(1000 + at, 2, 10 + at)));
+    let mut writer = AccessLogWriter::create(path, meta).unwrap();
+    writer.append(&records).unwrap();
+    writer.finish().unwrap();
+}
+
+#[test]
+fn access_log_is_analyzed_by_device_and_drawn() {
+    let dir = tempfile::tempdir().unwrap();
+    access_log(&dir.path().join("a.parquet"));
+    let arguments = ["trace", "analyze", "a.parquet", "--json", "--plots", "p"];
+    let made = report(dir.path(), &arguments);
+    let trace = &made["traces"][0];
+    assert_eq!(trace["name"], "web");
+    assert_eq!(trace["addresses"], "memory");
+    assert_eq!(trace["memory_bytes"], 64 << 20);
+    assert_eq!(trace["lost_records"], 5);
+    assert_eq!(trace["span_seconds"], 1199.0);
+    let [nic, disk] = [&trace["devices"][0], &trace["devices"][1]];
+    assert_eq!(nic["name"], "nic");
+    assert_eq!(nic["footprint_share"], 2.0 / 32.0);
+    assert_eq!(nic["simulated_faults"], 0);
+    assert_eq!(disk["footprint_bytes"], 16 << 20);
+    assert_eq!(disk["simulated_faults"], 4);
+    assert_eq!(disk["faults_under_10_share"], 1.0);
+    assert_eq!(disk["footprint_points_sections"][0], 6);
+    let plots = made["plots"].as_array().unwrap();
+    assert_eq!(plots.len(), 4);
+    for plot in plots {
+        let svg = std::fs::read_to_string(dir.path().join(plot.as_str().unwrap())).unwrap();
+        assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));
+    }
+
+    let early = [
+        "trace",
+        "analyze",
+        "a.parquet",
+        "--json",
+        "--until",
+        "1000s",
+    ];
+    let early = report(dir.path(), &early);
+    assert_eq!(early["traces"][0]["devices"][1]["simulated_faults"], 0);
+    let (status, text, _) = pagetide(dir.path(), &["trace", "analyze", "a.parquet"]);
+    assert_eq!(status, Some(0));
+    assert!(
+        text.contains("5 accesses were lost") && text.contains("25.0%"),
+        "{text}"
+    );
+}
+
+#[test]
+fn block_trace_is_analyzed_as_what_it_is_and_refused_when_broken() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines: String = (0..40)
+        .map(|at| {
+            format!(
+                "{} {} {} 8 1\n",
+                at * 100_000_000_000u64,
+                at % 2,
+                at % 8 * 4096
+            )
+        })
+        .collect();
+    std::fs::write(dir.path().join("t"), &lines).unwrap();
+    std::fs::write(dir.path().join("cut"), &lines[..lines.len() - 4]).unwrap();
+    std::fs::write(
+        dir.path().join("ids"),
+        (0..900u32).flat_map(u32::to_be_bytes).collect::<Vec<_>>(),
+    )
+    .unwrap();
+    let made = report(dir.path(), &["trace", "analyze", "t", "t", "--json"]);
+    assert_eq!(made["traces"][0]["addresses"], "disk");
+    assert_eq!(made["traces"][0]["about"]["format"], "mqsim");
+    assert_eq!(made["traces"][0]["devices"][1]["name"], "disk 1");
+    assert_eq!(made["traces"][0]["services"][0]["simulated_faults"], 32);
+    assert_eq!(made["services"][0]["simulated_faults"], 64, "of both");
+    let (_, text, _) = pagetide(dir.path(), &["trace", "analyze", "t"]);
+    assert!(text.contains("Addresses are disk addresses"), "{text}");
+    let cached = ["trace", "analyze", "t", "--page-cache=64M", "--json"];
+    let cached = report(dir.path(), &cached);
+    assert_eq!(cached["traces"][0]["addresses"], "page-cache");
+    let timed = [
+        "trace",
+        "analyze",
+        "ids",
+        "--request-interval",
+        "1s",
+        "--json",
+    ];
+    let timed = report(dir.path(), &timed);
+    assert_eq!(timed["traces"][0]["about"]["byte_order"], "big-end");
+    assert_eq!(timed["traces"][0]["span_seconds"], 899.0);
+    for (arguments, told) in [
+        (&["cut"][..], "cut, record 40: it has no sectors"),
+        (&["ids"], "have no times"),
+        (&["absent"], "check the name"),
+        (&["t", "--format", "msr"], "`msr` is no format"),
+        (&["t", "--format", "hp-srt"], "no header"),
+        (&["t", "--interval", "5"], "such as 300s"),
+        (&["t", "--section", "1K"], "at least"),
+    ] {
+        let arguments = [&["trace", "analyze"], arguments].concat();
+        let (status, _, err) = pagetide(dir.path(), &arguments);
+        assert_eq!(status, Some(2), "{err}");
+        assert!(err.contains(told), "{err}");
+    }
+}

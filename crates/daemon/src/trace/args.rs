@@ -2,9 +2,12 @@
 //! The command line of `pagetide trace`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
-use pagetide_trace::{FormatChoice, TraceFormat};
+use pagetide_trace::{BlockFormat, FormatChoice, TraceFormat};
+
+use crate::size::ByteSize;
 
 /// Commands about traces.
 #[derive(Subcommand, Debug)]
@@ -17,6 +20,8 @@ pub enum TraceCommand {
     Convert(ConvertArgs),
     /// Say what is in a trace
     Info(InfoArgs),
+    /// Say what the DMA in access logs and block traces looks like: footprint, reuse, faults
+    Analyze(Box<AnalyzeArgs>),
 }
 
 /// Formats that can be written.
@@ -156,6 +161,93 @@ pub struct InfoArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+}
+
+/// Arguments of `trace analyze`.
+#[derive(Args, Debug)]
+pub struct AnalyzeArgs {
+    /// Files of access logs, in any order, and block traces
+    #[arg(value_name = "FILE", required = true)]
+    pub files: Vec<PathBuf>,
+    /// Format of the files, if content and name do not tell: vscsi, oracle-general, mqsim, hp-srt or block-ids
+    #[arg(long, value_name = "FORMAT")]
+    pub format: Option<BlockFormat>,
+    /// Memory of the VM, which footprints are shares of; without it, what an access log says
+    #[arg(long, value_name = "BYTES")]
+    pub memory: Option<ByteSize>,
+    /// Size of a section
+    #[arg(long, value_name = "BYTES", default_value = "2M")]
+    pub section: ByteSize,
+    /// A touch after longer than this is a simulated fault
+    #[arg(long, value_name = "TIME", default_value = "300s", value_parser = time)]
+    pub interval: Duration,
+    /// Leave out what is before this, counted from the first record
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = time)]
+    pub from: Duration,
+    /// Leave out what is from here on, counted from the first record
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    pub until: Option<Duration>,
+    /// Look at block traces through a modelled page cache of this size, or of one that suits them
+    #[arg(
+        long,
+        value_name = "BYTES",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "auto"
+    )]
+    pub page_cache: Option<CacheSize>,
+    /// Size of a block, in block traces that do not tell
+    #[arg(long, value_name = "BYTES")]
+    pub block_bytes: Option<u32>,
+    /// Time from one request to the next, in block traces without times
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    pub request_interval: Option<Duration>,
+    /// Draw what is printed as SVG files in this directory
+    #[arg(long, value_name = "DIR")]
+    pub plots: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Size of a modelled page cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CacheSize {
+    /// One that suits the trace.
+    Suits,
+    /// This.
+    Is(ByteSize),
+}
+
+impl std::str::FromStr for CacheSize {
+    type Err = crate::size::SizeError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "auto" => Ok(Self::Suits),
+            size => size.parse().map(Self::Is),
+        }
+    }
+}
+
+/// Units of a time by their suffix, in nanoseconds. Longer ones first where one
+/// ends with another.
+const TIME_UNITS: [(&str, u64); 5] = [
+    ("us", 1_000),
+    ("ms", 1_000_000),
+    ("min", 60_000_000_000),
+    ("s", 1_000_000_000),
+    ("h", 3_600_000_000_000),
+];
+
+/// A whole number with its unit.
+pub(crate) fn time(text: &str) -> Result<Duration, String> {
+    TIME_UNITS
+        .into_iter()
+        .find_map(|(suffix, unit_ns)| Some((text.strip_suffix(suffix)?, unit_ns)))
+        .and_then(|(number, unit_ns)| number.parse::<u64>().ok()?.checked_mul(unit_ns))
+        .map(Duration::from_nanos)
+        .ok_or_else(|| "a time is a whole number with us, ms, s, min or h, such as 300s".to_owned())
 }
 
 /// A part of a whole. Judged here, since JSON, on the way to the recipe, has no

@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide trace`: makes, builds, converts and counts traces.
+//! `pagetide trace`: makes, builds, converts and counts traces, and analyzes
+//! those of DMA.
 //!
 //! The work is [`pagetide_trace`]'s; here are the command line and its flags as
 //! figures of a recipe, progress, and reports as text.
 
+mod analyze;
+mod analyze_plot;
+mod analyze_report;
+mod analyze_svg;
 pub mod args;
 mod report;
 
@@ -34,6 +39,7 @@ pub fn execute(command: TraceCommand) -> Result<(), CommandError> {
         TraceCommand::Build(args) => build_recipe(&args),
         TraceCommand::Convert(args) => convert_file(&args),
         TraceCommand::Info(args) => print_info(&args),
+        TraceCommand::Analyze(args) => analyze::analyze(&args),
     }
 }
 
