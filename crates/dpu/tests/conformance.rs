@@ -35,6 +35,7 @@ fn passes(on_fault: OnFault, landing_slots: u32) {
     });
     let function = function.unwrap();
     dpu.set_assist(&function.assist()).unwrap();
+    dpu.set_access_log(function.access_log()).unwrap();
     let image = dir.path().join("image");
     std::fs::write(&image, vec![0x5a; 4 << 20]).unwrap();
     let disk = dir.path().join("disk.sock");

@@ -16,6 +16,7 @@
 mod chains;
 mod disk;
 mod lifecycle;
+mod log;
 mod messages;
 mod probe;
 mod transfers;
@@ -155,6 +156,7 @@ pub fn run(
         lifecycle::CHECKS,
         chains::CHECKS,
         transfers::CHECKS,
+        log::CHECKS,
     ];
     let mut checks = Vec::new();
     for check in groups.into_iter().flatten() {
@@ -380,6 +382,7 @@ mod tests {
             lifecycle::CHECKS,
             chains::CHECKS,
             transfers::CHECKS,
+            log::CHECKS,
         ];
         let mut names: Vec<_> = groups
             .into_iter()

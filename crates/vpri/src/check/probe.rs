@@ -13,7 +13,10 @@ use crate::{
         ring::{Descriptor, NEXT, Ring, RingError, Used, WRITE},
         session::{agree, bounded, notify_of, start_queue},
     },
-    wire::{self, Code, Config, EVENT_QUEUE, Event, FAULT_QUEUE, REQUEST_BYTES, Reply, feature},
+    wire::{
+        self, Code, Config, EVENT_QUEUE, Event, FAULT_QUEUE, LOG_QUEUE, LogEntry, RECORD_BYTES,
+        REQUEST_BYTES, Reply, feature,
+    },
 };
 use pagetide_addr::PageRequest;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -32,8 +35,12 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 /// Descriptors set apart for each chain.
 pub(crate) const CHAIN_ROOM: u16 = 8;
 /// Features that the tester makes use of.
-const WANTED: u64 =
-    feature::OVERWRITE | feature::INJECT | feature::TOUCHED | 1 << 29 | feature::ACCESS_LOG;
+const WANTED: u64 = feature::OVERWRITE
+    | feature::INJECT
+    | feature::TOUCHED
+    | 1 << 29
+    | feature::ACCESS_LOG
+    | feature::LOG_LOSSES;
 
 /// A buffer of a chain: offset in the area, length, and whether the device writes it.
 #[derive(Clone, Copy, Debug)]
@@ -52,8 +59,9 @@ pub(crate) struct Probe {
     area: Area,
     events: Ring,
     faults: Ring,
-    kicks: [OwnedFd; 2],
-    calls: [OwnedFd; 2],
+    log: Ring,
+    kicks: [OwnedFd; 3],
+    calls: [OwnedFd; 3],
     frontend: Frontend,
 }
 
@@ -79,13 +87,21 @@ impl Probe {
         let notify = notify_of(features);
         let events = Ring::new(area.memory().clone(), Area::event_ring(), notify);
         let faults = Ring::new(area.memory().clone(), Area::fault_ring(), notify);
-        let (kicks, calls) = ([event()?, event()?], [event()?, event()?]);
+        let log = Ring::new(area.memory().clone(), Area::log_ring(), notify);
+        let fds = || Ok::<_, ConnectError>([event()?, event()?, event()?]);
+        let (kicks, calls) = (fds()?, fds()?);
         let errors = event()?;
         let places = [
             (EVENT_QUEUE, Area::event_ring()),
             (FAULT_QUEUE, Area::fault_ring()),
+            (LOG_QUEUE, Area::log_ring()),
         ];
-        for ((index, place), (call, kick)) in places.into_iter().zip(calls.iter().zip(&kicks)) {
+        let queues = match offered & feature::ACCESS_LOG {
+            0 => 2,
+            _ => places.len(),
+        };
+        let fds = calls.iter().zip(&kicks);
+        for ((index, place), (call, kick)) in places.into_iter().take(queues).zip(fds) {
             let fds = [call.as_fd(), errors.as_fd(), kick.as_fd()];
             start_queue(&mut frontend, index, place, fds)?;
         }
@@ -96,6 +112,7 @@ impl Probe {
             area,
             events,
             faults,
+            log,
             kicks,
             calls,
             frontend,
@@ -364,6 +381,45 @@ impl Probe {
                 self.sleep(1, deadline)?;
             }
         }
+    }
+}
+
+/// The access log.
+impl Probe {
+    /// Gives the device buffer number `buffer` of `bytes` for records.
+    pub(crate) fn give_log_buffer(&mut self, buffer: u16, bytes: usize) -> Result<(), Ended> {
+        let len = u32::try_from(bytes).unwrap_or(u32::MAX);
+        let descriptor = Descriptor {
+            address: BASE + Area::log_at(buffer),
+            len,
+            flags: WRITE,
+            next: 0,
+        };
+        self.log.describe(buffer, descriptor).map_err(broken)?;
+        self.log.publish(buffer, len).map_err(broken)?;
+        if self.log.show().map_err(broken)? {
+            ring_event(&self.kicks[2]);
+        }
+        Ok(())
+    }
+
+    /// What the device has written into the next buffer that came back, if one has.
+    pub(crate) fn log_entries(&mut self) -> Result<Option<Vec<LogEntry>>, Ended> {
+        let Some(used) = self.log.take().map_err(broken)? else {
+            return Ok(None);
+        };
+        let mut bytes = vec![0; usize::try_from(used.len).unwrap_or(0)];
+        let copied = (self.area.memory()).copy_from(Area::log_at(used.head), &mut bytes);
+        copied.map_err(|error| Ended::Failed(error.to_string()))?;
+        ensure(
+            || bytes.len().is_multiple_of(RECORD_BYTES),
+            || format!("{} bytes of records of {RECORD_BYTES}", used.len),
+        )?;
+        let entries = bytes.chunks_exact(RECORD_BYTES).map(|record| {
+            let entry = LogEntry::decode(record);
+            entry.map_err(|error| Ended::Failed(format!("a record of the access log: {error}")))
+        });
+        entries.collect::<Result<_, _>>().map(Some)
     }
 }
 

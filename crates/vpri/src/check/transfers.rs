@@ -14,7 +14,7 @@ use pagetide_addr::{
 use std::time::Instant;
 
 /// Pages of each read.
-const READ_PAGES: u64 = 4;
+pub(super) const READ_PAGES: u64 = 4;
 const READ: PageRange = PageRange {
     start: CONTENT,
     end: PageNo(CONTENT.0 + READ_PAGES),
@@ -90,9 +90,9 @@ pub(super) const CHECKS: &[Check] = &[
 ];
 
 /// A disk, whose memory has a space with every page unmapped.
-struct Rig {
-    disk: Disk,
-    space: DomainId,
+pub(super) struct Rig {
+    pub(super) disk: Disk,
+    pub(super) space: DomainId,
 }
 
 fn disk(tester: &mut Tester) -> Result<Disk, Ended> {
@@ -111,7 +111,7 @@ fn disk(tester: &mut Tester) -> Result<Disk, Ended> {
 }
 
 impl Rig {
-    fn new(tester: &mut Tester) -> Result<Self, Ended> {
+    pub(super) fn new(tester: &mut Tester) -> Result<Self, Ended> {
         let mut disk = disk(tester)?;
         // Its rings are in use from here on.
         disk.read(READ_PAGES)?;
@@ -123,7 +123,7 @@ impl Rig {
         Ok(Self { disk, space })
     }
 
-    fn map(&self, tester: &mut Tester, pages: PageRange, access: Access) -> Checked {
+    pub(super) fn map(&self, tester: &mut Tester, pages: PageRange, access: Access) -> Checked {
         let event = Event::Map {
             space: self.space,
             access,
