@@ -18,7 +18,8 @@
 //! ```
 //! [`passes`] tells this order, the owner does the steps and stops when it has enough. The last
 //! pass is the difference between protecting and locking: a VM whose limit cannot be kept otherwise
-//! loses protected sections, and that is counted.
+//! loses protected sections, and that is counted. So the owner leaves it out as long as free memory
+//! is above the low mark, or if it had no time to look at all the others.
 //!
 //! The clock is the caller's: times are durations since any fixed moment, and the same code serves
 //! the daemon and a replay in virtual time.

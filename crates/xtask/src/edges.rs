@@ -11,7 +11,7 @@
 //!         gmem       sys        │
 //!           └── addr ─┴─────────┘
 //! ```
-//! and `capi`, on `gmem` alone.
+//! and `capi`, on `gmem` alone, and `policy`, on `addr` alone, below `swap` and `sim`.
 //! The table names direct neighbours below; what they may use is allowed too.
 
 use std::collections::BTreeSet;

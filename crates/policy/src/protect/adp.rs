@@ -206,7 +206,7 @@ impl Adp {
         *self.order.state_mut(slot) = Block::Leaving(number);
         self.leaving += 1;
         self.demotions.push_back(Demotion {
-            due: at + self.params.demote_after,
+            due: at.saturating_add(self.params.demote_after),
             slot,
             number,
         });

@@ -14,6 +14,10 @@ use std::{
 /// Beyond, the oldest wish is forgotten.
 const BRING_BACKS_MAX: usize = 2_048;
 
+/// What a place for a section costs that a device holds: in its own table, and in the one that the evictor
+/// reads. A table has a byte and the entry for each place, and eight places for seven entries.
+const HELD_BYTES: u64 = ((8 + 1) + (16 + 1)) * 8 / 7;
+
 /// One device: the paper's *protection domain*.
 struct Domain {
     policy: Box<dyn ProtectionPolicy>,
@@ -119,10 +123,14 @@ impl Protector {
         self.outcome.bring_backs.drain(..).collect()
     }
 
-    /// What each device's policy holds.
+    /// What each device's policy holds, with the memory that is taken here on its behalf.
     #[must_use]
     pub fn reports(&self) -> Vec<(DeviceId, PolicyReport)> {
-        let report = |(device, domain): (&DeviceId, &Domain)| (*device, domain.policy.report());
+        let report = |(device, domain): (&DeviceId, &Domain)| {
+            let mut report = domain.policy.report();
+            report.bytes += HELD_BYTES * domain.held.capacity() as u64;
+            (*device, report)
+        };
         self.domains.iter().map(report).collect()
     }
 

@@ -131,6 +131,25 @@ fn section_stays_protected_until_the_last_device_releases_it() {
 }
 
 #[test]
+fn tracked_section_takes_at_most_64_bytes_with_all_that_is_kept_for_it() {
+    // A VM of 64 GiB whose disk fills both blocks.
+    let mut protector = Protector::new(&"adp".parse().expect("a policy"), 32_768);
+    for section in 0..20_000_u64 {
+        let at = Duration::from_millis(section);
+        protector.touched(DeviceId(1), touch(section, at));
+    }
+    let (_, report) = protector.reports()[0];
+    assert_eq!(report.protected_sections, 1_638);
+    assert_eq!(report.tracked_sections, 9_830 + 1_638);
+    let bytes_per_section = report.bytes / report.tracked_sections;
+    assert!(
+        (33..=64).contains(&bytes_per_section),
+        "{bytes_per_section}"
+    );
+    eprintln!("{bytes_per_section} bytes a tracked section");
+}
+
+#[test]
 fn section_that_is_gone_is_protected_by_nobody() {
     let mut protector = lru_protector();
     for device in [1, 2] {
