@@ -23,6 +23,7 @@ use crate::injection::{InjectionReport, InjectionRequest};
 use crate::name::check_name;
 use crate::outcome::{CommandError, print, print_report};
 use crate::protection::recording::{RecordingReport, RecordingRequest};
+use crate::replay;
 use crate::run;
 use crate::sim;
 use crate::slo::SloList;
@@ -43,6 +44,7 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
         Command::Iopf(command) => iopf(command),
         Command::Estimate(args) => estimate::run(&args),
         Command::Bench(args) => run_bench(&args),
+        Command::Replay(args) => replay::execute(&args),
         Command::Sim(command) => sim::execute(command),
         Command::Trace(command) => trace::execute(command),
         Command::Vpri(command) => vpri::execute(command),

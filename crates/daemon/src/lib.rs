@@ -8,8 +8,8 @@
 //! [`host`], which puts VMs and tiers together, [`dpu`], which holds the devices, and
 //! [`protection`], which keeps what devices touch from being evicted.
 //!
-//! *Invariant:* nothing but `host`, `dpu`, `protection`, `bench`, `estimate`, `sim`,
-//! `trace` and `vpri` knows another crate of the workspace.
+//! *Invariant:* nothing but `host`, `dpu`, `protection`, `bench`, `estimate`, `replay`,
+//! `sim`, `trace` and `vpri` knows another crate of the workspace.
 
 pub mod api;
 pub mod bench;
@@ -28,6 +28,7 @@ pub mod name;
 pub mod outcome;
 pub mod progress;
 pub mod protection;
+pub mod replay;
 pub mod run;
 pub mod settings;
 pub mod sim;

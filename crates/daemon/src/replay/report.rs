@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What `pagetide replay` prints.
+
+use pagetide_policy::protect::PolicyChoice;
+use pagetide_sim::replay::{
+    DeviceSummary, OriginKind, Service, ServiceSummary, Summary, TracedVm, VmAccount, VmOrigin,
+};
+use serde::Serialize;
+
+use crate::size::readable;
+use crate::text::{Text, table};
+
+/// Devices that are printed one by one; JSON has all of them.
+const DEVICES_SHOWN: usize = 16;
+
+/// How the VMs were limited.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+#[serde(untagged)]
+pub enum Host {
+    /// By a host that has promised more than it has.
+    Overcommit {
+        /// How much more, as a share of what there is.
+        overcommit_share: f64,
+    },
+    /// Each by itself.
+    Limit {
+        /// To so much.
+        limit_bytes: u64,
+    },
+}
+
+/// One policy on all VMs.
+pub struct PolicyRun {
+    /// The policy.
+    pub policy: PolicyChoice,
+    /// What happened in each VM.
+    pub accounts: Vec<VmAccount>,
+}
+
+/// The whole answer.
+#[derive(Debug, Serialize)]
+pub struct ReplayReport {
+    /// What the VMs were made from.
+    vms: Vec<VmOrigin>,
+    /// How they were limited.
+    #[serde(flatten)]
+    host: Host,
+    /// Bytes of a section.
+    section_bytes: u64,
+    /// By what times were stretched.
+    time_scale: f64,
+    /// What each policy brought, the one without protection first.
+    policies: Vec<PolicyReport>,
+    /// What the paper tells of its own traces.
+    paper: PaperFigures,
+}
+
+/// What one policy brought.
+#[derive(Debug, Serialize)]
+struct PolicyReport {
+    policy: PolicyChoice,
+    #[serde(flatten)]
+    figures: Summary,
+    by_device: Vec<DeviceSummary>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    capacity: Vec<DeviceCapacity>,
+}
+
+/// What a policy held for one device over time.
+#[derive(Debug, Serialize)]
+struct DeviceCapacity {
+    vm: usize,
+    device: u32,
+    at_seconds: Vec<f64>,
+    watched_sections: Vec<u64>,
+    protected_sections: Vec<u64>,
+}
+
+/// Figures of VPRI 7.3, where VMs were overcommitted by 10 to 30 %.
+#[derive(Debug, Serialize)]
+struct PaperFigures {
+    adp_nic_reduction: [f64; 2],
+    adp_block_reduction: [f64; 2],
+    adp_vm_pinned_share: f64,
+    lru_block_reduction: [f64; 2],
+    lru_vm_pinned_share: f64,
+}
+
+const PAPER: PaperFigures = PaperFigures {
+    adp_nic_reduction: [0.95, 0.97],
+    adp_block_reduction: [0.36, 0.49],
+    adp_vm_pinned_share: 0.043,
+    lru_block_reduction: [0.12, 0.15],
+    lru_vm_pinned_share: 0.12,
+};
+
+impl ReplayReport {
+    /// The report of `runs`, the one without protection first.
+    pub fn of(vms: Vec<TracedVm>, host: Host, time_scale: f64, runs: Vec<PolicyRun>) -> Self {
+        let base: Vec<VmAccount> = runs
+            .first()
+            .map_or_else(Vec::new, |run| run.accounts.clone());
+        let section_bytes = base.first().map_or(0, |vm| vm.section_bytes);
+        let report = |run: PolicyRun| PolicyReport {
+            figures: Summary::of(&run.accounts, Some(&base)),
+            by_device: Summary::of_devices(&run.accounts, Some(&base)),
+            capacity: capacity(&run.accounts),
+            policy: run.policy,
+        };
+        Self {
+            vms: vms.into_iter().map(|vm| vm.origin).collect(),
+            host,
+            section_bytes,
+            time_scale,
+            policies: runs.into_iter().map(report).collect(),
+            paper: PAPER,
+        }
+    }
+}
+
+fn capacity(accounts: &[VmAccount]) -> Vec<DeviceCapacity> {
+    let devices = accounts
+        .iter()
+        .enumerate()
+        .flat_map(|(vm, account)| account.devices.iter().map(move |device| (vm, device)));
+    devices
+        .filter(|(_, device)| !device.capacity.is_empty())
+        .map(|(vm, device)| DeviceCapacity {
+            vm,
+            device: device.device.0,
+            at_seconds: device.capacity.iter().map(|c| c.at.as_secs_f64()).collect(),
+            watched_sections: device.capacity.iter().map(|c| c.watched_sections).collect(),
+            protected_sections: device
+                .capacity
+                .iter()
+                .map(|c| c.protected_sections)
+                .collect(),
+        })
+        .collect()
+}
+
+impl Text for ReplayReport {
+    fn text(&self) -> String {
+        let mut text = String::new();
+        for vm in &self.vms {
+            text += &origin(vm);
+        }
+        text += &match self.host {
+            Host::Overcommit { overcommit_share } => format!(
+                "host: overcommitted by {:.0} %, limits set by need every minute, at most half of a VM taken\n",
+                overcommit_share * 100.0
+            ),
+            Host::Limit { limit_bytes } => {
+                format!("limit of each VM: {}\n", readable(limit_bytes))
+            }
+        };
+        text += &format!("sections: {}\n", readable(self.section_bytes));
+        if (self.time_scale - 1.0).abs() > f64::EPSILON {
+            text += &format!(
+                "times of the traces are stretched by {}; those of the policies are not\n",
+                self.time_scale
+            );
+        }
+        text.push('\n');
+        text += &table(&self.rows());
+        text.push('\n');
+        text += &self.machine_rows();
+        text.push('\n');
+        text += &self.device_rows();
+        text += &format!(
+            "\nThe paper, on its own VMs: ADP takes {} of the faults of NICs and {} of those of disks away, \
+             with {} of memory pinned; LRU {} of those of disks, with {}.\n",
+            span(PAPER.adp_nic_reduction),
+            span(PAPER.adp_block_reduction),
+            percent(PAPER.adp_vm_pinned_share),
+            span(PAPER.lru_block_reduction),
+            percent(PAPER.lru_vm_pinned_share),
+        );
+        text
+    }
+}
+
+impl ReplayReport {
+    fn rows(&self) -> Vec<[String; 9]> {
+        let mut rows = vec![
+            [
+                "POLICY",
+                "DEVICES",
+                "DMA",
+                "FAULTS",
+                "REDUCED",
+                "PINNED/DEVICE",
+                "MOST",
+                "PINNED/VM",
+                "RPR",
+            ]
+            .map(String::from),
+        ];
+        for policy in &self.policies {
+            for service in &policy.figures.services {
+                rows.push([
+                    policy.policy.to_string(),
+                    format!("{} {}", service.devices, kind(service.service)),
+                    service.touches.to_string(),
+                    service.faults.to_string(),
+                    optional(service.reduction.map(percent)),
+                    percent(service.pinned_share),
+                    percent(service.pinned_max_share),
+                    percent(policy.figures.vm_pinned_share),
+                    optional(service.rpr.map(|rpr| format!("{rpr:.2}"))),
+                ]);
+            }
+        }
+        rows
+    }
+
+    fn machine_rows(&self) -> String {
+        let mut rows = vec![
+            [
+                "POLICY",
+                "EVICTED",
+                "PROTECTED EVICTED",
+                "BROUGHT BACK",
+                "WASTED",
+                "CPU FAULTS",
+                "OVER LIMIT",
+            ]
+            .map(String::from),
+        ];
+        rows.extend(self.policies.iter().map(|policy| {
+            let figures = &policy.figures;
+            [
+                policy.policy.to_string(),
+                figures.evicted_sections.to_string(),
+                figures.evicted_protected.to_string(),
+                figures.bring_backs.to_string(),
+                figures.wasted_bring_backs.to_string(),
+                figures.cpu_faults.to_string(),
+                figures.over_limit_fills.to_string(),
+            ]
+        }));
+        table(&rows)
+    }
+
+    /// Each device, if they are few, beside the paper's estimate that needs no evictor.
+    fn device_rows(&self) -> String {
+        let Some(base) = self.policies.first() else {
+            return String::new();
+        };
+        if base.by_device.len() > DEVICES_SHOWN {
+            return format!("{} devices: --json tells of each\n", base.by_device.len());
+        }
+        let mut rows = vec![
+            [
+                "VM",
+                "DEVICE",
+                "POLICY",
+                "FOOTPRINT",
+                "OVER 300 S",
+                "FAULTS",
+                "REDUCED",
+                "PINNED",
+            ]
+            .map(String::from),
+        ];
+        for policy in &self.policies {
+            for device in &policy.by_device {
+                let ServiceSummary { service, .. } = device.figures;
+                rows.push([
+                    device.vm.to_string(),
+                    format!("{} {}", kind(service), device.device.0),
+                    policy.policy.to_string(),
+                    percent(device.figures.footprint_share),
+                    device.figures.long_reuses.to_string(),
+                    device.figures.faults.to_string(),
+                    optional(device.figures.reduction.map(percent)),
+                    percent(device.figures.pinned_share),
+                ]);
+            }
+        }
+        table(&rows)
+    }
+}
+
+/// What a VM was made from, and what was assumed.
+fn origin(vm: &VmOrigin) -> String {
+    let through = match &vm.kind {
+        OriginKind::AccessLog { lost_records } => {
+            format!("DMA as logged, {lost_records} records lost")
+        }
+        OriginKind::PageCache {
+            about,
+            cache_bytes,
+            footprint_bytes,
+        } => format!(
+            "{} through a modelled page cache of {}, blocks of {} in all",
+            about.format,
+            readable(*cache_bytes),
+            readable(*footprint_bytes)
+        ),
+        OriginKind::Direct { about, pool_bytes } => format!(
+            "{} past the page cache, through buffers of {} used in turn",
+            about.format,
+            readable(*pool_bytes)
+        ),
+    };
+    format!(
+        "{}: {} records, {:.0} s; {through}; VM of {}, of which CPUs keep {} in use beside devices\n",
+        vm.name,
+        vm.records,
+        vm.span_seconds,
+        readable(vm.memory_bytes),
+        readable(vm.cpu_bytes)
+    )
+}
+
+fn kind(service: Service) -> &'static str {
+    match service {
+        Service::Block => "disk",
+        Service::Network => "NIC",
+    }
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", share * 100.0)
+}
+
+fn span([from, to]: [f64; 2]) -> String {
+    format!("{:.0} to {:.0} %", from * 100.0, to * 100.0)
+}
+
+fn optional(figure: Option<String>) -> String {
+    figure.unwrap_or_else(|| "-".to_owned())
+}
