@@ -57,7 +57,7 @@ impl Field<'_> {
     pub fn set(self, text: &str) -> Result<(), &'static str> {
         match self {
             Self::Share(share) => *share = text.parse()?,
-            Self::Time(time) => *time = parse_time(text).ok_or(TIME_WANTED)?,
+            Self::Time(time) => *time = parse_time(text)?,
             Self::Count(count) => *count = text.parse().map_err(|_| "a whole number")?,
         }
         Ok(())
@@ -140,12 +140,22 @@ const TIME_MAX_MS: u64 = 365 * 24 * 3_600_000;
 /// Units of time in milliseconds, longest first. Minutes are `min`, as in systemd.
 const UNITS: [(&str, u64); 4] = [("h", 3_600_000), ("min", 60_000), ("s", 1_000), ("ms", 1)];
 
-fn parse_time(text: &str) -> Option<Duration> {
-    let end = text.find(|letter: char| !letter.is_ascii_digit())?;
-    let (number, unit) = text.split_at_checked(end)?;
-    let (_, unit_ms) = UNITS.iter().find(|(name, _)| *name == unit)?;
-    let ms = number.parse::<u64>().ok()?.checked_mul(*unit_ms)?;
-    (ms <= TIME_MAX_MS).then_some(Duration::from_millis(ms))
+fn parse_time(text: &str) -> Result<Duration, &'static str> {
+    let is_digit = |letter: char| letter.is_ascii_digit();
+    let number = text.trim_end_matches(|letter| !is_digit(letter));
+    let unit = &text[number.len()..];
+    let (_, unit_ms) = UNITS
+        .iter()
+        .find(|(name, _)| *name == unit)
+        .ok_or(TIME_WANTED)?;
+    if !number.chars().all(is_digit) {
+        return Err(TIME_WANTED);
+    }
+    let number: u64 = number.parse().map_err(|_| TIME_WANTED)?;
+    match number.checked_mul(*unit_ms) {
+        Some(ms) if ms <= TIME_MAX_MS => Ok(Duration::from_millis(ms)),
+        _ => Err(TIME_WANTED),
+    }
 }
 
 /// In seconds, for they are easiest to compare; in milliseconds if there is a part of one.
@@ -203,8 +213,8 @@ mod tests {
     fn times_read_what_they_print_and_refuse_what_is_no_time() {
         for (text, ms) in [("180s", 180_000), ("1500ms", 1_500), ("3min", 180_000)] {
             let time = Duration::from_millis(ms);
-            assert_eq!(parse_time(text), Some(time), "{text}");
-            assert_eq!(parse_time(&time_text(time)), Some(time), "{text}");
+            assert_eq!(parse_time(text), Ok(time), "{text}");
+            assert_eq!(parse_time(&time_text(time)), Ok(time), "{text}");
         }
         for text in [
             "",
@@ -216,7 +226,7 @@ mod tests {
             "9000h",
             "99999999999999999999s",
         ] {
-            assert_eq!(parse_time(text), None, "{text}");
+            assert_eq!(parse_time(text), Err(TIME_WANTED), "{text}");
         }
     }
 }
