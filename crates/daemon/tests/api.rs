@@ -149,6 +149,24 @@ fn vm_steps() -> Vec<Step> {
             json!({"limit_bytes": 1}),
         ),
         (
+            "put",
+            "/v1/vms/{name}/protector",
+            "/v1/vms/a/protector",
+            json!({"policy": "adp:promote-after=2min"}),
+        ),
+        (
+            "put",
+            "/v1/vms/{name}/protector",
+            "/v1/vms/a/protector",
+            json!({"policy": "arc"}),
+        ),
+        (
+            "put",
+            "/v1/vms/{name}/protector",
+            "/v1/vms/b/protector",
+            json!({"policy": "none"}),
+        ),
+        (
             "post",
             "/v1/vms/{name}/reclaim",
             "/v1/vms/a/reclaim",
@@ -178,6 +196,18 @@ fn device_steps() -> Vec<Step> {
             json!({"socket": "x", "image": "/i"}),
         ),
         ("get", "/v1/devices", "/v1/devices", json!(null)),
+        ("get", "/v1/log", "/v1/log", json!(null)),
+        ("delete", "/v1/log", "/v1/log", json!(null)),
+        ("post", "/v1/log", "/v1/log", json!({"dir": "here"})),
+        (
+            "post",
+            "/v1/log",
+            "/v1/log",
+            json!({"dir": "/tmp", "seconds": 5}),
+        ),
+        ("post", "/v1/log", "/v1/log", json!({"dir": "/tmp"})),
+        ("get", "/v1/log", "/v1/log", json!(null)),
+        ("delete", "/v1/log", "/v1/log", json!(null)),
         ("get", "/v1/slo", "/v1/slo", json!(null)),
         (
             "get",
