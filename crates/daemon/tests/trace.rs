@@ -434,6 +434,13 @@ fn block_trace_is_analyzed_as_what_it_is_and_refused_when_broken() {
     assert!(text.contains("Addresses are disk addresses"), "{text}");
     let cached = ["trace", "analyze", "t", "--page-cache=64M", "--json"];
     let cached = report(dir.path(), &cached);
+    let drawn = [
+        "trace", "analyze", "t", "t", "--memory", "1G", "--plots", "p", "--json",
+    ];
+    let drawn = report(dir.path(), &drawn);
+    assert_eq!(drawn["plots"].as_array().unwrap().len(), 7);
+    let svg = std::fs::read_to_string(dir.path().join("p/footprints.svg")).unwrap();
+    assert_eq!(svg.matches("<circle").count(), 4);
     assert_eq!(cached["traces"][0]["addresses"], "page-cache");
     let timed = [
         "trace",

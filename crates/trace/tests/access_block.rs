@@ -178,6 +178,30 @@ fn oracle_general_tells_no_direction_and_counts_blocks_as_told() {
 }
 
 #[test]
+fn oracle_general_that_announces_more_than_it_has_is_cut_off() {
+    let announcing = |next: i64| {
+        let mut bytes = oracle(&ROWS);
+        bytes[24 + 16..48].copy_from_slice(&next.to_le_bytes());
+        bytes
+    };
+    for sound in [3, 4] {
+        assert_eq!(read(&announcing(sound)).1.len(), 4);
+    }
+    let (good, told) = broken("a.oracleGeneral", &announcing(5));
+    assert_eq!(good, 4);
+    assert!(
+        told.contains("record 4: ") && told.contains("request 5"),
+        "{told}"
+    );
+    let (good, told) = broken("a.oracleGeneral", &announcing(-2));
+    assert_eq!(good, 1);
+    assert!(
+        told.contains("record 1: ") && told.contains("below zero"),
+        "{told}"
+    );
+}
+
+#[test]
 fn hp_srt_has_sectors_of_its_header_and_leaves_suspect_records_out() {
     let mut rows = ROWS;
     rows[1].1 = 3;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The analysis as pictures, in the manner of VPRI Fig 10 and 11: footprint over
-//! time, sections and simulated faults by access count, reuse intervals.
+//! The analysis as pictures, in the manner of VPRI Fig 9 to 11: footprints of all
+//! devices, footprint over time, sections and simulated faults by access count,
+//! reuse intervals.
 //!
 //! What a picture is made of, and how it becomes one: `analyze_svg`.
 
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use pagetide_trace::{AccessAnalysis, PartialFile, Service, TraceError};
 
-use super::analyze_report::{AnalyzeReport, TraceAnalysis, of_memory, range};
+use super::analyze_report::{Addresses, AnalyzeReport, TraceAnalysis, of_memory, range};
 use super::analyze_svg::{Axis, Chart, SERIES_MAX, Scale, Series, Shape};
 
 /// Draws the pictures of a report into `dir`, which is made if need be; the files.
@@ -43,6 +44,11 @@ pub fn plot(report: &AnalyzeReport, dir: &Path) -> Result<Vec<PathBuf>, TraceErr
             files.push(path);
         }
     }
+    if report.traces.len() > 1 {
+        let path = dir.join("footprints.svg");
+        write(&path, &footprints(report).svg())?;
+        files.push(path);
+    }
     Ok(files)
 }
 
@@ -72,6 +78,44 @@ fn stem(name: &str) -> String {
         .collect()
 }
 
+/// The footprint of each device, a VM beside the other (Fig 9b). Those of VMs
+/// whose memory is not known are left out.
+fn footprints(report: &AnalyzeReport) -> Chart {
+    let of = |service: Service| {
+        let vms = report.traces.iter().zip(0u32..);
+        vms.flat_map(|(trace, at)| {
+            let devices = trace.analysis.devices.iter();
+            devices
+                .filter(|device| device.service == service)
+                .filter_map(|device| device.footprint_share)
+                .map(move |share| (f64::from(at) + 0.5, share))
+        })
+        .collect()
+    };
+    let series: Vec<_> = Service::ALL
+        .map(|service| Series {
+            name: service.to_string(),
+            shape: Shape::Dots(of(service)),
+        })
+        .into();
+    Chart {
+        title: "Memory touched by each device".to_owned(),
+        x: Axis::Things {
+            name: "VM".to_owned(),
+            things: report
+                .traces
+                .iter()
+                .map(|trace| last_of(&trace.name).to_owned())
+                .collect(),
+        },
+        y_name: "share of the VM's memory".to_owned(),
+        y_max: highest(&series),
+        y_scale: Scale::Shares,
+        series,
+        mark: None,
+    }
+}
+
 fn footprint(trace: &TraceAnalysis) -> Chart {
     let analysis = &trace.analysis;
     let of_vm = analysis.memory_bytes.is_some();
@@ -97,7 +141,11 @@ fn footprint(trace: &TraceAnalysis) -> Chart {
     series.sort_by(|a, b| b.shape.top().total_cmp(&a.shape.top()));
     let more = series.len().saturating_sub(SERIES_MAX);
     series.truncate(SERIES_MAX);
-    let mut title = format!("{}: touched by DMA", last_of(&trace.name));
+    let touched = match trace.addresses {
+        Addresses::Disk => "parts of the disk that were asked for",
+        Addresses::Memory | Addresses::PageCache => "memory touched by DMA",
+    };
+    let mut title = format!("{}: {touched}", last_of(&trace.name));
     if more > 0 {
         title += &format!(", the {SERIES_MAX} largest of {}", more + SERIES_MAX);
     }

@@ -48,6 +48,8 @@ pub enum Shape {
     Line(Vec<(f64, f64)>),
     /// A bar for each thing.
     Bars(Vec<f64>),
+    /// A dot at each place, in numbers of the axes.
+    Dots(Vec<(f64, f64)>),
 }
 
 /// What has one colour.
@@ -92,7 +94,9 @@ impl Shape {
     #[must_use]
     pub fn top(&self) -> f64 {
         match self {
-            Self::Line(points) => points.iter().map(|(_, y)| *y).fold(0.0, f64::max),
+            Self::Line(points) | Self::Dots(points) => {
+                points.iter().map(|(_, y)| *y).fold(0.0, f64::max)
+            }
             Self::Bars(heights) => heights.iter().copied().fold(0.0, f64::max),
         }
     }
@@ -219,6 +223,19 @@ impl Chart {
             return;
         };
         match &series.shape {
+            Shape::Dots(points) => {
+                for (x, y) in points {
+                    put(
+                        out,
+                        format_args!(
+                            "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"4\" fill=\"{colour}\" \
+                             fill-opacity=\"0.7\"/>",
+                            self.across(*x),
+                            upright.at(*y)
+                        ),
+                    );
+                }
+            }
             Shape::Line(points) => {
                 let mut path = String::new();
                 for (x, y) in points {

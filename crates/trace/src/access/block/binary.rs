@@ -158,9 +158,14 @@ impl Decoder for Vscsi {
 }
 
 /// libCacheSim's records.
+///
+/// They announce one another, which tells a trace that is cut off even between
+/// two records. (Numbers are from 0 or from 1, by who wrote the file.)
 pub(super) struct OracleGeneral {
     records: Records<ORACLE_BYTES>,
     block_bytes: u32,
+    /// Largest number of a request that was announced.
+    announced: u64,
 }
 
 /// Index that stands for 'never again'.
@@ -178,15 +183,35 @@ impl OracleGeneral {
         Self {
             records: Records::new(input),
             block_bytes,
+            announced: 0,
         }
+    }
+
+    /// What was announced must have come.
+    fn end(&self) -> Result<Option<BlockRequest>, Wrong> {
+        let records = self.records.number();
+        if self.announced > records {
+            return Err(Wrong::Record(format!(
+                "the file ends before it, and request {} is announced: it is cut off",
+                self.announced
+            )));
+        }
+        Ok(None)
     }
 }
 
 impl Decoder for OracleGeneral {
     fn next(&mut self) -> Result<Option<BlockRequest>, Wrong> {
         let Some(record) = self.records.next()? else {
-            return Ok(None);
+            return self.end();
         };
+        let next = i64::from_le_bytes(bytes(&record, 16));
+        if next != NEVER {
+            let next = u64::try_from(next).map_err(|_| {
+                Wrong::Record(format!("its next request is number {next}, below zero"))
+            })?;
+            self.announced = self.announced.max(next);
+        }
         let time_s = u32::from_le_bytes(bytes(&record, 0));
         Ok(Some(BlockRequest {
             time_ns: Some(u64::from(time_s) * 1_000_000_000),
