@@ -226,6 +226,8 @@ impl VmReplay {
         if found != Found::Present {
             self.memory
                 .fill(self.now, access.section, &self.protected, &mut self.evicted);
+            // A scan may have been made for the fill; who waited touches the section after it.
+            self.memory.touch(access.section);
             self.tell_fates();
             self.find_due();
         }

@@ -246,7 +246,7 @@ fn survey_block(file: &Path, options: &TraceOptions) -> Result<TracedVm, ReplayE
     while let Some(request) = trace.next().transpose()? {
         if request.time_ns.is_none() {
             return Err(ReplayError::Asked(format!(
-                "{} has no times; say how many requests a second there are",
+                "{} has no times; say how long it is from one request to the next",
                 file.display()
             )));
         }
