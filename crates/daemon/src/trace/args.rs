@@ -242,10 +242,14 @@ const TIME_UNITS: [(&str, u64); 5] = [
 
 /// A whole number with its unit.
 pub(crate) fn time(text: &str) -> Result<Duration, String> {
-    TIME_UNITS
+    let found = TIME_UNITS
         .into_iter()
-        .find_map(|(suffix, unit_ns)| Some((text.strip_suffix(suffix)?, unit_ns)))
-        .and_then(|(number, unit_ns)| number.parse::<u64>().ok()?.checked_mul(unit_ns))
+        .find_map(|(suffix, unit_ns)| Some((text.strip_suffix(suffix)?, unit_ns)));
+    let time_ns = match found.map(|(number, unit_ns)| (number.parse::<u64>(), unit_ns)) {
+        Some((Ok(number), unit_ns)) => number.checked_mul(unit_ns),
+        _ => None,
+    };
+    time_ns
         .map(Duration::from_nanos)
         .ok_or_else(|| "a time is a whole number with us, ms, s, min or h, such as 300s".to_owned())
 }
