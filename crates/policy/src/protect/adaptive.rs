@@ -1,34 +1,158 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Policy `adaptive`: for now, `adp`.
+//! Policy `adaptive`: what `adp` does by fixed times, learnt for each device while it runs; and
+//! neighbours brought back before they are asked for (VPRI 8, future work).
+
+mod guess;
+mod life_table;
 
 use super::{
     Change, Fate, PolicyReport, ProtectionPolicy, Touch,
-    adp::{Adp, AdpParams},
-    parameters::{Field, Parameters},
+    parameters::{Field, Parameters, Share},
 };
+use crate::links::{Links, List, Slot};
+use guess::{Absent, Guesses, Kind};
+use life_table::{AGES_S, CLASSES, INTERVALS, LifeTable, interval_of};
 use pagetide_addr::SectionNo;
-use std::time::Duration;
+use std::{collections::VecDeque, time::Duration};
 
 /// Parameters of `adaptive`.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AdaptiveParams {
-    adp: AdpParams,
+    /// Most sections that are remembered, as a share of the VM's.
+    pub tracked_max: Share,
+    /// Most sections that are protected, as a share of the VM's.
+    pub protected_max: Share,
+    /// Sections that are protected in the long run, as a share of the VM's.
+    pub protected_mean: Share,
+    /// Least probability of a touch, before the evictor would take it again, for which a section is
+    /// brought back without being protected.
+    pub likely: Share,
+    /// Sections that may be brought back in a minute, as a share of the VM's.
+    pub bring_backs_a_minute: Share,
+    /// Until the evictor has shown its reach: a section not touched for so long is near it.
+    pub reach_at_first: Duration,
+}
+
+impl Default for AdaptiveParams {
+    fn default() -> Self {
+        Self {
+            tracked_max: Share::percent(60),
+            protected_max: Share::percent(5),
+            protected_mean: Share::millionths(35_000),
+            likely: Share::percent(10),
+            bring_backs_a_minute: Share::percent(10),
+            reach_at_first: Duration::from_secs(180),
+        }
+    }
 }
 
 impl Parameters for AdaptiveParams {
     fn fields(&mut self) -> Vec<(&'static str, Field<'_>)> {
-        self.adp.fields()
+        vec![
+            ("tracked-max", Field::Share(&mut self.tracked_max)),
+            ("protected-max", Field::Share(&mut self.protected_max)),
+            ("protected-mean", Field::Share(&mut self.protected_mean)),
+            ("likely", Field::Share(&mut self.likely)),
+            (
+                "bring-backs-a-minute",
+                Field::Share(&mut self.bring_backs_a_minute),
+            ),
+            ("reach-at-first", Field::Time(&mut self.reach_at_first)),
+        ]
     }
 
     fn check(&self) -> Result<(), String> {
-        self.adp.check()
+        if self.protected_mean > self.protected_max {
+            return Err(format!(
+                "protected-mean ({}) must be at most protected-max ({})",
+                self.protected_mean, self.protected_max
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// A touch after so long a rest begins a new visit: what comes sooner belongs to the same one.
+const VISIT_GAP_S: u64 = 60;
+/// The interval of [`VISIT_GAP_S`].
+const VISIT_INTERVAL: u8 = 3;
+/// What was learnt is worked out anew this often.
+const WEIGH_EVERY: Duration = Duration::from_secs(20);
+/// A protected section that was touched is released after this time: by then the evictor has scanned.
+const RELEASE_AFTER: Duration = Duration::from_secs(10);
+/// By how much the price of protection moves at once.
+const PRICE_STEP: f64 = 1.15;
+const PRICE_MIN: f64 = 1e-6;
+const PRICE_MAX: f64 = 1.0;
+/// Never shown an interval between visits.
+const NEVER: u8 = u8::MAX;
+
+/// Class of sections that the device never touched, among others that it did.
+const STRANGER: usize = CLASSES - 1;
+/// What is known of a section.
+#[derive(Clone, Copy, Debug)]
+struct Mark {
+    touched_ns: u64,
+    /// The section whose visit began next, the last time; itself for none.
+    next: Option<Slot>,
+    /// Interval of its age.
+    interval: u8,
+    /// Interval of the rest before its last visit.
+    rested: u8,
+    visits: u8,
+    protected: bool,
+    /// The evictor took it once: its CPUs let it go cold.
+    cold: bool,
+}
+
+impl Mark {
+    fn class(&self) -> usize {
+        if self.visits == 0 {
+            return STRANGER;
+        }
+        let rest = match self.rested {
+            NEVER => 0,
+            rested => match AGES_S[usize::from(rested)] {
+                0..180 => 1,
+                180..300 => 2,
+                300..450 => 3,
+                450..750 => 4,
+                750..1_500 => 5,
+                1_500..3_600 => 6,
+                _ => 7,
+            },
+        };
+        let visits = usize::from(self.visits.clamp(1, 3)) - 1;
+        rest * 3 + visits
     }
 }
 
 /// See the module.
 #[derive(Debug)]
 pub struct Adaptive {
-    adp: Adp,
+    params: AdaptiveParams,
+    sections: u64,
+    links: Links<Mark>,
+    /// Sections by the interval of their age, those touched longest ago first.
+    ages: [List; INTERVALS],
+    table: LifeTable,
+    absent: Absent,
+    guesses: Guesses,
+    /// Least worth that is protected.
+    price: f64,
+    protected: u64,
+    /// Protected sections that were touched: to be released.
+    releases: VecDeque<(Duration, SectionNo)>,
+    /// Age at which the evictor takes sections, its lower end, in seconds.
+    reach_s: f64,
+    /// Visits begun.
+    last_visit: Option<Slot>,
+    /// Bring-backs that may be asked for now.
+    allowance: f64,
+    passed_at: Option<Duration>,
+    weighed_at: Duration,
+    faded_at: Duration,
+    dropped: u64,
 }
 
 impl Adaptive {
@@ -36,29 +160,371 @@ impl Adaptive {
     #[must_use]
     pub fn new(params: AdaptiveParams, sections: u64) -> Self {
         Self {
-            adp: Adp::new(params.adp, sections),
+            params,
+            sections,
+            links: Links::default(),
+            ages: std::array::from_fn(|_| List::default()),
+            table: LifeTable::new(),
+            absent: Absent::default(),
+            guesses: Guesses::default(),
+            price: PRICE_MIN,
+            protected: 0,
+            releases: VecDeque::new(),
+            reach_s: params.reach_at_first.as_secs_f64(),
+            last_visit: None,
+            allowance: 0.0,
+            passed_at: None,
+            weighed_at: Duration::ZERO,
+            faded_at: Duration::ZERO,
+            dropped: 0,
         }
     }
+
+    fn visit(&mut self, slot: Slot, changes: &mut Vec<Change>) {
+        if let Some(last) = self.last_visit.replace(slot)
+            && last != slot
+        {
+            self.links.value_mut(last).next = Some(slot);
+        }
+        self.guess_next(slot, changes);
+    }
+
+    fn guess_next(&mut self, slot: Slot, changes: &mut Vec<Change>) {
+        let section = self.links.section(slot);
+        let mut next = slot;
+        for _ in 0..self.guesses.depth(Kind::Order) {
+            let Some(after) = self.links.value(next).next else {
+                break;
+            };
+            next = after;
+            self.bring_back(self.links.section(next), Kind::Order, changes);
+        }
+        for step in 1..=self.guesses.depth(Kind::Neighbour) {
+            for other in [section.0.checked_add(step), section.0.checked_sub(step)] {
+                let Some(other) = other.map(SectionNo).filter(|other| other.0 < self.sections)
+                else {
+                    continue;
+                };
+                if self.links.find(other).is_none() {
+                    // Whether it is absent is not known if it went before the device was there.
+                    self.absent.insert(other);
+                }
+                self.bring_back(other, Kind::Neighbour, changes);
+            }
+        }
+    }
+
+    fn bring_back(&mut self, section: SectionNo, kind: Kind, changes: &mut Vec<Change>) -> bool {
+        if self.allowance < 1.0 || !self.absent.contains(section) {
+            return false;
+        }
+        self.allowance -= 1.0;
+        self.absent.remove(section);
+        self.guesses.made(section, kind);
+        changes.push(Change::BringBack(section));
+        true
+    }
+
+    /// Protects the section at `slot` if that is worth it, or ends its protection.
+    fn decide(&mut self, slot: Slot, changes: &mut Vec<Change>) {
+        let mark = *self.links.value(slot);
+        let section = self.links.section(slot);
+        let worth = self.table.worth(mark.class(), usize::from(mark.interval));
+        let end_s = AGES_S.get(usize::from(mark.interval) + 1).copied();
+        let near = end_s.is_none_or(|end| seconds(end) > self.reach_s);
+        let wanted = mark.interval >= VISIT_INTERVAL && near && mark.cold && worth >= self.price;
+        if wanted
+            && !mark.protected
+            && self.protected >= self.params.protected_max.of(self.sections)
+        {
+            self.fetch(slot, changes);
+            return;
+        }
+        if !wanted {
+            self.fetch(slot, changes);
+        }
+        if wanted == mark.protected {
+            return;
+        }
+        if wanted {
+            if self.absent.contains(section) && !self.bring_back(section, Kind::Age, changes) {
+                return;
+            }
+            self.protected += 1;
+            changes.push(Change::Protect(section));
+        } else {
+            self.protected -= 1;
+            changes.push(Change::Release(section));
+        }
+        self.links.value_mut(slot).protected = wanted;
+    }
+
+    /// Brings the section at `slot` back if it is absent and will probably be touched before the
+    /// evictor takes it once more.
+    fn fetch(&mut self, slot: Slot, changes: &mut Vec<Change>) {
+        let mark = self.links.value(slot);
+        let soon = self.table.soon(mark.class(), usize::from(mark.interval));
+        if soon >= share_of(self.params.likely) {
+            self.bring_back(self.links.section(slot), Kind::Age, changes);
+        }
+    }
+
+    /// A section that the device never touched went, among others that it did touch.
+    fn meet_stranger(&mut self, section: SectionNo, now: Duration, changes: &mut Vec<Change>) {
+        let known = [1, 2, 3]
+            .into_iter()
+            .flat_map(|step| [section.0.checked_sub(step), section.0.checked_add(step)])
+            .flatten()
+            .filter(|other| {
+                self.links
+                    .find(SectionNo(*other))
+                    .is_some_and(|slot| self.links.value(slot).visits > 0)
+            })
+            .count();
+        if known < 3 {
+            return;
+        }
+        let mark = Mark {
+            touched_ns: u64::try_from(now.as_nanos()).unwrap_or(u64::MAX),
+            next: None,
+            interval: 0,
+            rested: NEVER,
+            visits: 0,
+            protected: false,
+            cold: true,
+        };
+        let slot = self.links.insert_last(&mut self.ages[0], section, mark);
+        self.fetch(slot, changes);
+        self.keep_within(changes);
+    }
+
+    /// Moves sections into the intervals that they have reached.
+    fn grow_older(&mut self, now: Duration, changes: &mut Vec<Change>) {
+        for interval in (0..INTERVALS - 1).rev() {
+            let reached = Duration::from_secs(AGES_S[interval + 1]);
+            while let Some(slot) = self.ages[interval].first() {
+                let mark = *self.links.value(slot);
+                let age = now.saturating_sub(Duration::from_nanos(mark.touched_ns));
+                if age < reached {
+                    break;
+                }
+                self.links.take_out(&mut self.ages[interval], slot);
+                self.links.put_last(&mut self.ages[interval + 1], slot);
+                let next = interval_number(interval + 1);
+                self.links.value_mut(slot).interval = next;
+                if next >= VISIT_INTERVAL {
+                    self.table.reached(mark.class(), interval + 1);
+                }
+                self.decide(slot, changes);
+            }
+        }
+    }
+
+    fn release_due(&mut self, now: Duration, changes: &mut Vec<Change>) {
+        while self.releases.front().is_some_and(|(due, _)| *due <= now) {
+            let Some((_, section)) = self.releases.pop_front() else {
+                return;
+            };
+            let Some(slot) = self.links.find(section) else {
+                continue;
+            };
+            let mark = self.links.value_mut(slot);
+            if mark.protected && mark.interval < VISIT_INTERVAL {
+                mark.protected = false;
+                self.protected -= 1;
+                changes.push(Change::Release(section));
+            }
+        }
+    }
+
+    fn forget(&mut self, slot: Slot, changes: &mut Vec<Change>) {
+        let mark = *self.links.value(slot);
+        let list = &mut self.ages[usize::from(mark.interval)];
+        let section = self.links.remove(list, slot);
+        if self.last_visit == Some(slot) {
+            self.last_visit = None;
+        }
+        if mark.protected {
+            self.protected -= 1;
+            changes.push(Change::Release(section));
+        }
+    }
+
+    fn forget_oldest(&mut self, changes: &mut Vec<Change>) {
+        if let Some(slot) = self.ages.iter().rev().find_map(List::first) {
+            self.forget(slot, changes);
+        }
+    }
+
+    fn keep_within(&mut self, changes: &mut Vec<Change>) {
+        while self.links.len() > self.params.tracked_max.of(self.sections).max(1) {
+            self.forget_oldest(changes);
+        }
+    }
+
+    fn learn_reach(&mut self, age_s: f64) {
+        // The tenth part of the evictions is at younger ages than this.
+        let step = self.reach_s * 0.02;
+        self.reach_s += if age_s < self.reach_s {
+            -step * 0.9
+        } else {
+            step * 0.1
+        };
+        self.reach_s = self.reach_s.clamp(30.0, 36_000.0);
+    }
+}
+
+fn interval_number(interval: usize) -> u8 {
+    u8::try_from(interval).unwrap_or(u8::MAX)
+}
+
+/// A share as a number.
+fn share_of(share: Share) -> f64 {
+    seconds(share.of(1_000_000)) / 1e6
+}
+
+fn seconds(whole: u64) -> f64 {
+    f64::from(u32::try_from(whole).unwrap_or(u32::MAX))
 }
 
 impl ProtectionPolicy for Adaptive {
     fn touched(&mut self, touch: Touch, changes: &mut Vec<Change>) {
-        self.adp.touched(touch, changes);
+        let touched_ns = u64::try_from(touch.at.as_nanos()).unwrap_or(u64::MAX);
+        self.absent.remove(touch.section);
+        self.guesses.touched(touch.section);
+        if let Some(slot) = self.links.find(touch.section) {
+            let mark = *self.links.value(slot);
+            let age_s = touched_ns.saturating_sub(mark.touched_ns) / 1_000_000_000;
+            let visits = age_s >= VISIT_GAP_S || mark.visits == 0;
+            if mark.interval >= VISIT_INTERVAL {
+                self.table.ended(mark.class(), usize::from(mark.interval));
+            }
+            self.links
+                .take_out(&mut self.ages[usize::from(mark.interval)], slot);
+            self.links.put_last(&mut self.ages[0], slot);
+            let kept = self.links.value_mut(slot);
+            kept.touched_ns = touched_ns.max(mark.touched_ns);
+            kept.interval = 0;
+            if visits {
+                kept.rested = if mark.visits == 0 {
+                    NEVER
+                } else {
+                    interval_number(interval_of(age_s))
+                };
+                kept.visits = mark.visits.saturating_add(1);
+            }
+            if mark.protected && mark.interval >= VISIT_INTERVAL {
+                self.releases
+                    .push_back((touch.at + RELEASE_AFTER, touch.section));
+            }
+            if visits {
+                self.visit(slot, changes);
+            }
+        } else {
+            let mark = Mark {
+                touched_ns,
+                next: None,
+                interval: 0,
+                rested: NEVER,
+                visits: 1,
+                protected: false,
+                cold: false,
+            };
+            let slot = self
+                .links
+                .insert_last(&mut self.ages[0], touch.section, mark);
+            self.visit(slot, changes);
+            self.keep_within(changes);
+        }
     }
 
     fn passed(&mut self, now: Duration, changes: &mut Vec<Change>) {
-        self.adp.passed(now, changes);
+        let since = self
+            .passed_at
+            .map_or(Duration::ZERO, |at| now.saturating_sub(at));
+        self.passed_at = Some(now);
+        let minute = f64::from(
+            u32::try_from(self.params.bring_backs_a_minute.of(self.sections)).unwrap_or(u32::MAX),
+        );
+        self.allowance =
+            (self.allowance + minute * since.as_secs_f64() / 60.0).min(minute.max(1.0) / 4.0 + 1.0);
+        self.release_due(now, changes);
+        self.grow_older(now, changes);
+        if now.saturating_sub(self.weighed_at) >= WEIGH_EVERY {
+            self.weighed_at = now;
+            self.table.weigh(self.reach_s);
+            self.guesses.weigh();
+            let mean = self.params.protected_mean.of(self.sections);
+            self.price = if self.protected > mean {
+                (self.price * PRICE_STEP).min(PRICE_MAX)
+            } else {
+                (self.price / PRICE_STEP).max(PRICE_MIN)
+            };
+        }
+        if now.saturating_sub(self.faded_at) >= Duration::from_secs(60) {
+            self.faded_at = now;
+            self.table.fade();
+        }
     }
 
     fn fate(&mut self, section: SectionNo, fate: Fate, now: Duration, changes: &mut Vec<Change>) {
-        self.adp.fate(section, fate, now, changes);
+        let slot = self.links.find(section);
+        match fate {
+            Fate::Evicted => {
+                self.guesses.evicted(section);
+                self.absent.insert(section);
+                if let Some(slot) = slot {
+                    let mark = self.links.value_mut(slot);
+                    mark.cold = true;
+                    let age = now.saturating_sub(Duration::from_nanos(mark.touched_ns));
+                    self.learn_reach(age.as_secs_f64());
+                    self.decide(slot, changes);
+                } else {
+                    self.meet_stranger(section, now, changes);
+                }
+            }
+            Fate::Faulted => {
+                self.absent.remove(section);
+            }
+            Fate::Gone => {
+                self.absent.remove(section);
+                if let Some(slot) = slot {
+                    self.forget(slot, changes);
+                }
+            }
+        }
     }
 
     fn resized(&mut self, sections: u64, changes: &mut Vec<Change>) {
-        self.adp.resized(sections, changes);
+        self.sections = sections;
+        self.keep_within(changes);
+        while self.protected > self.params.protected_max.of(sections)
+            && let Some(slot) = self.oldest_protected()
+        {
+            self.forget(slot, changes);
+            self.dropped += 1;
+        }
     }
 
     fn report(&self) -> PolicyReport {
-        self.adp.report()
+        PolicyReport {
+            tracked_sections: self.links.len(),
+            protected_sections: self.protected,
+            dropped_sections: self.dropped,
+            bytes: size_of::<Self>() as u64
+                + self.links.bytes()
+                + self.absent.bytes()
+                + self.guesses.bytes(),
+        }
+    }
+}
+
+impl Adaptive {
+    /// For a VM that has shrunk, which is rare.
+    fn oldest_protected(&self) -> Option<Slot> {
+        self.ages.iter().rev().find_map(|list| {
+            std::iter::successors(list.first(), |slot| self.links.after(*slot))
+                .find(|slot| self.links.value(*slot).protected)
+        })
     }
 }

@@ -20,17 +20,17 @@ pub(super) struct Activity {
 }
 
 impl Activity {
-    /// Busy for the share `intensity` of the time, from a moment within some turn.
-    pub(super) fn new(mut chance: Chance, intensity: f64) -> Self {
-        let busy = chance.unit() < intensity;
+    /// Busy for the share `intensity` of the time, and at first.
+    pub(super) fn new(chance: Chance, intensity: f64) -> Self {
         let mut activity = Self {
             chance,
             intensity,
-            busy,
+            busy: true,
             until_s: 0,
         };
-        let whole_turn = activity.length_s();
-        activity.until_s = activity.chance.between(1, whole_turn.max(2));
+        // It may have begun some time ago.
+        let length_s = activity.length_s();
+        activity.until_s = activity.chance.between(length_s / 4, length_s).max(1);
         activity
     }
 
@@ -59,7 +59,9 @@ impl Activity {
 /// Share of the seconds below `end_s` that are busy: for tests and reports.
 #[cfg(test)]
 pub(super) fn busy_share(mut activity: Activity, end_s: u64) -> f64 {
-    let busy = (0..end_s).filter(|second| activity.is_busy(*second)).count();
+    let busy = (0..end_s)
+        .filter(|second| activity.is_busy(*second))
+        .count();
     super::chance::number(busy as u64) / super::chance::number(end_s)
 }
 

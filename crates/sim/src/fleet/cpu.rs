@@ -7,10 +7,14 @@ use super::{
 };
 use pagetide_addr::{Access, SECTION_BYTES};
 
-/// Share of the working set that is touched when the guest is quiet: its kernel and its services.
+/// Share of the core that is touched when the guest is quiet: its kernel and its services.
 const QUIET_SHARE: f64 = 0.15;
 /// Share of the working set that is exchanged for other memory in an hour.
-const DRIFT_PER_HOUR: f64 = 0.5;
+const DRIFT_PER_HOUR: f64 = 0.1;
+/// Share of the working set that is in use all the time; the rest is swept over.
+const CORE: f64 = 0.45;
+/// A sweep takes between these, in seconds.
+const SWEEP_S: (u64, u64) = (270, 390);
 
 /// See the module.
 #[derive(Debug)]
@@ -19,31 +23,57 @@ pub(super) struct Cpu {
     /// Memory of processes; the working set comes first.
     memory: Vec<u64>,
     working: u64,
+    /// How long a sweep takes.
+    sweep_s: u64,
+    /// Sections swept since the beginning.
+    swept: f64,
 }
 
 impl Cpu {
     /// Processes have `memory`, of which `working` sections are in use.
-    pub(super) fn new(chance: Chance, memory: Vec<u64>, working: u64) -> Self {
+    pub(super) fn new(mut chance: Chance, memory: Vec<u64>, working: u64) -> Self {
         let working = working.min(memory.len() as u64);
+        let sweep_s = chance.between(SWEEP_S.0, SWEEP_S.1);
         Self {
             chance,
             memory,
             working,
+            sweep_s,
+            swept: 0.0,
         }
     }
 
-    /// The touches of one second: each section of the working set has its turn in [`CPU_TOLD_S`].
+    /// The touches of one second: each section of the core has its turn in [`CPU_TOLD_S`].
     pub(super) fn second(&mut self, busy: bool, sink: &mut Sink) {
         self.drift();
+        let core = whole(number(self.working) * CORE);
         let used = if busy {
-            self.working
+            self.sweep(core, sink);
+            core
         } else {
-            whole(number(self.working) * QUIET_SHARE)
+            whole(number(core) * QUIET_SHARE)
         };
         let phase = sink.second % CPU_TOLD_S;
         for step in 0..used.saturating_sub(phase).div_ceil(CPU_TOLD_S) {
-            let at = usize::try_from(phase + step * CPU_TOLD_S).unwrap_or(0);
-            sink.touch(Who::Cpu, self.memory[at], Access::Write, SECTION_BYTES / 8);
+            self.touch(phase + step * CPU_TOLD_S, sink);
+        }
+    }
+
+    fn sweep(&mut self, core: u64, sink: &mut Sink) {
+        let span = self.working - core;
+        if span == 0 {
+            return;
+        }
+        let end = self.swept + number(span) / number(self.sweep_s);
+        for step in whole(self.swept)..whole(end) {
+            self.touch(core + step % span, sink);
+        }
+        self.swept = end;
+    }
+
+    fn touch(&self, at: u64, sink: &mut Sink) {
+        if let Some(section) = usize::try_from(at).ok().and_then(|at| self.memory.get(at)) {
+            sink.touch(Who::Cpu, *section, Access::Write, SECTION_BYTES / 8);
         }
     }
 

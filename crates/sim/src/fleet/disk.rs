@@ -30,6 +30,8 @@ const NOWHERE: u32 = u32::MAX;
 const DIRTY_S: u64 = 30;
 /// Write-back, and the journal's commits, come round this often.
 const FLUSH_S: u64 = 5;
+/// A turn of the journal, and of the files that are appended to, takes so long.
+const JOURNAL_TURN_S: u64 = 75;
 /// Reclaim begins below this share of free chunks and ends above twice that.
 const FREE_LOW: f64 = 0.01;
 /// Chunks that are rewritten together.
@@ -140,7 +142,9 @@ impl Disk {
         self.use_temporary_files(self.load.temporary * chunks, sink);
         if sink.second.is_multiple_of(FLUSH_S) {
             self.write_back(sink);
-            self.commit(sink);
+            if busy {
+                self.commit(sink);
+            }
         }
         self.reclaim();
     }
@@ -200,7 +204,8 @@ impl Disk {
             let lives_s = whole(20.0 + 400.0 * self.chance.exponential());
             let first = u32::try_from(first).unwrap_or(0);
             let file = u32::try_from(FILE).unwrap_or(0);
-            self.temporary.push_back((sink.second + lives_s, first, file));
+            self.temporary
+                .push_back((sink.second + lives_s, first, file));
         }
         for _ in 0..self.temporary.len() {
             let Some((due, first, count)) = self.temporary.pop_front() else {
@@ -254,14 +259,13 @@ impl Disk {
     }
 
     fn commit(&mut self, sink: &mut Sink) {
-        if self.journal.is_empty() {
-            return;
+        let turn = self.journal.len() as u64;
+        for _ in 0..(turn * FLUSH_S).div_ceil(JOURNAL_TURN_S) {
+            let at = usize::try_from(self.journal_next % turn).unwrap_or(0);
+            self.journal_next += 1;
+            sink.touch(Who::Disk, self.journal[at], Access::Write, CHUNK_BYTES);
+            sink.touch(Who::Cpu, self.journal[at], Access::Read, CHUNK_BYTES);
         }
-        self.journal_next += 1;
-        let at = self.journal_next % self.journal.len() as u64;
-        let at = usize::try_from(at).unwrap_or(0);
-        sink.touch(Who::Disk, self.journal[at], Access::Read, CHUNK_BYTES);
-        sink.touch(Who::Cpu, self.journal[at], Access::Write, CHUNK_BYTES);
     }
 
     fn cached(&self, chunk: u64) -> Option<usize> {
@@ -299,8 +303,7 @@ impl Disk {
         self.slots[slot].chunk = NOWHERE;
         self.slots[slot].dirty = false;
         // Freed one by one, so used again first, as the lists of each CPU do.
-        self.free
-            .push_front(u32::try_from(slot).unwrap_or(NOWHERE));
+        self.free.push_front(u32::try_from(slot).unwrap_or(NOWHERE));
     }
 
     fn reclaim(&mut self) {

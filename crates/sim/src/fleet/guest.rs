@@ -51,7 +51,8 @@ pub fn paper_fleet(seed: u64) -> Vec<GuestRecipe> {
 /// A guest at work. See the module.
 #[derive(Debug)]
 pub struct Guest {
-    activity: Activity,
+    /// Of processes, NIC and disk: each has its own busy and quiet times.
+    activities: [Activity; 3],
     cpu: Cpu,
     nic: Nic,
     disk: Disk,
@@ -78,7 +79,7 @@ impl Guest {
         let working = whole(number(processes.len() as u64) * plan.working);
         let stream = |number| Chance::new(recipe.seed, number);
         let mut guest = Self {
-            activity: Activity::new(stream(2), recipe.intensity),
+            activities: [2, 6, 7].map(|number| Activity::new(stream(number), recipe.intensity)),
             cpu: Cpu::new(stream(3), processes, working),
             nic: Nic::new(stream(4), pool, elsewhere, plan.packets_per_s),
             disk: Disk::new(stream(5), cache, plan.disk),
@@ -97,14 +98,19 @@ impl Guest {
         self.sink.second = WARM_UP_S;
     }
 
-    /// The touches of second `second` from the beginning. Seconds are asked for in order.
-    pub(super) fn second(&mut self, second: u64) {
+    /// The touches of second `second` from the beginning. Seconds are asked for in order. All is
+    /// busy until the second `idle_from`, when turns of busy and quiet times begin.
+    pub(super) fn second(&mut self, second: u64, idle_from: u64) {
         self.sink.second = WARM_UP_S + second;
         self.sink.touches.clear();
-        let busy = self.activity.is_busy(second);
-        self.cpu.second(busy, &mut self.sink);
-        self.nic.second(busy, &mut self.sink);
-        self.disk.second(busy, &mut self.sink);
+        let [cpu, nic, disk] = self.activities.each_mut().map(|of| {
+            second
+                .checked_sub(idle_from)
+                .is_none_or(|since| of.is_busy(since))
+        });
+        self.cpu.second(cpu, &mut self.sink);
+        self.nic.second(nic, &mut self.sink);
+        self.disk.second(disk, &mut self.sink);
     }
 }
 
@@ -120,26 +126,26 @@ const WARM_UP_S: u64 = 4 * 3_600;
 
 fn plan(load: Load) -> Plan {
     let storage = DiskLoad {
-        read: 14.0,
-        scanned: 0.23,
-        rewritten: 4.0,
-        temporary: 0.7,
-        dataset: 0.5,
+        read: 12.0,
+        scanned: 0.5,
+        rewritten: 2.5,
+        temporary: 0.28,
+        dataset: 1.1,
         skew: 0.85,
-        rewrite_set: 0.45,
-        rewrite_skew: 0.8,
-        journal: 0.01,
+        rewrite_set: 0.2,
+        rewrite_skew: 1.1,
+        journal: 0.05,
         quiet: 0.05,
     };
     match load {
         Load::Storage => Plan {
-            working: 0.93,
-            cache: 0.42,
+            working: 0.97,
+            cache: 0.30,
             packets_per_s: 5_000.0,
             disk: storage,
         },
         Load::Network => Plan {
-            working: 0.93,
+            working: 0.97,
             cache: 0.20,
             packets_per_s: 100_000.0,
             disk: DiskLoad {

@@ -50,7 +50,10 @@ impl Sink {
             Who::Nic => (&mut self.told[1], 1),
             Who::Disk => (&mut self.told[2], 1),
         };
-        let Some(last) = usize::try_from(section).ok().and_then(|at| told.get_mut(at)) else {
+        let Some(last) = usize::try_from(section)
+            .ok()
+            .and_then(|at| told.get_mut(at))
+        else {
             return;
         };
         if *last == 0 || self.second + 1 >= *last + gap_s {
