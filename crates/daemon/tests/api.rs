@@ -113,7 +113,7 @@ type Step = (&'static str, &'static str, &'static str, Value);
 
 /// Method, route, path and body of each step, good ones and refused ones.
 fn steps() -> Vec<Step> {
-    [device_steps(), vm_steps()].concat()
+    [device_steps(), vm_steps(), log_steps()].concat()
 }
 
 fn vm_steps() -> Vec<Step> {
@@ -185,17 +185,8 @@ fn vm_steps() -> Vec<Step> {
     ]
 }
 
-fn device_steps() -> Vec<Step> {
-    let blk = json!({"socket": "/tmp/d.sock", "image": "/tmp/i"});
+fn log_steps() -> Vec<Step> {
     vec![
-        ("post", "/v1/devices", "/v1/devices", blk),
-        (
-            "post",
-            "/v1/devices",
-            "/v1/devices",
-            json!({"socket": "x", "image": "/i"}),
-        ),
-        ("get", "/v1/devices", "/v1/devices", json!(null)),
         ("get", "/v1/log", "/v1/log", json!(null)),
         ("delete", "/v1/log", "/v1/log", json!(null)),
         ("post", "/v1/log", "/v1/log", json!({"dir": "here"})),
@@ -208,6 +199,20 @@ fn device_steps() -> Vec<Step> {
         ("post", "/v1/log", "/v1/log", json!({"dir": "/tmp"})),
         ("get", "/v1/log", "/v1/log", json!(null)),
         ("delete", "/v1/log", "/v1/log", json!(null)),
+    ]
+}
+
+fn device_steps() -> Vec<Step> {
+    let blk = json!({"socket": "/tmp/d.sock", "image": "/tmp/i"});
+    vec![
+        ("post", "/v1/devices", "/v1/devices", blk),
+        (
+            "post",
+            "/v1/devices",
+            "/v1/devices",
+            json!({"socket": "x", "image": "/i"}),
+        ),
+        ("get", "/v1/devices", "/v1/devices", json!(null)),
         ("get", "/v1/slo", "/v1/slo", json!(null)),
         (
             "get",

@@ -5,7 +5,7 @@ use super::{core::lock, vm::Vm};
 use crate::{
     control::{DeviceProtectionReport, RegionReport, SetReport, VmReport},
     figure::LatencyUs,
-    protection::vm::DeviceProtection,
+    protection::vm::{DeviceProtection, ProtectionReport},
 };
 use pagetide_addr::{PAGE_BYTES, PageRange};
 use pagetide_gmem::State;
@@ -37,9 +37,7 @@ impl Vm {
         bars.extend(lock(&core.suspended).clone());
         let sets = lock(&core.sets).clone();
         let iopfs = core.tenant.account();
-        let protection = core.protection.report();
-        let devices: Vec<_> = protection.devices.iter().map(device_report).collect();
-        VmReport {
+        let report = VmReport {
             name: core.name.clone(),
             pid: core.vmm.pid(),
             vmm: core.identity.vmm.clone(),
@@ -60,17 +58,6 @@ impl Vm {
             iopf_us: latency_us(&iopfs.iopf),
             iopf_waited_us: latency_us(&iopfs.waited),
             iopf_preempt_us: latency_us(&iopfs.preempt),
-            absent_iopfs: protection.faults,
-            absent_iopfs_per_minute: protection.faults_a_minute,
-            dma_protector: protection.policy,
-            protected_sections: protection.protected_sections,
-            tracked_sections: devices.iter().map(|d| d.tracked_sections).sum(),
-            dropped_sections: devices.iter().map(|d| d.dropped_sections).sum(),
-            policy_bytes: devices.iter().map(|d| d.policy_bytes).sum(),
-            heard_accesses: protection.taken_records,
-            refused_accesses: protection.refused_records,
-            brought_back_pages: protection.brought_pages,
-            protected_devices: devices,
             neighbour_pages: count(Counter::NeighbourPages),
             discarded_pages: count(Counter::DiscardedPages),
             over_limit_fills: count(Counter::OverLimitFills),
@@ -95,7 +82,9 @@ impl Vm {
             reader_cpu_seconds: self.reader_cpu_seconds(),
             sections: set_reports(sets),
             regions,
-        }
+            ..VmReport::default()
+        };
+        with_protection(report, core.protection.report())
     }
 
     fn region(&self, file: &RamFile) -> RegionReport {
@@ -112,6 +101,25 @@ impl Vm {
             resident_bytes: file.file().allocated_bytes().unwrap_or(0),
             stored_pages: file.pages().by_section().map(stored).sum(),
         }
+    }
+}
+
+/// The report with what is protected of the VM's memory.
+fn with_protection(report: VmReport, protection: ProtectionReport) -> VmReport {
+    let devices: Vec<_> = protection.devices.iter().map(device_report).collect();
+    VmReport {
+        absent_iopfs: protection.faults,
+        absent_iopfs_per_minute: protection.faults_a_minute,
+        dma_protector: protection.policy,
+        protected_sections: protection.protected_sections,
+        tracked_sections: devices.iter().map(|d| d.tracked_sections).sum(),
+        dropped_sections: devices.iter().map(|d| d.dropped_sections).sum(),
+        policy_bytes: devices.iter().map(|d| d.policy_bytes).sum(),
+        heard_accesses: protection.taken_records,
+        refused_accesses: protection.refused_records,
+        brought_back_pages: protection.brought_pages,
+        protected_devices: devices,
+        ..report
     }
 }
 

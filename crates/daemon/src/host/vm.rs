@@ -138,16 +138,14 @@ impl Vm {
             .service
             .add_tenant(Arc::clone(&space), Arc::clone(&prepared.mmu))
             .map_err(failed)?;
-        let ram = layout.files().iter().map(|file| file.pages()).collect();
         let limbs = Limbs {
             space: Arc::clone(&space),
             limit: Arc::clone(&limit),
             tenant: Arc::clone(&tenant),
         };
         let mmu = Arc::clone(&prepared.mmu);
-        let protection = VmProtection::new(&shared.protector.0, mmu, ram, Some(limbs));
         let core = Arc::new(VmCore {
-            protection: Arc::new(protection),
+            protection: protection(shared, mmu, &layout, limbs),
             name: identity.name.clone(),
             identity,
             vmm: prepared.vmm,
@@ -498,6 +496,18 @@ impl Vm {
             .as_ref()
             .map_or(0.0, FaultReader::cpu_seconds)
     }
+}
+
+/// What protects a VM's memory by the policy that a VM begins with.
+fn protection(
+    shared: &Shared,
+    mmu: Arc<DmaMmu>,
+    layout: &RamLayout,
+    limbs: Limbs,
+) -> Arc<VmProtection> {
+    let ram = layout.files().iter().map(|file| file.pages()).collect();
+    let choice = &shared.protector.0;
+    Arc::new(VmProtection::new(choice, mmu, ram, Some(limbs)))
 }
 
 fn tracker_of(prepared: &Prepared) -> Result<UnmapAndLook, pagetide_vmm::tracker::TrackerError> {
