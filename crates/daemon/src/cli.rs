@@ -392,6 +392,8 @@ pub enum BenchPart {
         #[arg(long)]
         socket_b: PathBuf,
     },
+    /// What `bench head-of-line` asks how late threads wake
+    HeadOfLineWakes,
     /// The guest of `bench fault`
     FaultGuest {
         /// Pages of its memory

@@ -7,6 +7,7 @@
 
 pub mod blk;
 pub mod fault;
+mod figures;
 pub mod gmem_async;
 pub mod gmem_va;
 pub mod head_of_line;
