@@ -452,6 +452,8 @@ pub enum BenchPart {
         #[arg(long)]
         socket_b: PathBuf,
     },
+    /// What `bench head-of-line` asks how late threads wake
+    HeadOfLineWakes,
     /// The guest of `bench fault`
     FaultGuest {
         /// Pages of its memory

@@ -373,6 +373,9 @@ fn bench_part(part: BenchPart) -> Result<(), CommandError> {
         BenchPart::HeadOfLineFrontend { socket_a, socket_b } => {
             bench::head_of_line::frontend::serve(&socket_a, &socket_b).map_err(CommandError::failed)
         }
+        BenchPart::HeadOfLineWakes => {
+            bench::head_of_line::wakes::serve().map_err(CommandError::failed)
+        }
         BenchPart::FaultGuest { pages, cpu } => {
             bench::fault::guest::run(pages, cpu).map_err(CommandError::failed)
         }

@@ -20,7 +20,6 @@ use crate::{
         report::{Accounting, SloReport},
     },
 };
-use hdrhistogram::Histogram;
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_vpri::{
     AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LandingArea, LookUp, fault_queue,
@@ -388,25 +387,6 @@ impl Dpu {
         let found = known.find(|device| device.id() == id);
         let device = found.ok_or(DpuError::NoSuchDevice(id))?;
         Ok(Arc::clone(&device.endpoint.control().shared))
-    }
-
-    /// Time from parking a chain until its pages were leased, in nanoseconds, of all engines.
-    #[must_use]
-    pub fn iopf_latency_ns(&self) -> Histogram<u64> {
-        let mut engines = self.engines.iter().map(|e| {
-            let histogram = e.shared.iopf_ns.lock();
-            histogram.unwrap_or_else(PoisonError::into_inner).clone()
-        });
-        // There is at least one engine (see `DpuConfig::check`).
-        let mut all = engines
-            .next()
-            .unwrap_or_else(|| unreachable!("a DPU without engines"));
-        for one in engines {
-            if let Err(error) = all.add(one) {
-                debug_assert!(false, "histograms of one shape do not add: {error}");
-            }
-        }
-        all
     }
 
     /// How often engines have gone to sleep.

@@ -39,7 +39,6 @@ fn chain_on_absent_pages_parks_and_resumes_while_its_queue_goes_on() {
     assert_eq!(guest.get(cold.data, 8), 40_u64.to_le_bytes());
     let report = rig.report(&socket);
     assert_eq!((report.parked_chains, report.iopfs), (0, 1));
-    assert_eq!(rig.dpu.iopf_latency_ns().len(), 1);
     eventually("leases returned", || !domain.attributes().is_any_leased());
 }
 
@@ -196,8 +195,8 @@ fn device_of_another_guest_is_unhurt_while_one_is_parked_to_its_limit() {
     for _ in 0..20 {
         to_one.queues[0].wait_used(&cold);
     }
-    assert_eq!(rig.report(&one).parked_chains, 0);
-    assert!(rig.dpu.iopf_latency_ns().len() == 20);
+    let report = rig.report(&one);
+    assert_eq!((report.parked_chains, report.iopfs), (0, 20));
 }
 
 #[test]

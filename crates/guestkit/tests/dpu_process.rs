@@ -125,6 +125,49 @@ fn daemon_killed_in_the_middle_the_dpu_parks_what_faults_and_goes_on_when_it_is_
     let_go(&stage, &mut guest);
 }
 
+/// Which of the two starts first after both were killed.
+#[derive(Debug, Clone, Copy)]
+enum First {
+    Daemon,
+    Dpu,
+}
+
+#[test]
+fn both_killed_and_started_again_in_either_order_go_on_and_no_request_is_lost() {
+    let Some((_turn, mut stage)) = take_turn(Stage::set_with_dpu_process) else {
+        return;
+    };
+    let (mut guest, socket) = squeezed(&mut stage);
+    for first in [First::Daemon, First::Dpu] {
+        disk_work(&mut guest, 8 << 20);
+        stage.product.kill();
+        stage.dpu.as_mut().expect("a DPU process").kill();
+        if matches!(first, First::Daemon) {
+            stage.product.run().expect("a daemon");
+            let bars = stage.product.show(VM).expect("show")["eviction_bars"].to_string();
+            assert!(bars.contains("DPU"), "{bars}");
+        }
+        let dpu = stage.dpu.as_mut().expect("a DPU process");
+        dpu.run().expect("a DPU process");
+        if matches!(first, First::Dpu) {
+            stage.product.run().expect("a daemon");
+        }
+        let listening = || is_listening(&socket);
+        stage
+            .until("the disk's socket open again", PATIENCE, listening)
+            .expect("a disk");
+        let evicting = || Ok(stage.product.show(VM)?["eviction_bars"] == serde_json::json!([]));
+        stage
+            .until("eviction to go on", PATIENCE, evicting)
+            .expect("no bar");
+    }
+    disk_work(&mut guest, 32 << 20);
+    work(&mut guest, 100 << 20);
+    let disk = device(&stage, &socket);
+    assert_eq!(number(&disk, "failed_requests"), 0, "{disk}");
+    let_go(&stage, &mut guest);
+}
+
 #[test]
 fn what_the_other_process_does_is_refused_with_its_name() {
     let Some((_turn, stage)) = take_turn(Stage::set_with_dpu_process) else {

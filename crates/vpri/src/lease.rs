@@ -62,9 +62,9 @@ use std::collections::BTreeMap;
 const LEASE_LOOKS: u32 = 200;
 
 /// How often an evictor looks whether all engines have seen that it asked, before it makes them
-/// pass a fence: a microsecond or two. Under the model checker, the second look comes after a turn
+/// pass a fence: some microseconds. Under the model checker, the second look comes after a turn
 /// of the engines.
-const ASK_LOOKS: u32 = if cfg!(loom) { 2 } else { 64 };
+const ASK_LOOKS: u32 = if cfg!(loom) { 2 } else { 256 };
 
 /// The PA-bitmap of a domain together with the leases on its pages.
 #[derive(Debug)]

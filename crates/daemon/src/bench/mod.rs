@@ -9,6 +9,7 @@ pub mod access_log;
 pub mod adp_live;
 pub mod blk;
 pub mod fault;
+mod figures;
 pub mod gmem_async;
 pub mod gmem_va;
 pub mod head_of_line;

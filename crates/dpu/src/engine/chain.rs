@@ -341,12 +341,7 @@ impl Io {
         let outcome = self.prepare_with(device, queue, memory, (head, &mut origin), &mut buffers);
         self.scratch.buffers = buffers;
         match outcome? {
-            Prepared::Ready(ready) => {
-                if let Origin::Resumed { since, .. } = origin {
-                    self.record_latency(since);
-                }
-                Ok(Outcome::Ready(ready))
-            }
+            Prepared::Ready(ready) => Ok(Outcome::Ready(ready)),
             Prepared::Absent(wanted) => {
                 self.park(
                     device,
@@ -434,16 +429,6 @@ impl Io {
             add(&counters.lookup_ns, ns);
             add(&counters.lookup_samples, requests);
         }
-    }
-
-    fn record_latency(&self, since: Instant) {
-        let ns = nanos(since.elapsed()).max(1);
-        let mut histogram = self
-            .shared
-            .iopf_ns
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
-        histogram.saturating_record(ns);
     }
 
     fn park(

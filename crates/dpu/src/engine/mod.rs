@@ -53,7 +53,6 @@ use crate::{
 };
 use chain::{Request, Scratch};
 use command::{AddDevice, Command};
-use hdrhistogram::Histogram;
 use pagetide_vpri::{AccessPen, DeviceEnd, Doorbell, FaultAssist, HostPresence};
 use patience::{Idle, Patience, WaitsFor};
 use queue::{EngineQueue, QueueState};
@@ -62,7 +61,7 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     rc::Rc,
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -70,24 +69,17 @@ use std::{
 
 /// Ring token of the doorbell; queues have others.
 const BELL_TOKEN: u32 = 0;
-/// Longest time that a chain may wait and still be told apart in the histogram: 1000 s.
-const LATENCY_MAX_NS: u64 = 1_000_000_000_000;
 
 /// What others see of an engine.
 pub(crate) struct EngineShared {
     pub mailbox: Mailbox<Command>,
-    /// From parking a chain to its leases, in nanoseconds.
-    pub iopf_ns: Mutex<Histogram<u64>>,
     pub sleeps: AtomicU64,
 }
 
 impl EngineShared {
     pub fn new(bell: Arc<Doorbell>) -> Self {
-        let histogram = Histogram::new_with_bounds(1, LATENCY_MAX_NS, 3);
         Self {
             mailbox: Mailbox::new(bell),
-            // The bounds are constants that the crate takes.
-            iopf_ns: Mutex::new(histogram.unwrap_or_else(|_| unreachable!("fixed bounds"))),
             sleeps: AtomicU64::new(0),
         }
     }

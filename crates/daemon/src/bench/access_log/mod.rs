@@ -22,8 +22,8 @@ use super::{
         process::{PartError, Placement},
         side::{ImageError, Sample, Side, Slice, make_image},
         stats::{PairedRatios, mean, overall},
-        to_f64,
     },
+    figures::{rounded, to_f64},
 };
 use serde_json::json;
 use std::time::Duration;
@@ -171,10 +171,6 @@ fn of_alternations(cells: &[Cell]) -> Vec<f64> {
     let count = by_cell.iter().map(Vec::len).min().unwrap_or(0);
     let ratio = |i: usize| mean(by_cell.iter().filter_map(|r| r.get(i)).map(|r| r.ln())).exp();
     (0..count).map(ratio).collect()
-}
-
-fn rounded(value: f64) -> f64 {
-    (value * 1e4).round() / 1e4
 }
 
 fn failed(error: impl std::fmt::Display) -> BenchError {

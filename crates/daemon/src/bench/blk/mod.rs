@@ -23,7 +23,7 @@ pub mod process;
 pub mod side;
 pub mod stats;
 
-use super::{BenchError, BenchReport};
+use super::{BenchError, BenchReport, figures::to_f64};
 use frontend::{Direction, Run};
 use process::Placement;
 use serde_json::{Value, json};
@@ -110,11 +110,6 @@ pub fn run() -> Result<BenchReport, BenchError> {
     }
     describe(&mut report, &cells, placement);
     Ok(report)
-}
-
-#[expect(clippy::cast_precision_loss, reason = "figures for ratios and people")]
-pub(super) fn to_f64(number: u64) -> f64 {
-    number as f64
 }
 
 fn measure(

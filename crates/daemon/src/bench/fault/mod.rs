@@ -40,10 +40,10 @@ use self::{
     content::Content,
     guest::{Answer, Order},
     process::{Daemon, Guest},
-    samples::{Samples, ratio, rounded},
+    samples::{Samples, ratio},
     zram::ZramSwap,
 };
-use super::{BenchError, BenchReport};
+use super::{BenchError, BenchReport, figures::rounded};
 use pagetide_addr::PAGE_BYTES;
 use serde_json::{Map, json};
 use std::{

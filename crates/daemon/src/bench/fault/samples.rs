@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Latencies of one kind over all rounds, and their percentiles.
 
+use crate::bench::figures::{at_permille, median, rounded};
 use serde_json::{Value, json};
 
 /// Latencies in nanoseconds, kept apart by round.
@@ -27,9 +28,7 @@ impl Samples {
             let sum: u64 = round.iter().map(|ns| u64::from(*ns)).sum();
             ratio(sum, round.len() as u64) / 1e3
         };
-        let mut means: Vec<f64> = self.rounds.iter().map(mean).collect();
-        means.sort_unstable_by(f64::total_cmp);
-        means.get(means.len() / 2).copied().unwrap_or(f64::NAN)
+        median(self.rounds.iter().map(mean))
     }
 
     /// The value that `permille` thousandths are not above, in microseconds.
@@ -55,15 +54,7 @@ impl Samples {
 }
 
 fn at(sorted: &[u32], permille: usize) -> f64 {
-    let index = (sorted.len() * permille).div_ceil(1000).saturating_sub(1);
-    sorted
-        .get(index)
-        .map_or(f64::NAN, |ns| f64::from(*ns) / 1e3)
-}
-
-/// To a thousandth: no clock here is better than that.
-pub(super) fn rounded(number: f64) -> f64 {
-    (number * 1e3).round() / 1e3
+    at_permille(sorted, permille).map_or(f64::NAN, |ns| f64::from(ns) / 1e3)
 }
 
 /// `part` over `whole`.

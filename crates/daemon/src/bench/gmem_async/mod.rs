@@ -36,7 +36,10 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::{BenchError, BenchReport};
+use super::{
+    BenchError, BenchReport,
+    figures::{median, thousandths},
+};
 use flow::{BUFFERS, Broken, Way};
 use iommu::RANGE_NS;
 use rig::{Measured, Rig, Worker, percentile_us};
@@ -187,8 +190,8 @@ fn ratios(loads: &[Load], waits: &[Waiting]) -> Map<String, Value> {
             of(way) / of("sync")
         })
     };
-    let least = |all: [f64; 3]| rounded(all.into_iter().fold(f64::INFINITY, f64::min));
-    let most = |all: [f64; 3]| rounded(all.into_iter().fold(0.0, f64::max));
+    let least = |all: [f64; 3]| thousandths(all.into_iter().fold(f64::INFINITY, f64::min));
+    let most = |all: [f64; 3]| thousandths(all.into_iter().fold(0.0, f64::max));
     for (name, way) in [("async", "worker"), ("caller", "caller")] {
         let throughput = |cost| least(over_sync(cost, way, |m| m.unmaps_per_second));
         let key = format!("{name}_over_sync_throughput");
@@ -202,7 +205,10 @@ fn ratios(loads: &[Load], waits: &[Waiting]) -> Map<String, Value> {
     for wait in waits.iter().filter(|wait| wait.cost == DEFAULT_COST) {
         for percent in [50, 99] {
             let [unmap, later] = wait.percentile_us(percent);
-            ratios.insert(format!("{}_p{percent}", wait.name), rounded(later / unmap));
+            ratios.insert(
+                format!("{}_p{percent}", wait.name),
+                thousandths(later / unmap),
+            );
         }
     }
     ratios
@@ -229,7 +235,7 @@ fn of_cost(loads: &[Load], cost: &str, pick: Pick) -> Value {
     let of_way = |(way, _)| {
         let of_flows = FLOWS.map(|flows| {
             let value = figure(loads, (cost, way, flows), pick);
-            (format!("flows_{flows}"), rounded(value))
+            (format!("flows_{flows}"), thousandths(value))
         });
         (String::from(way), Value::from(Map::from_iter(of_flows)))
     };
@@ -257,23 +263,12 @@ impl Waiting {
         let ([unmap_p50, later_p50], [unmap_p99, later_p99]) =
             (self.percentile_us(50), self.percentile_us(99));
         json!({
-            "unmap_p50_us": rounded(unmap_p50),
-            "unmap_later_p50_us": rounded(later_p50),
-            "unmap_p99_us": rounded(unmap_p99),
-            "unmap_later_p99_us": rounded(later_p99),
+            "unmap_p50_us": thousandths(unmap_p50),
+            "unmap_later_p50_us": thousandths(later_p50),
+            "unmap_p99_us": thousandths(unmap_p99),
+            "unmap_later_p99_us": thousandths(later_p99),
         })
     }
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut sorted: Vec<f64> = values.collect();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
-/// To a thousandth.
-fn rounded(value: f64) -> Value {
-    ((value * 1e3).round() / 1e3).into()
 }
 
 fn failed(reason: impl std::fmt::Display) -> BenchError {

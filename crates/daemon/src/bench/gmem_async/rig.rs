@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use pagetide_addr::{PAGE_BYTES, Va};
 use pagetide_gmem::{Activation, AddressSpace, AllocPolicy, Caching, Device, Mmu, Mode};
 
+use crate::bench::figures::at_permille;
+
 use super::flow::{Broken, Flow, Way};
 use super::iommu::Iommu;
 
@@ -140,7 +142,5 @@ fn joined<T>(thread: ScopedJoinHandle<'_, T>) -> T {
 
 /// The value that `percent` of `sorted_ns` are not above, in microseconds.
 pub(super) fn percentile_us(sorted_ns: &[u32], percent: usize) -> f64 {
-    let index = (sorted_ns.len() * percent).div_ceil(100).saturating_sub(1);
-    let ns = sorted_ns.get(index).copied();
-    ns.map_or(f64::NAN, |ns| f64::from(ns) / 1e3)
+    at_permille(sorted_ns, percent * 10).map_or(f64::NAN, |ns| f64::from(ns) / 1e3)
 }

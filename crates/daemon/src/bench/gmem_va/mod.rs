@@ -50,7 +50,10 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::{BenchError, BenchReport};
+use super::{
+    BenchError, BenchReport,
+    figures::{median, thousandths},
+};
 use linux_like::LinuxLike;
 use load::{Allocator, Load, MIXED, Mix, SMALL, SPACE_PAGES};
 use mutexed::{BestFit, VmAllocator};
@@ -219,7 +222,7 @@ fn few_and_many(options: &GmemVaBenchOptions) -> Result<[f64; 2], BenchError> {
             times.push(load.operation_ns(options.slice).map_err(failed)?);
         }
     }
-    let mut medians = loads.iter_mut().map(|(_, times)| median(times));
+    let mut medians = loads.iter().map(|(_, times)| median(times.iter().copied()));
     Ok([
         medians.next().unwrap_or(f64::NAN),
         medians.next().unwrap_or(f64::NAN),
@@ -237,7 +240,9 @@ fn report(all: &[Rates], [few_ns, many_ns]: [f64; 2]) -> BenchReport {
         }
         if kind == SPACE {
             let over = |threads| {
-                rounded(rate(all, SPACE, MIXED, threads) / rate(all, "btreemap", MIXED, threads))
+                thousandths(
+                    rate(all, SPACE, MIXED, threads) / rate(all, "btreemap", MIXED, threads),
+                )
             };
             let figures = &mut report.figures;
             figures.insert("address_space_operations_per_second".into(), rates);
@@ -247,22 +252,24 @@ fn report(all: &[Rates], [few_ns, many_ns]: [f64; 2]) -> BenchReport {
         let ratio = |mix, threads| rate(all, "ours", mix, threads) / rate(all, kind, mix, threads);
         let worst = THREADS.map(|threads| ratio(MIXED, threads));
         let worst = worst.into_iter().fold(f64::INFINITY, f64::min);
-        report.ratios.insert(format!("over_{kind}"), rounded(worst));
+        report
+            .ratios
+            .insert(format!("over_{kind}"), thousandths(worst));
         let mut peer = json!({
             "operations_per_second": rates,
-            "ours_over_it": by_threads(|threads| rounded(ratio(MIXED, threads))),
+            "ours_over_it": by_threads(|threads| thousandths(ratio(MIXED, threads))),
         });
         if kind == "linux_like" {
             peer["ours_over_it_up_to_32_pages"] =
-                by_threads(|threads| rounded(ratio(SMALL, threads)));
+                by_threads(|threads| thousandths(ratio(SMALL, threads)));
         }
         report.peers.insert(kind.into(), peer);
     }
     let figures = &mut report.figures;
     figures.insert("live_regions".into(), LIVE.into());
-    figures.insert("operation_ns_at_thousand_live".into(), rounded(few_ns));
-    figures.insert("operation_ns_at_million_live".into(), rounded(many_ns));
-    let ratio = rounded(many_ns / few_ns);
+    figures.insert("operation_ns_at_thousand_live".into(), thousandths(few_ns));
+    figures.insert("operation_ns_at_million_live".into(), thousandths(many_ns));
+    let ratio = thousandths(many_ns / few_ns);
     report.ratios.insert("million_over_thousand".into(), ratio);
     report
 }
@@ -271,23 +278,13 @@ fn report(all: &[Rates], [few_ns, many_ns]: [f64; 2]) -> BenchReport {
 fn rate(all: &[Rates], kind: &str, mix: Mix, threads: usize) -> f64 {
     all.iter()
         .find(|rates| (rates.kind, rates.mix, rates.threads) == (kind, mix, threads))
-        .map_or(f64::NAN, |rates| median(&mut rates.per_second.clone()))
+        .map_or(f64::NAN, |rates| median(rates.per_second.iter().copied()))
 }
 
 /// An object with a value for each number of threads.
 fn by_threads(value: impl Fn(usize) -> Value) -> Value {
     let values = THREADS.map(|threads| (format!("threads_{threads}"), value(threads)));
     Map::from_iter(values).into()
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
-/// To two decimals.
-fn rounded(value: f64) -> Value {
-    ((value * 100.0).round() / 100.0).into()
 }
 
 fn failed(reason: impl std::fmt::Display) -> BenchError {

@@ -16,7 +16,7 @@
 //! or fill A's pages and say `true`; `"go"` makes it run and print a [`RunResult`].
 
 use super::backend::MemoryName;
-use crate::bench::random::SplitMix;
+use crate::bench::{figures::at_permille, random::SplitMix};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_sys::lent::{LentError, LentMemory};
 use rustix::{
@@ -172,7 +172,7 @@ pub fn serve(socket_a: &Path, socket_b: &Path) -> Result<(), FrontendError> {
     Ok(())
 }
 
-fn say<T: Serialize>(answer: &T) -> Result<(), FrontendError> {
+pub(super) fn say<T: Serialize>(answer: &T) -> Result<(), FrontendError> {
     let mut out = std::io::stdout().lock();
     serde_json::to_writer(&mut out, answer)?;
     writeln!(out)?;
@@ -396,13 +396,9 @@ fn sleep(time: Duration) {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "times for people")]
-fn latency(ns: &mut [u64]) -> Latency {
+pub(super) fn latency(ns: &mut [u64]) -> Latency {
     ns.sort_unstable();
-    let at = |per_mille: usize| {
-        // The smallest that so many in a thousand do not exceed.
-        let rank = (ns.len() * per_mille).div_ceil(1000).max(1);
-        ns.get(rank - 1).copied().unwrap_or(0) as f64 / 1e3
-    };
+    let at = |permille| at_permille(ns, permille).unwrap_or(0) as f64 / 1e3;
     Latency {
         count: ns.len() as u64,
         p50_us: at(500),

@@ -26,6 +26,9 @@
 //! Engine, client and tier run in the real-time class where that is allowed, so
 //! that whatever else the machine does makes no tail in either.
 //!
+//! `machine_wakes_us` says, for each of the two CPUs, how late a thread of that class wakes
+//! from sleep while nothing else runs: the floor under every tail here, ours and the other's.
+//!
 //! Faults come ten a second: more often than B's p99.9 can overlook if they hold
 //! the engine (they take 5% of its time), and seldom enough that the client's CPU, which
 //! here stands for those of both tenants and of the host, does not make a
@@ -35,13 +38,15 @@
 
 pub mod backend;
 pub mod frontend;
+pub mod wakes;
 
 use super::{
     BenchError, BenchReport,
     blk::process::{Part, PartError, Placement},
+    figures::median,
 };
 use backend::{FaultMode, TierReport};
-use frontend::{Pages, Run, RunResult};
+use frontend::{Latency, Pages, Run, RunResult};
 use serde_json::{Value, json};
 use std::{
     io::Write as _,
@@ -152,6 +157,7 @@ pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
         placement.backend, placement.frontend
     );
     let class = Class::choose();
+    let wakes = machine_wakes(class, placement)?;
     let start = |mode| {
         Side::start(
             dir.path(),
@@ -187,6 +193,7 @@ pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
     for (name, value) in [
         ("engine_cpu", json!(placement.backend)),
         ("clients_cpu", json!(placement.frontend)),
+        ("machine_wakes_us", wakes),
         ("real_time", json!(class == Class::RealTime)),
         ("pairs", json!(options.pairs)),
         ("run_s", json!(options.time.as_secs_f64())),
@@ -197,6 +204,19 @@ pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
         figures.insert(name.into(), value);
     }
     Ok(report)
+}
+
+/// How late threads wake here, on each of the CPUs: see [`wakes`].
+fn machine_wakes(class: Class, at: Placement) -> Result<Value, BenchError> {
+    let on = |cpu| -> Result<Value, BenchError> {
+        let arguments = ["bench-part", "head-of-line-wakes"];
+        let mut part = class.start(&arguments, cpu).map_err(failed)?;
+        let late: Latency = part.ask("\"look\"").map_err(failed)?;
+        Ok(
+            json!({"p50": late.p50_us, "p99": late.p99_us, "p999": late.p999_us, "max": late.max_us}),
+        )
+    };
+    Ok(json!({"engine_cpu": on(at.backend)?, "clients_cpu": on(at.frontend)?}))
 }
 
 fn make_image(dir: &Path, name: &str) -> Result<PathBuf, BenchError> {
@@ -350,20 +370,14 @@ fn wait_listening(sockets: &[&str]) -> Result<(), PartError> {
     Ok(())
 }
 
-/// The middle of some figures.
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_unstable_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(0.0)
-}
-
 fn middle(runs: &[RunResult], of: impl Fn(&RunResult) -> f64) -> f64 {
-    median(runs.iter().map(of).collect())
+    median(runs.iter().map(of))
 }
 
 /// Median over the pairs of B's p99.9 with A's faults over that without.
 fn ratio(cell: &Cell) -> f64 {
     let pairs = cell.absent.iter().zip(&cell.present);
-    median(pairs.map(|(a, p)| a.b.p999_us / p.b.p999_us).collect())
+    median(pairs.map(|(a, p)| a.b.p999_us / p.b.p999_us))
 }
 
 fn tenant_b(runs: &[RunResult]) -> Value {
@@ -428,11 +442,5 @@ mod tests {
             tier: Vec::new(),
         };
         assert!((ratio(&cell) - 2.0).abs() < 1e-9);
-    }
-
-    #[test]
-    fn median_of_few_is_one_of_them() {
-        assert!((median(vec![3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
-        assert!(median(Vec::new()).abs() < 1e-9);
     }
 }

@@ -23,7 +23,10 @@
 
 mod load;
 
-use super::{BenchError, BenchReport};
+use super::{
+    BenchError, BenchReport,
+    figures::{median, rounded},
+};
 use load::{Client, Disk, Slice, depth};
 use pagetide_addr::DeviceId;
 use pagetide_dpu::{
@@ -215,12 +218,6 @@ impl Row {
     }
 }
 
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
 /// Runs the bench.
 ///
 /// # Errors
@@ -304,10 +301,6 @@ fn size_name(block: u64) -> String {
         0 => format!("{}k", block >> 10),
         mib => format!("{mib}m"),
     }
-}
-
-fn rounded(value: f64) -> f64 {
-    (value * 1000.0).round() / 1000.0
 }
 
 fn describe(report: &mut BenchReport, block: u64, row: &[Row; MODES.len()]) {

@@ -46,7 +46,7 @@ use self::{
     memory::{PAGES, move_to, stand},
     sides::{AtsPri, Bottom, CROSSING, InProcess, Side, Split, Taker, cpus},
 };
-use super::{BenchError, BenchReport};
+use super::{BenchError, BenchReport, figures::thousandths};
 
 const NAME: &str = "iopf-rtt";
 /// Crossings of PCIe between *absent* and *usable* by ATS and PRI: request, response, and both ways
@@ -217,7 +217,7 @@ fn one_fault(
 fn part(splits: &[Split], of: impl Fn(&Split) -> u64) -> Value {
     let mut sorted: Vec<u64> = splits.iter().map(of).collect();
     sorted.sort_unstable();
-    let us = |permille| rounded(at(&sorted, permille));
+    let us = |permille| thousandths(at(&sorted, permille));
     json!({ "p50": us(500), "p90": us(900), "p99": us(990), "worst": us(1000) })
 }
 
@@ -251,11 +251,11 @@ fn report(ways: &[Way], turns: Turns, options: &IopfRttBenchOptions) -> BenchRep
     );
     figures.insert(
         "pause_us".into(),
-        rounded(options.pause.as_secs_f64() * 1e6),
+        thousandths(options.pause.as_secs_f64() * 1e6),
     );
     figures.insert(
         "ats_pri_crossing_us".into(),
-        rounded(CROSSING.as_secs_f64() * 1e6),
+        thousandths(CROSSING.as_secs_f64() * 1e6),
     );
     figures.insert("ats_pri_crossings".into(), CROSSINGS.into());
     figures.insert("device_cpus".into(), 1.into());
@@ -293,7 +293,7 @@ fn ratios(ways: &[Way]) -> Map<String, Value> {
     let ours = |case, permille| total("vpri_in_process", case, permille);
     let mut ratios = Map::new();
     let mut put = |name: &str, ratio: f64| {
-        ratios.insert(name.into(), rounded(ratio));
+        ratios.insert(name.into(), thousandths(ratio));
     };
     for (peer, over) in [
         ("ats_pri", "ats_pri_over_vpri"),
@@ -315,11 +315,6 @@ fn ratios(ways: &[Way]) -> Map<String, Value> {
         less / ours("idle", 500),
     );
     ratios
-}
-
-/// To a thousandth.
-fn rounded(value: f64) -> Value {
-    ((value * 1e3).round() / 1e3).into()
 }
 
 #[cfg(test)]

@@ -34,7 +34,10 @@ use pagetide_sys::cpu;
 use pagetide_vpri::Handling;
 use serde_json::{Map, Value, json};
 
-use super::{BenchError, BenchReport};
+use super::{
+    BenchError, BenchReport,
+    figures::{at_permille, median, thousandths},
+};
 use load::{Arrivals, Fault, Load, Storm};
 use rig::{Broken, BusyVcpu, Rig};
 
@@ -222,8 +225,8 @@ fn isolation(
     })?;
     latencies_ns.sort_unstable();
     Ok(Half {
-        p999_ns: at_permille(&latencies_ns, 999),
-        p50_ns: at_permille(&latencies_ns, 500),
+        p999_ns: at_permille(&latencies_ns, 999).unwrap_or(0),
+        p50_ns: at_permille(&latencies_ns, 500).unwrap_or(0),
         preempt_us,
     })
 }
@@ -233,7 +236,7 @@ fn preempt_us(rig: &Rig, tenants: std::ops::Range<usize>) -> Result<Value, Broke
     for tenant in tenants.skip(1) {
         all.add(rig.preempt_ns(tenant))?;
     }
-    let at = |quantile| rounded(all.value_at_quantile(quantile) as f64 / 1e3);
+    let at = |quantile| thousandths(all.value_at_quantile(quantile) as f64 / 1e3);
     Ok(json!({ "p50": at(0.5), "p99": at(0.99), "count": all.len() }))
 }
 
@@ -276,7 +279,7 @@ fn report(
                 "aligned" => format!("{way}_16_over_1"),
                 _ => format!("{arrivals}_{way}_16_over_1"),
             };
-            (report.ratios).insert(name, rounded(mean(most) / mean(1)));
+            (report.ratios).insert(name, thousandths(mean(most) / mean(1)));
         }
     }
     (report.peers).insert("paper_serialized_16_over_1".into(), 10.4.into());
@@ -292,11 +295,14 @@ fn report(
 fn report_isolation(report: &mut BenchReport, options: &IopfScaleOptions, pairs: &[[Half; 2]]) {
     let figures = &mut report.figures;
     let storm_per_s = OUTSTANDING_MAX as f64 / options.storm_every.as_secs_f64();
-    figures.insert("storm_faults_per_s_at_most".into(), rounded(storm_per_s));
+    figures.insert(
+        "storm_faults_per_s_at_most".into(),
+        thousandths(storm_per_s),
+    );
     for (index, name) in ["quiet", "storm"].into_iter().enumerate() {
         let halves = || pairs.iter().map(|pair| &pair[index]);
-        let ms = |ns: u64| rounded(ns as f64 / 1e6);
-        let less_hold_us = |half: &Half| rounded(half.p999_less_ns(options.hold) as f64 / 1e3);
+        let ms = |ns: u64| thousandths(ns as f64 / 1e6);
+        let less_hold_us = |half: &Half| thousandths(half.p999_less_ns(options.hold) as f64 / 1e3);
         for (figure, of_pairs) in [
             ("p50_ms", halves().map(|half| ms(half.p50_ns)).collect()),
             ("p999_ms", halves().map(|half| ms(half.p999_ns)).collect()),
@@ -314,7 +320,7 @@ fn report_isolation(report: &mut BenchReport, options: &IopfScaleOptions, pairs:
         ("isolation_p999", Duration::ZERO),
         ("isolation_p999_less_hold", options.hold),
     ] {
-        let over_quiet = rounded(p999_over_quiet(pairs, hold));
+        let over_quiet = thousandths(p999_over_quiet(pairs, hold));
         (report.ratios).insert(name.into(), over_quiet);
     }
 }
@@ -347,32 +353,17 @@ impl Cell {
     }
 
     fn figures(&self) -> Value {
-        let at_ms = |permille| rounded(at_permille(&self.latencies_ns, permille) as f64 / 1e6);
+        let at_ms = |permille| {
+            thousandths(at_permille(&self.latencies_ns, permille).unwrap_or(0) as f64 / 1e6)
+        };
         json!({
-            "mean": rounded(self.mean_ms()),
+            "mean": thousandths(self.mean_ms()),
             "p50": at_ms(500),
             "p99": at_ms(990),
             "faults": self.latencies_ns.len(),
             "preempt_us": self.preempt_us,
         })
     }
-}
-
-/// The least value that so many thousandths do not exceed; 0 of none.
-fn at_permille(sorted: &[u64], permille: usize) -> u64 {
-    let rank = (sorted.len() * permille).div_ceil(1_000).max(1);
-    sorted.get(rank - 1).copied().unwrap_or(0)
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut sorted: Vec<f64> = values.collect();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
-/// To a thousandth.
-fn rounded(value: f64) -> Value {
-    ((value * 1e3).round() / 1e3).into()
 }
 
 fn failed(reason: impl std::fmt::Display) -> BenchError {
@@ -438,14 +429,5 @@ mod tests {
         assert!((p999_over_quiet(&pairs, hold) - 4.0).abs() < 1e-9);
         let with_hold = p999_over_quiet(&pairs, Duration::ZERO);
         assert!((with_hold - 5_400.0 / 5_100.0).abs() < 1e-9);
-    }
-
-    #[test]
-    fn percentile_is_the_least_value_that_enough_do_not_exceed() {
-        let sorted: Vec<u64> = (1..=1_000).collect();
-        assert_eq!(at_permille(&sorted, 999), 999);
-        assert_eq!(at_permille(&sorted[..10], 500), 5);
-        assert_eq!(at_permille(&[7], 999), 7);
-        assert_eq!(at_permille(&[], 999), 0);
     }
 }

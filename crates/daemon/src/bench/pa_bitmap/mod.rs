@@ -33,7 +33,10 @@ mod lookup;
 mod rig;
 mod update;
 
-use super::{BenchError, BenchReport};
+use super::{
+    BenchError, BenchReport,
+    figures::{at_permille, median, rounded, to_f64},
+};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -125,7 +128,7 @@ impl Times {
     /// middle. What disturbed the machine for a while is in a few of them.
     fn middle(&self, of: impl Fn(&[u64]) -> f64) -> f64 {
         let parts = self.0.chunks(self.0.len().div_ceil(PARTS).max(1));
-        median(parts.map(of).collect())
+        median(parts.map(of))
     }
 
     /// The value that `permille` thousandths are not above, in the part in the middle.
@@ -157,23 +160,7 @@ impl Times {
 fn least_at(times: &[u64], permille: usize) -> f64 {
     let mut sorted = times.to_vec();
     sorted.sort_unstable();
-    let index = (sorted.len() * permille).div_ceil(1000).saturating_sub(1);
-    sorted.get(index).map_or(f64::NAN, |ns| to_f64(*ns))
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_unstable_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
-/// To a thousandth: no clock here is better than that.
-fn rounded(number: f64) -> f64 {
-    (number * 1e3).round() / 1e3
-}
-
-#[expect(clippy::cast_precision_loss, reason = "figures for ratios and people")]
-fn to_f64(number: u64) -> f64 {
-    number as f64
+    at_permille(&sorted, permille).map_or(f64::NAN, to_f64)
 }
 
 fn failed(reason: impl std::fmt::Display) -> BenchError {

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What figures are made with: the middle, the tail, and no more digits than a clock is worth.
+
+use serde_json::Value;
+
+/// The middle one, the upper of two; not a number of none.
+pub(super) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
+    let mut sorted: Vec<f64> = values.into_iter().collect();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// The least value that so many thousandths of `sorted` do not exceed.
+pub(super) fn at_permille<T: Copy>(sorted: &[T], permille: usize) -> Option<T> {
+    let rank = (sorted.len() * permille).div_ceil(1000).max(1);
+    sorted.get(rank - 1).copied()
+}
+
+/// To a thousandth: no clock here is better than that.
+pub(super) fn rounded(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
+}
+
+/// The same as a field of a report.
+pub(super) fn thousandths(value: f64) -> Value {
+    rounded(value).into()
+}
+
+#[expect(clippy::cast_precision_loss, reason = "figures for ratios and people")]
+pub(super) fn to_f64(number: u64) -> f64 {
+    number as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn median_of_few_is_one_of_them() {
+        assert!((median([3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
+        assert!((median([4.0, 1.0]) - 4.0).abs() < 1e-9);
+        assert!(median([]).is_nan());
+    }
+
+    #[test]
+    fn percentile_is_the_least_that_enough_do_not_exceed() {
+        let sorted: Vec<u64> = (1..=10_000).collect();
+        assert_eq!(at_permille(&sorted, 500), Some(5000));
+        assert_eq!(at_permille(&sorted, 999), Some(9990));
+        assert_eq!(at_permille(&sorted, 1000), Some(10_000));
+        assert_eq!(at_permille(&[7], 1), Some(7));
+        assert_eq!(at_permille::<u64>(&[], 500), None);
+    }
+}

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+//! How late this machine wakes a thread that nothing else keeps from its CPU: below that no
+//! tail can be measured here. A thread of the same class as the bench's parts sleeps to the next point of a
+//! beat, that of B's requests, and says how late it woke.
+
+use super::frontend::{FrontendError, Latency, latency, say};
+use rustix::thread::set_current_timer_slack;
+use std::{
+    io::BufRead as _,
+    num::NonZeroU64,
+    time::{Duration, Instant},
+};
+
+/// From one point to the next.
+const BEAT: Duration = Duration::from_micros(250);
+/// Points of a look: two seconds.
+const POINTS: u32 = 8000;
+
+/// For each line of input, prints a [`Latency`].
+///
+/// # Errors
+/// [`FrontendError`].
+pub fn serve() -> Result<(), FrontendError> {
+    // Timers of ordinary threads are put off by 50 us otherwise.
+    set_current_timer_slack(NonZeroU64::new(1))?;
+    for line in std::io::stdin().lock().lines() {
+        line?;
+        say(&look(POINTS, BEAT))?;
+    }
+    Ok(())
+}
+
+fn look(points: u32, beat: Duration) -> Latency {
+    let began = Instant::now();
+    let mut late_ns = Vec::new();
+    let mut next = beat;
+    for _ in 0..points {
+        std::thread::sleep(next.saturating_sub(began.elapsed()));
+        let late = began.elapsed().saturating_sub(next);
+        late_ns.push(u64::try_from(late.as_nanos()).unwrap_or(u64::MAX));
+        // What came due while it slept on is no wake of its own.
+        while next <= began.elapsed() {
+            next += beat;
+        }
+    }
+    latency(&mut late_ns)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_point_is_counted_once() {
+        let found = look(20, Duration::from_micros(10));
+        assert_eq!(found.count, 20);
+        assert!(found.p50_us <= found.max_us);
+    }
+}
