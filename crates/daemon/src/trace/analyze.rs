@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use pagetide_addr::{DeviceId, SectionNo};
-use pagetide_sim::replay::{Actor, ReplayError, Through, TraceOptions, TracedVm, survey};
+use pagetide_sim::replay::{Actor, Guest, ReplayError, Through, TraceOptions, TracedVm, survey};
 use pagetide_trace::{
     AccessAnalysis, AccessLog, Analysis, AnalysisError, AnalysisParams, BlockOptions, LoggedDevice,
     SectionTouch, Service, TraceError, open_block_trace,
@@ -103,6 +103,7 @@ fn trace_options(args: &AnalyzeArgs, cache: CacheSize) -> TraceOptions {
         time_scale: 1.0,
         // CPUs are not looked at here.
         cpu_permille: 0,
+        guest: Guest::default(),
     }
 }
 
