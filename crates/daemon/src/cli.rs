@@ -492,6 +492,8 @@ pub enum BenchPart {
 pub enum BenchName {
     /// What the access log and a DMA protector cost a disk, switched on and off in turns
     AccessLog,
+    /// Page faults of devices under no protector, a simple LRU, the paper's and ours, of made-up guests
+    Adp,
     /// The disk of a squeezed guest with a DMA protector and without, in turns
     AdpLive,
     /// Time to get an evicted page back, by CPU and by device, beside kernel zram
