@@ -32,11 +32,11 @@ struct Naive {
 impl Naive {
     fn touch(&mut self, at: Duration, actor: Actor, access: Access, frame: u64) {
         let section = SectionNo((BASE + frame * PAGE) / SECTION);
-        if let Some(last) = self.out.last_mut() {
-            if (last.at, last.actor, last.access, last.section) == (at, actor, access, section) {
-                last.bytes += PAGE;
-                return;
-            }
+        if let Some(last) = self.out.last_mut()
+            && (last.at, last.actor, last.access, last.section) == (at, actor, access, section)
+        {
+            last.bytes += PAGE;
+            return;
         }
         self.out.push(ReplayAccess {
             at,
@@ -79,15 +79,11 @@ impl Naive {
             self.pages.push(page);
         }
         let frame = self.take(at, block);
-        if let Some(i) = self
-            .pages
-            .iter()
-            .position(|page| Some(page.frame) == dropped)
-        {
-            if self.pages[i].block == (DeviceId(99), 99) {
-                let page = self.pages.remove(i);
-                self.pages.insert(0, page);
-            }
+        let is_dropped =
+            |page: &Page| Some(page.frame) == dropped && page.block == (DeviceId(99), 99);
+        if let Some(i) = self.pages.iter().position(is_dropped) {
+            let page = self.pages.remove(i);
+            self.pages.insert(0, page);
         }
         self.touch(at, disk(block.0), Access::Write, frame);
     }

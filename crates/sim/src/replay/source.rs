@@ -21,7 +21,7 @@ const WORKING_SET_ROUND: Duration = Duration::from_secs(4);
 #[derive(Debug)]
 pub enum DiskPath {
     /// In its page cache.
-    Cached(GuestPageCache),
+    Cached(Box<GuestPageCache>),
     /// In buffers of its programs.
     Direct(DirectPool),
 }
@@ -197,7 +197,7 @@ mod tests {
             request(2, 0, Access::Write),
             request(36, 8192, Access::Read),
         ];
-        let stream = DiskStream::new(requests.into_iter(), DiskPath::Cached(cache));
+        let stream = DiskStream::new(requests.into_iter(), DiskPath::Cached(Box::new(cache)));
         let counts = stream.counts();
         let disk = Actor::Device(DeviceId(1), crate::replay::Service::Block);
         let seen: Vec<_> = drain(stream)

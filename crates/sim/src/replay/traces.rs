@@ -230,11 +230,12 @@ impl TracedVm {
             OriginKind::PageCache { cache_bytes, .. } => {
                 let params =
                     PageCacheParams::at_the_end_of(memory_bytes, cache_bytes, section_bytes);
-                DiskPath::Cached(GuestPageCache::new(PageCacheParams {
+                let cache = GuestPageCache::new(PageCacheParams {
                     reads: self.options.guest.reads,
                     run_bytes: self.options.guest.run_bytes,
                     ..params
-                })?)
+                })?;
+                DiskPath::Cached(Box::new(cache))
             }
             OriginKind::Direct { pool_bytes, .. } => {
                 let base = memory_bytes - pool_bytes;
