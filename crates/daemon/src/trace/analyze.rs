@@ -8,7 +8,6 @@
 //!                  with --page-cache where a modelled guest's DMA would go
 //! ```
 
-use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -17,7 +16,7 @@ use pagetide_addr::{DeviceId, SectionNo};
 use pagetide_sim::replay::{Actor, Guest, ReplayError, Through, TraceOptions, TracedVm, survey};
 use pagetide_trace::{
     AccessAnalysis, AccessLog, Analysis, AnalysisError, AnalysisParams, BlockOptions, LoggedDevice,
-    SectionTouch, Service, TraceError, open_block_trace,
+    SectionTouch, Service, TraceError, open_block_trace, open_regular,
 };
 
 use super::analyze_plot::plot;
@@ -44,11 +43,12 @@ pub fn analyze(args: &AnalyzeArgs) -> Result<(), CommandError> {
             args.section
         )));
     }
-    let (logs, blocks): (Vec<PathBuf>, Vec<PathBuf>) = args
-        .files
-        .iter()
-        .cloned()
-        .partition(|file| args.format.is_none() && is_parquet(file));
+    let (mut logs, mut blocks) = (Vec::new(), Vec::new());
+    for file in &args.files {
+        let is_log = is_parquet(file).map_err(of_trace)? && args.format.is_none();
+        let kind = if is_log { &mut logs } else { &mut blocks };
+        kind.push(file.clone());
+    }
     let progress = Progress::new("analyze", "records");
     let mut look = Look {
         args,
@@ -76,11 +76,12 @@ pub fn analyze(args: &AnalyzeArgs) -> Result<(), CommandError> {
     print_report(&report, args.json.into())
 }
 
-/// Whether a file is one of ours. One that cannot be read is told of when it is opened.
-fn is_parquet(file: &Path) -> bool {
+/// Whether a file is one of ours. One that cannot be read is told of when it is
+/// read whole; a pipe is refused here, before anything is taken from it.
+fn is_parquet(file: &Path) -> Result<bool, TraceError> {
     let mut head = [0; 4];
-    let read = File::open(file).and_then(|mut file| file.read_exact(&mut head));
-    read.is_ok() && head == PARQUET_MAGIC
+    let read = open_regular(file)?.read_exact(&mut head);
+    Ok(read.is_ok() && head == PARQUET_MAGIC)
 }
 
 fn block_options(args: &AnalyzeArgs) -> BlockOptions {
