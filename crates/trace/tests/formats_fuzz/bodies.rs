@@ -80,7 +80,7 @@ pub fn access_log(bytes: &[u8]) {
                     .checked_add(record.len_bytes.into())
                     .is_some()
             );
-            let told = analysis.touch(SectionTouch {
+            let told = analysis.touch_in(record.space, SectionTouch {
                 at: Duration::from_nanos(record.time_ns),
                 device: record.device,
                 service: record.service,
