@@ -9,10 +9,10 @@
 //! ```
 
 use std::io::Read as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
-use pagetide_addr::{DeviceId, SectionNo};
+use pagetide_addr::{DeviceId, DomainId, SectionNo};
 use pagetide_sim::replay::{Actor, Guest, ReplayError, Through, TraceOptions, TracedVm, survey};
 use pagetide_trace::{
     AccessAnalysis, AccessLog, Analysis, AnalysisError, AnalysisParams, BlockOptions, LoggedDevice,
@@ -128,6 +128,7 @@ struct Stretch {
     at: Duration,
     device: DeviceId,
     service: Service,
+    space: DomainId,
     address: u64,
     len_bytes: u64,
 }
@@ -143,6 +144,7 @@ impl Look<'_> {
                 at: Duration::from_nanos(record.time_ns),
                 device: record.device,
                 service: record.service,
+                space: record.space,
                 address: record.address,
                 len_bytes: record.len_bytes.into(),
             });
@@ -169,6 +171,8 @@ impl Look<'_> {
                 // 0 are the CPUs.
                 device: DeviceId(request.device.saturating_add(1)),
                 service: Service::Block,
+                // Disks are told apart by their devices.
+                space: DomainId(0),
                 address: request.offset_bytes,
                 len_bytes: request.len_bytes.into(),
             });
@@ -185,19 +189,24 @@ impl Look<'_> {
     fn guest(&mut self, vm: &TracedVm) -> Result<TraceAnalysis, CommandError> {
         let mut stream = vm.stream().map_err(of_replay)?;
         let mut window = self.window(Some(vm.origin.memory_bytes));
+        // Its times count from the trace's first record, which may be a write that
+        // a device sees only when it is written back.
+        window.first = Some(Duration::ZERO);
         while let Some(access) = stream.next().map_err(of_replay)? {
             self.step();
-            let Actor::Device(device, service) = access.actor else {
-                continue;
-            };
-            let more = window.touch(SectionTouch {
-                at: access.at,
-                device,
-                service,
-                section: access.section,
-            });
-            if !more.map_err(|error| refused(&vm.origin.name, error))? {
-                break;
+            match (window.part(access.at), access.actor) {
+                (Part::After, _) => break,
+                (Part::Within, Actor::Device(device, service)) => {
+                    let touch = SectionTouch {
+                        at: access.at,
+                        device,
+                        service,
+                        section: access.section,
+                    };
+                    let touched = window.analysis.touch(touch);
+                    touched.map_err(|error| refused(&vm.origin.name, error))?;
+                }
+                (Part::Before, _) | (Part::Within, Actor::Cpu) => {}
             }
         }
         let mut trace = window.finish(vm.origin.name.clone(), Addresses::PageCache);
@@ -233,39 +242,54 @@ struct Window {
     from: Duration,
     until: Option<Duration>,
     section_bytes: u64,
+    /// Time of the trace's first record, of whatever it is.
     first: Option<Duration>,
     analysis: Analysis,
 }
 
+/// Where a time lies.
+enum Part {
+    /// Before the window; it will come.
+    Before,
+    /// In it.
+    Within,
+    /// After it; there is no more to look at.
+    After,
+}
+
 impl Window {
+    /// Where `at` lies, no earlier than what was asked for before.
+    fn part(&mut self, at: Duration) -> Part {
+        let since = at.saturating_sub(*self.first.get_or_insert(at));
+        if self.until.is_some_and(|until| since >= until) {
+            Part::After
+        } else if since < self.from {
+            Part::Before
+        } else {
+            Part::Within
+        }
+    }
+
     /// Each section of a stretch; whether later ones are looked at, too.
     fn stretch(&mut self, stretch: &Stretch) -> Result<bool, AnalysisError> {
+        match self.part(stretch.at) {
+            Part::Before => return Ok(true),
+            Part::Within => {}
+            Part::After => return Ok(false),
+        }
         let Some(last) = stretch.len_bytes.checked_sub(1) else {
             return Ok(true);
         };
         let first = stretch.address / self.section_bytes;
         let last = stretch.address.saturating_add(last) / self.section_bytes;
         for section in first..=last {
-            let more = self.touch(SectionTouch {
+            let touch = SectionTouch {
                 at: stretch.at,
                 device: stretch.device,
                 service: stretch.service,
                 section: SectionNo(section),
-            })?;
-            if !more {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    fn touch(&mut self, touch: SectionTouch) -> Result<bool, AnalysisError> {
-        let since = touch.at.saturating_sub(*self.first.get_or_insert(touch.at));
-        if self.until.is_some_and(|until| since >= until) {
-            return Ok(false);
-        }
-        if since >= self.from {
-            self.analysis.touch(touch)?;
+            };
+            self.analysis.touch_in(stretch.space, touch)?;
         }
         Ok(true)
     }
