@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use pagetide_addr::{Access, DeviceId, DomainId};
 use pagetide_trace::{
     AccessLog, AccessLogMeta, AccessLogReader, AccessLogWriter, AccessRecord, LOG_FILE_BYTES_MIN,
-    LOG_GROUP_RECORDS, LOG_SLACK_RECORDS, LogLimits, LoggedDevice, ParquetWriter, RotatingLog,
-    Service, TraceError, TraceMeta, open_trace,
+    LOG_FILES_MAX, LOG_GROUP_RECORDS, LOG_SLACK_RECORDS, LogLimits, LoggedDevice, ParquetWriter,
+    RotatingLog, Service, TraceError, TraceMeta, open_trace,
 };
 
 fn record(i: u64) -> AccessRecord {
@@ -302,10 +302,13 @@ fn limits_that_allow_no_file_and_names_that_are_none_are_refused() {
     for (limits, vm) in [
         (limits(LOG_FILE_BYTES_MIN, 0), "web"),
         (limits(LOG_FILE_BYTES_MIN - 1, 1), "web"),
+        (limits(LOG_FILE_BYTES_MIN, LOG_FILES_MAX + 1), "web"),
         (limits(LOG_FILE_BYTES_MIN, 1), "a/b"),
         (limits(LOG_FILE_BYTES_MIN, 1), ""),
     ] {
         let meta = AccessLogMeta::new(vm, 1, 0);
         assert!(RotatingLog::create(limits, meta).is_err());
     }
+    let most = limits(LOG_FILE_BYTES_MIN, LOG_FILES_MAX);
+    assert!(RotatingLog::create(most, meta()).is_ok());
 }
