@@ -51,7 +51,7 @@ pub enum Command {
     /// Simulate the translation of I/O addresses for many tenants
     #[command(subcommand)]
     Sim(SimCommand),
-    /// Make, build, convert and look at traces of I/O address translation
+    /// Make, build, convert and look at traces of I/O address translation and of DMA
     #[command(subcommand)]
     Trace(TraceCommand),
     /// Try implementations of the VPRI function
