@@ -538,6 +538,7 @@ impl ProtectionPolicy for Adaptive {
             Fate::Faulted => {
                 self.absent.remove(section);
             }
+            Fate::NotBroughtBack => {}
             Fate::Gone => {
                 self.absent.remove(section);
                 if let Some(slot) = slot {
