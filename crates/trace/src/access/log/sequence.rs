@@ -221,32 +221,3 @@ fn check_order(before: &Part, after: &Part) -> Result<(), TraceError> {
         reason,
     })
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Files of one log that say they hold so many records each.
-    fn parts(records: &[u64]) -> Vec<Part> {
-        (1..)
-            .zip(records)
-            .map(|(sequence, records)| Part {
-                path: format!("file-{sequence}").into(),
-                meta: AccessLogMeta {
-                    sequence,
-                    ..AccessLogMeta::new("web", 1, 0)
-                },
-                records: *records,
-            })
-            .collect()
-    }
-
-    #[test]
-    fn records_that_are_2_64_together_are_refused_by_the_file_that_says_so() {
-        let half = 1 << 63;
-        let error = AccessLog::of(parts(&[1, half, half])).unwrap_err();
-        assert!(error.to_string().starts_with("file-3: "), "{error}");
-        let log = AccessLog::of(parts(&[half, half - 1])).unwrap();
-        assert_eq!(log.records(), u64::MAX);
-    }
-}
