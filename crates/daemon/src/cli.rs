@@ -51,7 +51,7 @@ pub enum Command {
     /// Simulate the translation of I/O addresses for many tenants
     #[command(subcommand)]
     Sim(SimCommand),
-    /// Make, build, convert and look at traces of I/O address translation
+    /// Make, build, convert and look at traces of I/O address translation and of DMA
     #[command(subcommand)]
     Trace(TraceCommand),
     /// Try implementations of the VPRI function
@@ -494,6 +494,8 @@ pub enum BenchPart {
 pub enum BenchName {
     /// What the access log and a DMA protector cost a disk, switched on and off in turns
     AccessLog,
+    /// Page faults of devices under no protector, a simple LRU, the paper's and ours, of made-up guests
+    Adp,
     /// The disk of a squeezed guest with a DMA protector and without, in turns
     AdpLive,
     /// Time to get an evicted page back, by CPU and by device, beside kernel zram

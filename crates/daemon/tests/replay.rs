@@ -66,11 +66,12 @@ fn access_log(path: &Path) {
     writer.finish().unwrap();
 }
 
-/// A disk that is read everywhere by turns, in the text of MQSim: 60 s, 2,000 blocks of 4 KiB.
+/// A disk that is read everywhere, each block three times, in the text of MQSim: 60 s, 2,000 blocks of
+/// 4 KiB.
 fn block_trace() -> String {
     let mut text = String::new();
     for at in 0..6000_u64 {
-        let block = at * 7919 % 2000;
+        let block = at / 3 * 7919 % 2000;
         writeln!(text, "{} 0 {} 8 1", at * 10_000_000, block * 8).unwrap();
     }
     text
@@ -147,6 +148,21 @@ fn block_trace_goes_through_a_page_cache_or_past_it_and_the_report_says_so() {
     ] {
         assert!(text.contains(told), "no '{told}' in\n{text}");
     }
+    let aged = [
+        "t",
+        "--time-scale",
+        "60",
+        "--runs",
+        "64K",
+        "--read-again",
+        "--nic",
+        "1M",
+    ];
+    let aged = report(dir.path(), &[&aged[..], &small].concat());
+    assert_eq!(aged["vms"][0]["guest"]["reads"], "read-again");
+    assert_eq!(aged["policies"][0]["services"][1]["service"], "network");
+    let touches = |report: &Value| report["policies"][0]["services"][0]["touches"].as_u64();
+    assert!(touches(&aged) > touches(&cached), "{aged}");
     let direct = ["t", "--direct=1M", "--vm-memory", "16M"];
     let direct = report(dir.path(), &[&direct[..], &small].concat());
     assert_eq!(direct["vms"][0]["kind"], "direct");

@@ -324,11 +324,30 @@ fn what_a_trace_cannot_be_made_of_is_told_with_a_way_out() {
     assert_eq!(census(dir.path()).len(), 1);
 }
 
+/// A device writes a page to a section of 2 MiB; device 1 is a NIC.
+fn dma(seconds: u64, device: u32, space: u32, section: u64) -> pagetide_trace::AccessRecord {
+    use pagetide_addr::{Access, DeviceId, DomainId};
+    use pagetide_trace::{AccessRecord, Service};
+    AccessRecord {
+        time_ns: seconds * 1_000_000_000,
+        device: DeviceId(device),
+        space: DomainId(space),
+        address: section << 21,
+        len_bytes: 4096,
+        access: Access::Write,
+        service: if device == 1 {
+            Service::Network
+        } else {
+            Service::Block
+        },
+    }
+}
+
 /// An access log of a VM of 64 MiB: a NIC that keeps to 2 sections, a disk that
 /// comes back to some of its 8 after longer.
 fn access_log(path: &Path) {
-    use pagetide_addr::{Access, DeviceId, DomainId};
-    use pagetide_trace::{AccessLogMeta, AccessLogWriter, AccessRecord, LoggedDevice, Service};
+    use pagetide_addr::DeviceId;
+    use pagetide_trace::{AccessLogMeta, AccessLogWriter, LoggedDevice, Service};
     let mut meta = AccessLogMeta::new("web", 64 << 20, 1);
     for (id, name, service) in [(1, "nic", Service::Network), (2, "disk", Service::Block)] {
         meta.enter(LoggedDevice {
@@ -338,19 +357,7 @@ fn access_log(path: &Path) {
         });
     }
     meta.lost_records = 5;
-    let record = |seconds: u64, device: u32, section: u64| AccessRecord {
-        time_ns: seconds * 1_000_000_000,
-        device: DeviceId(device),
-        space: DomainId(0),
-        address: section << 21,
-        len_bytes: 4096,
-        access: Access::Write,
-        service: if device == 1 {
-            Service::Network
-        } else {
-            Service::Block
-        },
-    };
+    let record = |seconds, device, section| dma(seconds, device, 0, section);
     let mut records: Vec<_> = (0..1200).map(|at| record(at, 1, at % 2)).collect();
     records.extend((0..8).map(|at| record(at * 10, 2, 10 + at)));
     records.extend((0..4).map(|at| record(1000 + at, 2, 10 + at)));
@@ -466,5 +473,92 @@ fn block_trace_is_analyzed_as_what_it_is_and_refused_when_broken() {
         let (status, _, err) = pagetide(dir.path(), &arguments);
         assert_eq!(status, Some(2), "{err}");
         assert!(err.contains(told), "{err}");
+    }
+}
+
+#[test]
+fn trace_from_a_pipe_is_refused_whole_and_nothing_of_it_is_analyzed() {
+    let dir = tempfile::tempdir().unwrap();
+    for more in [&[][..], &["--format", "mqsim"], &["--page-cache=64M"]] {
+        let (input, mut output) = std::io::pipe().unwrap();
+        std::io::Write::write_all(&mut output, b"0 0 0 8 1\n1 0 8 8 1\n").unwrap();
+        drop(output);
+        let ended = Command::new(env!("CARGO_BIN_EXE_pagetide"))
+            .args(["trace", "analyze", "/dev/stdin"])
+            .args(more)
+            .current_dir(dir.path())
+            .stdin(input)
+            .output()
+            .unwrap();
+        let err = String::from_utf8(ended.stderr).unwrap();
+        assert_eq!(ended.status.code(), Some(2), "{more:?}: {err}");
+        assert!(err.contains("/dev/stdin: is a pipe or a device"), "{err}");
+    }
+}
+
+#[test]
+fn log_of_more_files_than_a_process_may_have_open_is_analyzed() {
+    use pagetide_trace::{AccessLogMeta, AccessLogWriter};
+    let dir = tempfile::tempdir().unwrap();
+    for sequence in 1..=80 {
+        let meta = AccessLogMeta {
+            sequence,
+            ..AccessLogMeta::new("web", 64 << 20, 1)
+        };
+        let path = dir.path().join(format!("web-{sequence:06}.parquet"));
+        let mut writer = AccessLogWriter::create(&path, meta).unwrap();
+        writer.append(&[dma(u64::from(sequence), 1, 0, 0)]).unwrap();
+        writer.finish().unwrap();
+    }
+    let shell = r#"ulimit -n 40; exec "$0" trace analyze --json *.parquet"#;
+    let ended = Command::new("sh")
+        .args(["-c", shell, env!("CARGO_BIN_EXE_pagetide")])
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    let err = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(0), "{err}");
+    let made: Value = serde_json::from_slice(&ended.stdout).unwrap();
+    assert_eq!(made["traces"][0]["services"][0]["accesses"], 80);
+}
+
+#[test]
+fn sections_of_two_spaces_are_told_apart_in_a_log() {
+    use pagetide_trace::{AccessLogMeta, AccessLogWriter};
+    let dir = tempfile::tempdir().unwrap();
+    let meta = AccessLogMeta::new("web", 64 << 20, 1);
+    let mut writer = AccessLogWriter::create(&dir.path().join("a"), meta).unwrap();
+    let records = [dma(0, 1, 0, 5), dma(1, 1, 7, 5), dma(400, 1, 7, 5)];
+    writer.append(&records).unwrap();
+    writer.finish().unwrap();
+    let made = report(dir.path(), &["trace", "analyze", "a", "--json"]);
+    let nic = &made["traces"][0]["devices"][0];
+    assert_eq!(nic["footprint_bytes"], 4 << 20);
+    assert_eq!(nic["simulated_faults"], 1);
+}
+
+#[test]
+fn window_counts_from_the_first_record_though_no_device_sees_it_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let second = 1_000_000_000u64;
+    let lines = |first: &str| {
+        let rest = [(60, 8), (60, 16), (120, 24)];
+        let rest = rest.map(|(at, sector)| format!("{} 0 {sector} 8 1\n", at * second));
+        format!("{first}\n{}", rest.concat())
+    };
+    // A write stays in the page cache for 30 s; a request of no sectors does nothing.
+    std::fs::write(dir.path().join("write"), lines("0 0 0 8 0")).unwrap();
+    std::fs::write(dir.path().join("nothing"), lines("0 0 0 0 1")).unwrap();
+    for (file, more) in [
+        ("write", "--page-cache=64M"),
+        ("nothing", "--page-cache=64M"),
+        ("nothing", "--json"),
+    ] {
+        let mut arguments = vec!["trace", "analyze", file, "--from", "50s"];
+        arguments.extend(["--until", "110s", "--json", more]);
+        arguments.dedup();
+        let made = report(dir.path(), &arguments);
+        let accesses = &made["traces"][0]["services"][0]["accesses"];
+        assert_eq!(accesses, 2, "{file} {more}");
     }
 }

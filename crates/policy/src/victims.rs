@@ -12,14 +12,22 @@
 //!   ColdOnly      sections on the cold side that are not protected, coldest first
 //!   AllResting    not enough: the whole VM is hot; what rested since the scan, of any
 //!                 section that is not protected
-//!   Scan          not enough: scan, rest for UNMAPPED_MIN, and both again; at most
+//!   Protected     not enough, and a limit that must be kept: protected ones that rested
+//!   Scan          not enough: scan, rest for UNMAPPED_MIN, and all of them again; at most
 //!                 PRESSED_SCANS_MAX times, for each costs every mapped page a small fault
-//!   Protected     still not enough, and a limit that must be kept: protected ones too
 //! ```
-//! [`passes`] tells this order, the owner does the steps and stops when it has enough. The last
-//! pass is the difference between protecting and locking: a VM whose limit cannot be kept otherwise
-//! loses protected sections, and that is counted. So the owner leaves it out as long as free memory
-//! is above the low mark, or if it had no time to look at all the others.
+//! [`passes`] tells this order, the owner does the steps and stops when it has enough.
+//!
+//! Sparing what is protected is not locking it: a VM whose limit cannot be kept otherwise loses
+//! protected sections, and that is counted. What stands between them and the others is whether
+//! the others *rest*: each section that was left alone since the last scan, a few seconds ago, goes
+//! before a protected one, and a protected one goes before the whole VM is scanned again for pages
+//! that rest for no longer than [`UNMAPPED_MIN`]. Such a scan finds nearly all that the vCPUs work
+//! with; to take that first would cost more than a device's fault, and the scan's time is
+//! what a fill does not have that waits for room.
+//!
+//! So the owner leaves the third pass out as long as free memory is above the low mark, or if it had
+//! no time to look at all the others.
 //!
 //! The clock is the caller's: times are durations since any fixed moment, and the same code serves
 //! the daemon and a replay in virtual time.
@@ -68,13 +76,14 @@ pub enum Step {
 
 /// The steps of one reclaim, to be done until there is enough. See the module.
 pub fn passes(need: Need) -> impl Iterator<Item = Step> {
-    const RESTING: [Step; 2] = [Step::Take(Reach::ColdOnly), Step::Take(Reach::AllResting)];
-    let pressed = (0..PRESSED_SCANS_MAX).flat_map(|_| [Step::Scan].into_iter().chain(RESTING));
-    let last_resort = match need {
+    let protected = match need {
         Need::Limit => Some(Step::Take(Reach::Protected)),
         Need::Wish => None,
     };
-    RESTING.into_iter().chain(pressed).chain(last_resort)
+    let resting = [Step::Take(Reach::ColdOnly), Step::Take(Reach::AllResting)];
+    let takes = move || resting.into_iter().chain(protected);
+    let pressed = (0..PRESSED_SCANS_MAX).flat_map(move |_| [Step::Scan].into_iter().chain(takes()));
+    takes().chain(pressed)
 }
 
 /// What became of one section that was offered.
@@ -373,16 +382,60 @@ mod tests {
     }
 
     #[test]
-    fn protected_sections_come_last_and_only_for_a_limit() {
-        let take = |reach| Step::Take(reach);
-        let pair = [take(Reach::ColdOnly), take(Reach::AllResting)];
-        let mut expected = pair.to_vec();
-        for _ in 0..PRESSED_SCANS_MAX {
-            expected.push(Step::Scan);
-            expected.extend(pair);
+    fn protected_sections_come_before_a_scan_after_all_others_and_only_for_a_limit() {
+        let resting = [Step::Take(Reach::ColdOnly), Step::Take(Reach::AllResting)];
+        for (need, protected) in [
+            (Need::Wish, None),
+            (Need::Limit, Some(Step::Take(Reach::Protected))),
+        ] {
+            let mut expected = Vec::from(resting);
+            expected.extend(protected);
+            for _ in 0..PRESSED_SCANS_MAX {
+                expected.push(Step::Scan);
+                expected.extend(resting);
+                expected.extend(protected);
+            }
+            assert!(passes(need).eq(expected), "{need:?}");
         }
-        assert!(passes(Need::Wish).eq(expected.iter().copied()));
-        expected.push(take(Reach::Protected));
-        assert!(passes(Need::Limit).eq(expected));
+    }
+
+    /// What a VM gives up for `pages` pages that a limit demands, by the section, while its sections
+    /// `in_use` are touched all the time, and how often it is scanned for that.
+    fn press(pages: u64, in_use: &[u64]) -> (Vec<u64>, u32) {
+        let mut victims = victims();
+        let (mut now, mut scans, mut gone) = (NOW, 0, Vec::new());
+        for step in passes(Need::Limit) {
+            let left = pages - gone.len() as u64;
+            match step {
+                _ if left == 0 => break,
+                Step::Scan => {
+                    victims.scanned(now, in_use.iter().copied().map(SectionNo));
+                    now += UNMAPPED_MIN;
+                    scans += 1;
+                }
+                Step::Take(reach) => {
+                    victims.reclaim(now, left, reach, is_protected, |section, _| {
+                        let rests = !in_use.contains(&section.0);
+                        gone.extend(rests.then_some(section.0));
+                        let pages = u64::from(rests);
+                        let then = if rests { Then::Emptied } else { Then::Next };
+                        Taken { pages, then }
+                    });
+                }
+            }
+        }
+        (gone, scans)
+    }
+
+    #[test]
+    fn limit_that_protected_sections_can_keep_costs_no_scan() {
+        assert_eq!(press(2, &[]), (vec![0, 2], 0), "others rest");
+        assert_eq!(press(2, &[2]), (vec![0, 1], 0), "one of them");
+        assert_eq!(press(2, &[0, 2]), (vec![1, 3], 0), "none of them");
+    }
+
+    #[test]
+    fn limit_that_nothing_can_keep_costs_no_more_than_its_scans() {
+        assert_eq!(press(2, &[0, 1, 2, 3]), (vec![], PRESSED_SCANS_MAX));
     }
 }

@@ -32,8 +32,8 @@ fn params(sections: u64, policy: &str) -> VmParams {
 }
 
 fn run(params: VmParams, limit: u64, accesses: &[ReplayAccess], end: Duration) -> VmAccount {
-    let stream = accesses.to_vec().into_iter();
-    let mut vm = VmReplay::new(params, Box::new(stream)).unwrap();
+    let accesses = accesses.to_vec();
+    let mut vm = VmReplay::new(params, Box::new(accesses.into_iter())).unwrap();
     vm.set_limit(Some(limit));
     vm.run_until(end).unwrap();
     vm.account()

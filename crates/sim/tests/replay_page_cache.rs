@@ -3,7 +3,7 @@
 
 use pagetide_addr::{Access, DeviceId, SectionNo};
 use pagetide_sim::replay::{
-    Actor, DiskRequest, GuestPageCache, PageCacheParams, ReplayAccess, Service,
+    Actor, CachedReads, DiskRequest, GuestPageCache, PageCacheParams, ReplayAccess, Service,
 };
 use proptest::prelude::*;
 use std::time::Duration;
@@ -24,6 +24,7 @@ struct Page {
 /// Pages, the least recently used first.
 #[derive(Default)]
 struct Naive {
+    reads: CachedReads,
     pages: Vec<Page>,
     out: Vec<ReplayAccess>,
 }
@@ -31,11 +32,11 @@ struct Naive {
 impl Naive {
     fn touch(&mut self, at: Duration, actor: Actor, access: Access, frame: u64) {
         let section = SectionNo((BASE + frame * PAGE) / SECTION);
-        if let Some(last) = self.out.last_mut() {
-            if (last.at, last.actor, last.access, last.section) == (at, actor, access, section) {
-                last.bytes += PAGE;
-                return;
-            }
+        if let Some(last) = self.out.last_mut()
+            && (last.at, last.actor, last.access, last.section) == (at, actor, access, section)
+        {
+            last.bytes += PAGE;
+            return;
         }
         self.out.push(ReplayAccess {
             at,
@@ -64,11 +65,38 @@ impl Naive {
         frame
     }
 
+    /// Another page is taken; the one that had the block is the next to be used again.
+    fn read_again(&mut self, at: Duration, block: (DeviceId, u64), known: Option<usize>) {
+        let mut dropped = None;
+        if let Some(i) = known {
+            // It becomes the newest before it is given up.
+            let mut page = self.pages.remove(i);
+            page.block = (DeviceId(99), 99);
+            if page.dirty_at.take().is_some() {
+                self.touch(at, disk(block.0), Access::Read, page.frame);
+            }
+            dropped = Some(page.frame);
+            self.pages.push(page);
+        }
+        let frame = self.take(at, block);
+        let is_dropped =
+            |page: &Page| Some(page.frame) == dropped && page.block == (DeviceId(99), 99);
+        if let Some(i) = self.pages.iter().position(is_dropped) {
+            let page = self.pages.remove(i);
+            self.pages.insert(0, page);
+        }
+        self.touch(at, disk(block.0), Access::Write, frame);
+    }
+
     fn request(&mut self, at: Duration, request: &DiskRequest) {
         let end = request.offset_bytes + request.len_bytes;
         for number in request.offset_bytes / PAGE..end.div_ceil(PAGE) {
             let block = (request.disk, number);
-            let known = self.pages.iter().position(|page| page.block == block);
+            let mut known = self.pages.iter().position(|page| page.block == block);
+            if self.reads == CachedReads::ReadAgain && request.access == Access::Read {
+                self.read_again(at, block, known.take());
+                continue;
+            }
             let frame = match known {
                 Some(i) => {
                     let page = self.pages.remove(i);
@@ -112,13 +140,15 @@ fn disk(id: DeviceId) -> Actor {
     Actor::Device(id, Service::Block)
 }
 
-fn cache() -> GuestPageCache {
+fn cache(reads: CachedReads) -> GuestPageCache {
     GuestPageCache::new(PageCacheParams {
         base_bytes: BASE,
         cache_bytes: PAGES as u64 * PAGE,
         section_bytes: SECTION,
         dirty_expire: Duration::from_secs(30),
         writeback_every: Duration::from_secs(5),
+        reads,
+        run_bytes: None,
     })
     .unwrap()
 }
@@ -144,8 +174,10 @@ proptest! {
     #[test]
     fn cache_touches_memory_as_a_plain_list_does(
         requests in proptest::collection::vec(request_strategy(), 1..120),
+        reads in prop_oneof![Just(CachedReads::Served), Just(CachedReads::ReadAgain)],
     ) {
-        let (mut cache, mut naive) = (cache(), Naive::default());
+        let (mut cache, mut naive) = (cache(reads), Naive::default());
+        naive.reads = reads;
         let mut out = Vec::new();
         let mut now = Duration::ZERO;
         for (seconds, request) in requests {
@@ -167,7 +199,7 @@ proptest! {
 
 #[test]
 fn fresh_memory_is_taken_in_order_and_used_memory_in_the_order_of_last_use() {
-    let mut cache = cache();
+    let mut cache = cache(CachedReads::Served);
     let mut out = Vec::new();
     let mut read = |block: u64, pages: u64| {
         out.clear();
@@ -203,7 +235,7 @@ fn request_that_is_too_long_or_wraps_round_is_an_error_with_its_number() {
             len_bytes,
             access: Access::Read,
         };
-        let error = cache()
+        let error = cache(CachedReads::Served)
             .request(Duration::ZERO, &request, &mut Vec::new())
             .unwrap_err();
         assert!(
@@ -219,4 +251,38 @@ fn cache_without_a_page_or_with_sections_smaller_than_pages_is_refused() {
         let params = PageCacheParams::at_the_end_of(memory, cache, section);
         assert!(GuestPageCache::new(params).is_err());
     }
+}
+
+#[test]
+fn memory_in_runs_is_all_used_once_and_each_run_lies_together() {
+    let run = 2 * PAGE;
+    let params = PageCacheParams {
+        run_bytes: Some(run),
+        ..PageCacheParams::at_the_end_of(200 * PAGE, 101 * PAGE, PAGE)
+    };
+    let mut cache = GuestPageCache::new(params).unwrap();
+    let mut out = Vec::new();
+    let request = DiskRequest {
+        number: 0,
+        disk: DeviceId(1),
+        offset_bytes: 0,
+        len_bytes: 101 * PAGE,
+        access: Access::Read,
+    };
+    cache.request(Duration::ZERO, &request, &mut out).unwrap();
+    let mut pages: Vec<u64> = out.iter().map(|a| a.section.0).collect();
+    assert!(!pages.is_sorted());
+    let pairs: Vec<_> = pages.chunks_exact(2).collect();
+    assert!(
+        pairs
+            .iter()
+            .all(|pair| pair[1] == pair[0] + 1 && pair[0] % 2 == 1)
+    );
+    assert_eq!(
+        pages.last(),
+        Some(&199),
+        "what is left after the last run stays"
+    );
+    pages.sort_unstable();
+    assert_eq!(pages, (99..200).collect::<Vec<_>>());
 }

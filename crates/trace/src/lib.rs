@@ -27,7 +27,7 @@ pub use access::block::{
     BlockAbout, BlockFormat, BlockOptions, BlockRequest, BlockTrace, ByteOrder, open_block_trace,
 };
 pub use access::log::{
-    AccessLog, AccessLogMeta, AccessLogReader, AccessLogWriter, LOG_FILE_BYTES_MIN,
+    AccessLog, AccessLogMeta, AccessLogReader, AccessLogWriter, LOG_FILE_BYTES_MIN, LOG_FILES_MAX,
     LOG_GROUP_RECORDS, LOG_SLACK_RECORDS, LogLimits, LoggedDevice, RotatingLog,
 };
 pub use access::{AccessRecord, Service};

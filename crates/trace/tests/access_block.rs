@@ -416,6 +416,24 @@ fn format_that_is_named_is_taken_and_names_are_read_back() {
 }
 
 #[test]
+fn trace_that_is_no_file_is_refused_and_read_from_any_input_once() {
+    let named = BlockOptions {
+        format: Some(BlockFormat::Vscsi),
+        ..BlockOptions::default()
+    };
+    let error = open_block_trace(Path::new("/dev/null"), &named).unwrap_err();
+    assert!(
+        error.to_string().contains("is a pipe or a device"),
+        "{error}"
+    );
+    let (input, mut output) = std::io::pipe().unwrap();
+    std::io::Write::write_all(&mut output, &vscsi(&ROWS)).unwrap();
+    drop(output);
+    let trace = BlockTrace::new(Path::new("a pipe"), input, &BlockOptions::default()).unwrap();
+    assert_eq!(trace.filter_map(Result::ok).count(), ROWS.len());
+}
+
+#[test]
 fn trace_in_a_file_is_opened_by_its_path() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("t");

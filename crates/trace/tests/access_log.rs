@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use pagetide_addr::{Access, DeviceId, DomainId};
 use pagetide_trace::{
     AccessLog, AccessLogMeta, AccessLogReader, AccessLogWriter, AccessRecord, LOG_FILE_BYTES_MIN,
-    LOG_GROUP_RECORDS, LOG_SLACK_RECORDS, LogLimits, LoggedDevice, ParquetWriter, RotatingLog,
-    Service, TraceError, TraceMeta, open_trace,
+    LOG_FILES_MAX, LOG_GROUP_RECORDS, LOG_SLACK_RECORDS, LogLimits, LoggedDevice, ParquetWriter,
+    RotatingLog, Service, TraceError, TraceMeta, open_trace,
 };
 
 fn record(i: u64) -> AccessRecord {
@@ -291,6 +291,39 @@ fn files_that_are_not_one_log_or_leave_one_out_are_refused() {
     assert_eq!(found, [("db", 2), ("web", 6)]);
 }
 
+/// Lets the file at `path`, which has one record, say that it has 2^63 - 1.
+fn boast(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    let tail = bytes.split_off(bytes.len() - 8);
+    let footer_bytes = u32::from_le_bytes(tail[..4].try_into().unwrap());
+    // In Thrift's compact form: an i64 that is 1, then a list, of row groups.
+    let begin = bytes.len() - usize::try_from(footer_bytes).unwrap();
+    let found = bytes[begin..].windows(3).position(|w| w == [0x16, 2, 0x19]);
+    let at = begin + found.unwrap() + 1;
+    let most = [0xfe, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1];
+    bytes.splice(at..=at, most);
+    bytes.extend((footer_bytes + 9).to_le_bytes());
+    bytes.extend(b"PAR1");
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn files_that_say_they_hold_2_64_records_together_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = [1, 2, 3].map(|sequence| {
+        let path = dir.path().join(format!("file-{sequence}"));
+        write(&path, AccessLogMeta { sequence, ..meta() }, &[record(0)]);
+        boast(&path);
+        path
+    });
+    let two = AccessLog::open(&files[..2]).unwrap();
+    assert_eq!(two.records(), u64::MAX - 1);
+    let error = AccessLog::open(&files).unwrap_err().to_string();
+    assert!(error.contains("file-3: says it has"), "{error}");
+    let error = read(&files[..1]).unwrap_err().to_string();
+    assert!(error.contains("the file says it has"), "{error}");
+}
+
 #[test]
 fn limits_that_allow_no_file_and_names_that_are_none_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -302,10 +335,13 @@ fn limits_that_allow_no_file_and_names_that_are_none_are_refused() {
     for (limits, vm) in [
         (limits(LOG_FILE_BYTES_MIN, 0), "web"),
         (limits(LOG_FILE_BYTES_MIN - 1, 1), "web"),
+        (limits(LOG_FILE_BYTES_MIN, LOG_FILES_MAX + 1), "web"),
         (limits(LOG_FILE_BYTES_MIN, 1), "a/b"),
         (limits(LOG_FILE_BYTES_MIN, 1), ""),
     ] {
         let meta = AccessLogMeta::new(vm, 1, 0);
         assert!(RotatingLog::create(limits, meta).is_err());
     }
+    let most = limits(LOG_FILE_BYTES_MIN, LOG_FILES_MAX);
+    assert!(RotatingLog::create(most, meta()).is_ok());
 }

@@ -6,6 +6,7 @@
 //! one line in [`run`].
 
 pub mod access_log;
+pub mod adp;
 pub mod adp_live;
 pub mod blk;
 pub mod fault;
@@ -81,6 +82,7 @@ pub enum BenchError {
 pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
     match name {
         BenchName::AccessLog => access_log::run(&access_log::AccessLogBenchOptions::default()),
+        BenchName::Adp => adp::run(&adp::AdpBenchOptions::default()),
         BenchName::AdpLive => adp_live::run(),
         BenchName::Fault => fault::run(&fault::FaultBenchOptions::default()),
         BenchName::Blk => blk::run(),

@@ -667,6 +667,13 @@ mod tests {
             ),
             (
                 RecordingRequest {
+                    max_files: u32::MAX,
+                    ..good.clone()
+                },
+                "max-files",
+            ),
+            (
+                RecordingRequest {
                     max_file_bytes: 5,
                     ..good.clone()
                 },

@@ -12,8 +12,8 @@
 use crate::{control::ControlError, text::Text};
 use pagetide_addr::DeviceId;
 use pagetide_trace::{
-    AccessLogMeta, AccessRecord, LOG_FILE_BYTES_MIN, LogLimits, LoggedDevice, RotatingLog,
-    TraceError,
+    AccessLogMeta, AccessRecord, LOG_FILE_BYTES_MIN, LOG_FILES_MAX, LogLimits, LoggedDevice,
+    RotatingLog, TraceError,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -87,8 +87,11 @@ impl RecordingRequest {
                 self.max_file_bytes
             ));
         }
-        if self.max_files == 0 {
-            return wrong("max-files is 0; it must be 1 at least".to_owned());
+        if !(1..=LOG_FILES_MAX).contains(&self.max_files) {
+            return wrong(format!(
+                "max-files is {}; it must be from 1 to {LOG_FILES_MAX}",
+                self.max_files
+            ));
         }
         match self.seconds {
             Some(0) => wrong("seconds is 0; it must be 1 at least".to_owned()),

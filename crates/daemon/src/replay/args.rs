@@ -50,6 +50,16 @@ pub struct ReplayArgs {
         conflicts_with = "page_cache"
     )]
     pub direct: Option<ByteSize>,
+    /// Block traces tell what disks did, so what they read was not in the guest's cache: read it again,
+    /// also if the modelled one has it
+    #[arg(long, conflicts_with = "direct")]
+    pub read_again: bool,
+    /// Page caches get memory in shuffled runs of this size, as in a guest that has been up for long
+    #[arg(long, value_name = "SIZE", conflicts_with = "direct")]
+    pub runs: Option<ByteSize>,
+    /// Beside each trace a NIC that is made up, with receive buffers of this size
+    #[arg(long, value_name = "SIZE")]
+    pub nic: Option<ByteSize>,
     /// Size of a section: what is tracked and evicted
     #[arg(long, value_name = "SIZE", default_value = "2M")]
     pub section: ByteSize,

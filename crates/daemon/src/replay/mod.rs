@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use pagetide_policy::protect::PolicyChoice;
 use pagetide_sim::replay::{
-    FleetParams, FleetReplay, ReplayError, Start, Through, TraceOptions, TracedVm, VmAccount,
-    VmParams, VmReplay, survey,
+    CachedReads, FleetParams, FleetReplay, Guest, ReplayError, Start, Through, TraceOptions,
+    TracedVm, VmAccount, VmParams, VmReplay, survey,
 };
 use pagetide_trace::BlockOptions;
 
@@ -54,6 +54,15 @@ fn trace_options(args: &ReplayArgs) -> TraceOptions {
         section_bytes: args.section.0,
         time_scale: args.time_scale,
         cpu_permille: args.cpu_share.0,
+        guest: Guest {
+            reads: if args.read_again {
+                CachedReads::ReadAgain
+            } else {
+                CachedReads::Served
+            },
+            run_bytes: args.runs.map(|size| size.0),
+            nic_bytes: args.nic.map(|size| size.0),
+        },
     }
 }
 

@@ -3,7 +3,8 @@
 
 use pagetide_policy::protect::PolicyChoice;
 use pagetide_sim::replay::{
-    DeviceSummary, OriginKind, Service, ServiceSummary, Summary, TracedVm, VmAccount, VmOrigin,
+    CachedReads, DeviceSummary, OriginKind, Service, ServiceSummary, Summary, TracedVm, VmAccount,
+    VmOrigin,
 };
 use serde::Serialize;
 
@@ -293,10 +294,18 @@ fn origin(vm: &VmOrigin) -> String {
             cache_bytes,
             footprint_bytes,
         } => format!(
-            "{} through a modelled page cache of {}, blocks of {} in all",
+            "{} through a modelled page cache of {} with memory {}, blocks of {} in all{}",
             about.format,
             readable(*cache_bytes),
-            readable(*footprint_bytes)
+            vm.guest.run_bytes.map_or_else(
+                || "in order".to_owned(),
+                |run| format!("in shuffled runs of {}", readable(run))
+            ),
+            readable(*footprint_bytes),
+            match vm.guest.reads {
+                CachedReads::Served => "",
+                CachedReads::ReadAgain => ", what is read is always read from the disk",
+            }
         ),
         OriginKind::Direct { about, pool_bytes } => format!(
             "{} past the page cache, through buffers of {} used in turn",
@@ -304,8 +313,14 @@ fn origin(vm: &VmOrigin) -> String {
             readable(*pool_bytes)
         ),
     };
+    let nic = vm.guest.nic_bytes.map_or_else(String::new, |bytes| {
+        format!(
+            "; a NIC that is made up, with buffers of {}",
+            readable(bytes)
+        )
+    });
     format!(
-        "{}: {} records, {:.0} s; {through}; VM of {}, of which CPUs keep {} in use beside devices\n",
+        "{}: {} records, {:.0} s; {through}; VM of {}, of which CPUs keep {} in use beside devices{nic}\n",
         vm.name,
         vm.records,
         vm.span_seconds,

@@ -8,16 +8,15 @@
 //!                  with --page-cache where a modelled guest's DMA would go
 //! ```
 
-use std::fs::File;
 use std::io::Read as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
-use pagetide_addr::{DeviceId, SectionNo};
-use pagetide_sim::replay::{Actor, ReplayError, Through, TraceOptions, TracedVm, survey};
+use pagetide_addr::{DeviceId, DomainId, SectionNo};
+use pagetide_sim::replay::{Actor, Guest, ReplayError, Through, TraceOptions, TracedVm, survey};
 use pagetide_trace::{
     AccessAnalysis, AccessLog, Analysis, AnalysisError, AnalysisParams, BlockOptions, LoggedDevice,
-    SectionTouch, Service, TraceError, open_block_trace,
+    SectionTouch, Service, TraceError, open_block_trace, open_regular,
 };
 
 use super::analyze_plot::plot;
@@ -44,11 +43,12 @@ pub fn analyze(args: &AnalyzeArgs) -> Result<(), CommandError> {
             args.section
         )));
     }
-    let (logs, blocks): (Vec<PathBuf>, Vec<PathBuf>) = args
-        .files
-        .iter()
-        .cloned()
-        .partition(|file| args.format.is_none() && is_parquet(file));
+    let (mut logs, mut blocks) = (Vec::new(), Vec::new());
+    for file in &args.files {
+        let is_log = is_parquet(file).map_err(of_trace)? && args.format.is_none();
+        let kind = if is_log { &mut logs } else { &mut blocks };
+        kind.push(file.clone());
+    }
     let progress = Progress::new("analyze", "records");
     let mut look = Look {
         args,
@@ -76,11 +76,12 @@ pub fn analyze(args: &AnalyzeArgs) -> Result<(), CommandError> {
     print_report(&report, args.json.into())
 }
 
-/// Whether a file is one of ours. One that cannot be read is told of when it is opened.
-fn is_parquet(file: &Path) -> bool {
+/// Whether a file is one of ours. One that cannot be read is told of when it is
+/// read whole; a pipe is refused here, before anything is taken from it.
+fn is_parquet(file: &Path) -> Result<bool, TraceError> {
     let mut head = [0; 4];
-    let read = File::open(file).and_then(|mut file| file.read_exact(&mut head));
-    read.is_ok() && head == PARQUET_MAGIC
+    let read = open_regular(file)?.read_exact(&mut head);
+    Ok(read.is_ok() && head == PARQUET_MAGIC)
 }
 
 fn block_options(args: &AnalyzeArgs) -> BlockOptions {
@@ -103,6 +104,7 @@ fn trace_options(args: &AnalyzeArgs, cache: CacheSize) -> TraceOptions {
         time_scale: 1.0,
         // CPUs are not looked at here.
         cpu_permille: 0,
+        guest: Guest::default(),
     }
 }
 
@@ -126,6 +128,7 @@ struct Stretch {
     at: Duration,
     device: DeviceId,
     service: Service,
+    space: DomainId,
     address: u64,
     len_bytes: u64,
 }
@@ -141,6 +144,7 @@ impl Look<'_> {
                 at: Duration::from_nanos(record.time_ns),
                 device: record.device,
                 service: record.service,
+                space: record.space,
                 address: record.address,
                 len_bytes: record.len_bytes.into(),
             });
@@ -167,6 +171,8 @@ impl Look<'_> {
                 // 0 are the CPUs.
                 device: DeviceId(request.device.saturating_add(1)),
                 service: Service::Block,
+                // Disks are told apart by their devices.
+                space: DomainId(0),
                 address: request.offset_bytes,
                 len_bytes: request.len_bytes.into(),
             });
@@ -183,19 +189,24 @@ impl Look<'_> {
     fn guest(&mut self, vm: &TracedVm) -> Result<TraceAnalysis, CommandError> {
         let mut stream = vm.stream().map_err(of_replay)?;
         let mut window = self.window(Some(vm.origin.memory_bytes));
+        // Its times count from the trace's first record, which may be a write that
+        // a device sees only when it is written back.
+        window.first = Some(Duration::ZERO);
         while let Some(access) = stream.next().map_err(of_replay)? {
             self.step();
-            let Actor::Device(device, service) = access.actor else {
-                continue;
-            };
-            let more = window.touch(SectionTouch {
-                at: access.at,
-                device,
-                service,
-                section: access.section,
-            });
-            if !more.map_err(|error| refused(&vm.origin.name, error))? {
-                break;
+            match (window.part(access.at), access.actor) {
+                (Part::After, _) => break,
+                (Part::Within, Actor::Device(device, service)) => {
+                    let touch = SectionTouch {
+                        at: access.at,
+                        device,
+                        service,
+                        section: access.section,
+                    };
+                    let touched = window.analysis.touch(touch);
+                    touched.map_err(|error| refused(&vm.origin.name, error))?;
+                }
+                (Part::Before, _) | (Part::Within, Actor::Cpu) => {}
             }
         }
         let mut trace = window.finish(vm.origin.name.clone(), Addresses::PageCache);
@@ -231,39 +242,54 @@ struct Window {
     from: Duration,
     until: Option<Duration>,
     section_bytes: u64,
+    /// Time of the trace's first record, of whatever it is.
     first: Option<Duration>,
     analysis: Analysis,
 }
 
+/// Where a time lies.
+enum Part {
+    /// Before the window; it will come.
+    Before,
+    /// In it.
+    Within,
+    /// After it; there is no more to look at.
+    After,
+}
+
 impl Window {
+    /// Where `at` lies, no earlier than what was asked for before.
+    fn part(&mut self, at: Duration) -> Part {
+        let since = at.saturating_sub(*self.first.get_or_insert(at));
+        if self.until.is_some_and(|until| since >= until) {
+            Part::After
+        } else if since < self.from {
+            Part::Before
+        } else {
+            Part::Within
+        }
+    }
+
     /// Each section of a stretch; whether later ones are looked at, too.
     fn stretch(&mut self, stretch: &Stretch) -> Result<bool, AnalysisError> {
+        match self.part(stretch.at) {
+            Part::Before => return Ok(true),
+            Part::Within => {}
+            Part::After => return Ok(false),
+        }
         let Some(last) = stretch.len_bytes.checked_sub(1) else {
             return Ok(true);
         };
         let first = stretch.address / self.section_bytes;
         let last = stretch.address.saturating_add(last) / self.section_bytes;
         for section in first..=last {
-            let more = self.touch(SectionTouch {
+            let touch = SectionTouch {
                 at: stretch.at,
                 device: stretch.device,
                 service: stretch.service,
                 section: SectionNo(section),
-            })?;
-            if !more {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    fn touch(&mut self, touch: SectionTouch) -> Result<bool, AnalysisError> {
-        let since = touch.at.saturating_sub(*self.first.get_or_insert(touch.at));
-        if self.until.is_some_and(|until| since >= until) {
-            return Ok(false);
-        }
-        if since >= self.from {
-            self.analysis.touch(touch)?;
+            };
+            self.analysis.touch_in(stretch.space, touch)?;
         }
         Ok(true)
     }

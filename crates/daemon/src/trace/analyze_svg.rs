@@ -6,12 +6,12 @@ use std::fmt::{Display, Write as _};
 
 /// Size of a picture, in pixels.
 const WIDTH: f64 = 760.0;
-const HEIGHT: f64 = 420.0;
+const HEIGHT: f64 = 440.0;
 
 /// Room around the axes: for their numbers and names, and what the picture says.
 const LEFT: f64 = 76.0;
 const RIGHT: f64 = 24.0;
-const TOP: f64 = 64.0;
+const TOP: f64 = 84.0;
 const BOTTOM: f64 = 72.0;
 
 /// Colours that people who do not see all colours can tell apart (Okabe and Ito).
@@ -144,18 +144,24 @@ impl Chart {
         LEFT + x / max.max(f64::MIN_POSITIVE) * (WIDTH - LEFT - RIGHT)
     }
 
+    /// What the colours are, in a row or two.
     fn legend(&self, out: &mut String) {
-        let mut x = LEFT;
+        let (mut x, mut y) = (LEFT, 37.0);
         for (series, colour) in self.series.iter().zip(COLOURS) {
+            // Letters are some seven pixels wide.
+            let width = 40.0 + 7.0 * number(series.name.chars().count());
+            if x > LEFT && x + width > WIDTH {
+                (x, y) = (LEFT, y + 19.0);
+            }
             put(
                 out,
                 format_args!(
-                    "<rect x=\"{x:.1}\" y=\"37\" width=\"12\" height=\"12\" fill=\"{colour}\"/>"
+                    "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"12\" height=\"12\" \
+                     fill=\"{colour}\"/>"
                 ),
             );
-            text(out, (x + 17.0, 47.0), "start", &escaped(&series.name));
-            // Letters are some seven pixels wide.
-            x += 40.0 + 7.0 * number(series.name.chars().count());
+            text(out, (x + 17.0, y + 10.0), "start", &escaped(&series.name));
+            x += width;
         }
     }
 

@@ -1,6 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Policy `adaptive`: what `adp` does by fixed times, learnt for each device while it runs; and
-//! neighbours brought back before they are asked for (VPRI 8, future work).
+//! Policy `adaptive`: what `adp` does by fixed times, learnt for each device while it runs (beyond
+//! VPRI: its section 8 asks for parameters by online profiling, spatial locality and prefetching).
+//!
+//! ```text
+//!   touch ──► age 0 ─► 15 s ─► … ─► 180 s ─► 240 s ─► …      a list for each interval of age
+//!     │                               │  at each border: is it worth protecting from here on?
+//!     │  visit (first touch           │      worth := touches saved by second protected  (life_table)
+//!     │  after a minute's rest)       ▼      near  := as old as what the evictor takes   (reach)
+//!     ▼                          Protect / Release       protected if near, cold, worth >= price
+//!   guess: what followed last time, and neighbours ──► BringBack
+//!
+//!   evicted ──► now it is known to be cold. Worth it? BringBack and Protect. Likely to be touched
+//!               before the evictor takes it once more? BringBack alone. Else it stays away, and is
+//!               looked at again when it is older.
+//! ```
+//! - *Age decides, and classes.* Sections are told apart by how long they rested before their last
+//!   visit and by how many visits there were. For each class a life table learns how many are touched
+//!   at which age; from that follows when to begin and when to give up (`life_table.rs`).
+//! - *The evictor is asked, not guessed at.* A section that its CPUs use never goes, so it need not be
+//!   protected; the policy sees DMA only, so it waits until the evictor has taken a section once. The
+//!   lower end of the ages at which that happens is the evictor's reach. While nothing is evicted,
+//!   nothing is protected.
+//! - *The price* is the least worth that is protected. It rises while more is protected than
+//!   `protected-mean` and falls else, so that what is protected is the best of what there is.
+//! - *Guesses* (`guess.rs`): a guest fills memory in the order in which it was freed, so what was
+//!   visited after a section last time, or lies beside it, is about to be visited. How far ahead to
+//!   guess is learnt from how many guesses were touched before they were evicted again.
+//! - *Strangers*: an evicted section that the device never touched, but whose neighbours it did, is
+//!   remembered too, in a class of its own.
+//!
+//! Where nothing was learnt yet the worth falls with age, so that of what is near the evictor's reach
+//! the sections touched last are protected, as in `adp`.
+//!
+//! A touch is O(1) but for the guesses (at most 48 look-ups). A second's work is a step for each
+//! section that passes a border of age, some twenty in its life; every 20 s the tables are worked out.
+//! Memory: at most `tracked-max` of the VM's sections are remembered.
+//!
+//! A bring-back costs the host work and the VM a place below its limit: they are limited by
+//! `bring-backs-a-minute`, and the replay counts them and those that were in vain.
 
 mod guess;
 mod life_table;
@@ -38,7 +75,7 @@ impl Default for AdaptiveParams {
         Self {
             tracked_max: Share::percent(60),
             protected_max: Share::percent(5),
-            protected_mean: Share::millionths(35_000),
+            protected_mean: Share::percent(4),
             likely: Share::percent(10),
             bring_backs_a_minute: Share::percent(10),
             reach_at_first: Duration::from_secs(180),
@@ -82,7 +119,10 @@ const WEIGH_EVERY: Duration = Duration::from_secs(20);
 const RELEASE_AFTER: Duration = Duration::from_secs(10);
 /// By how much the price of protection moves at once.
 const PRICE_STEP: f64 = 1.15;
-const PRICE_MIN: f64 = 1e-6;
+const PRICE_MIN: f64 = 1e-5;
+/// Sections that old must be known to come back: belief alone does not protect them any more.
+const OLD_S: u64 = 3_600;
+const PRICE_OLD: f64 = 1.5e-4;
 const PRICE_MAX: f64 = 1.0;
 /// Never shown an interval between visits.
 const NEVER: u8 = u8::MAX;
@@ -232,7 +272,10 @@ impl Adaptive {
         let worth = self.table.worth(mark.class(), usize::from(mark.interval));
         let end_s = AGES_S.get(usize::from(mark.interval) + 1).copied();
         let near = end_s.is_none_or(|end| seconds(end) > self.reach_s);
-        let wanted = mark.interval >= VISIT_INTERVAL && near && mark.cold && worth >= self.price;
+        let wanted = mark.interval >= VISIT_INTERVAL
+            && near
+            && mark.cold
+            && worth >= self.least_worth(mark.interval);
         if wanted
             && !mark.protected
             && self.protected >= self.params.protected_max.of(self.sections)
@@ -296,6 +339,15 @@ impl Adaptive {
         let slot = self.links.insert_last(&mut self.ages[0], section, mark);
         self.fetch(slot, changes);
         self.keep_within(changes);
+    }
+
+    /// Below this a section of that age is not protected.
+    fn least_worth(&self, interval: u8) -> f64 {
+        if AGES_S[usize::from(interval)] >= OLD_S {
+            self.price.max(PRICE_OLD)
+        } else {
+            self.price
+        }
     }
 
     /// Moves sections into the intervals that they have reached.
@@ -486,6 +538,7 @@ impl ProtectionPolicy for Adaptive {
             Fate::Faulted => {
                 self.absent.remove(section);
             }
+            Fate::NotBroughtBack => {}
             Fate::Gone => {
                 self.absent.remove(section);
                 if let Some(slot) = slot {
@@ -528,3 +581,6 @@ impl Adaptive {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -13,7 +13,7 @@ use super::{
     adp::{Adp, AdpParams},
     lru::{Lru, LruParams},
     none::Nothing,
-    parameters::Parameters,
+    parameters::{Parameters, Share},
 };
 use std::{fmt, str::FromStr};
 
@@ -115,6 +115,17 @@ impl PolicyChoice {
             Self::Lru(_) => "lru",
             Self::Adp(_) => "adp",
             Self::Adaptive(_) => "adaptive",
+        }
+    }
+
+    /// Most that one device protects, as a share of its VM's sections.
+    #[must_use]
+    pub fn protected_max(&self) -> Share {
+        match self {
+            Self::None => Share::default(),
+            Self::Lru(params) => params.share,
+            Self::Adp(params) => params.protected_max,
+            Self::Adaptive(params) => params.protected_max,
         }
     }
 
@@ -241,7 +252,6 @@ impl From<PolicyChoice> for String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protect::parameters::Share;
     use std::time::Duration;
 
     #[test]

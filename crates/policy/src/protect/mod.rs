@@ -8,7 +8,9 @@
 //!                    time passes ──┘   └── section evicted ◄── evictor ◄─────────┘ spares them
 //! ```
 //! A policy knows one device of one VM and may use only what has happened. *Protected*
-//! means that the evictor does not choose the section; nothing is locked in memory.
+//! means that the evictor does not choose the section as long as others rest that
+//! it can take; nothing is locked in memory. And it is not for a policy to say how much of a VM
+//! is protected: all devices together have a bound, [`together_max`].
 //!
 //! Times are durations since any fixed moment, and never run backwards.
 
@@ -26,7 +28,7 @@ mod tests;
 
 pub use choice::{PolicyChoice, PolicyError};
 pub use protected::ProtectedSections;
-pub use protector::Protector;
+pub use protector::{Protector, together_max};
 
 use pagetide_addr::{Access, SectionNo};
 use std::time::Duration;
@@ -58,10 +60,14 @@ pub enum Change {
 /// What became of a section without the device's doing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fate {
-    /// The evictor took it.
+    /// The evictor took it: a device that asks for any of it will find it away. Not told of a section of
+    /// which the greater part stays; told again when what had come back of it, or had stayed, goes too.
     Evicted,
     /// The device asked for it after that: an I/O page fault. Told before the touch itself.
     Faulted,
+    /// A wish to have it back came to nothing: it was there already, there was no room, or too many
+    /// others waited.
+    NotBroughtBack,
     /// It is no more: its RAM was unplugged.
     Gone,
 }
@@ -73,7 +79,7 @@ pub struct PolicyReport {
     pub tracked_sections: u64,
     /// Sections it protects now.
     pub protected_sections: u64,
-    /// Sections that left protection because there were too many, since the start.
+    /// Sections that left protection, or were refused it, because there were too many, since the start.
     pub dropped_sections: u64,
     /// Memory it takes, in bytes.
     pub bytes: u64,
@@ -87,7 +93,8 @@ pub trait ProtectionPolicy: Send {
     /// It is `now`: does what has become due. Called about once a second.
     fn passed(&mut self, now: Duration, changes: &mut Vec<Change>);
 
-    /// Something happened to a section of the VM, of this device or not.
+    /// Something happened to a section of the VM, of this device or not. A policy to which a fate says nothing
+    /// does nothing.
     fn fate(
         &mut self,
         _section: SectionNo,

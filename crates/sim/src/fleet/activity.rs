@@ -10,12 +10,21 @@ use super::chance::{Chance, whole};
 /// Mean length of a quiet time, in seconds; each is between a fifth of that and nine fifths.
 const QUIET_MEAN_S: f64 = 300.0;
 
-/// Turns of busy and quiet times of one guest.
+/// What a part of a guest does at a time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Pace {
+    /// Its work.
+    Busy,
+    /// Next to nothing.
+    Quiet,
+}
+
+/// Turns of busy and quiet times of one part of a guest.
 #[derive(Clone, Debug)]
 pub(super) struct Activity {
     chance: Chance,
     intensity: f64,
-    busy: bool,
+    pace: Pace,
     until_s: u64,
 }
 
@@ -25,7 +34,7 @@ impl Activity {
         let mut activity = Self {
             chance,
             intensity,
-            busy: true,
+            pace: Pace::Busy,
             until_s: 0,
         };
         // It may have begun some time ago.
@@ -34,23 +43,25 @@ impl Activity {
         activity
     }
 
-    /// Whether the guest works in this second. Seconds are asked for in order.
-    pub(super) fn is_busy(&mut self, second: u64) -> bool {
+    /// What it does in this second. Seconds are asked for in order.
+    pub(super) fn pace(&mut self, second: u64) -> Pace {
         while second >= self.until_s {
-            self.busy = !self.busy;
+            self.pace = match self.pace {
+                Pace::Busy => Pace::Quiet,
+                Pace::Quiet => Pace::Busy,
+            };
             self.until_s += self.length_s();
         }
-        self.busy
+        self.pace
     }
 
     fn length_s(&mut self) -> u64 {
         let spread = 0.2 + 1.6 * self.chance.unit();
         let quiet = QUIET_MEAN_S * spread;
         let idle = (1.0 - self.intensity).max(0.01);
-        let length = if self.busy {
-            quiet * self.intensity / idle
-        } else {
-            quiet
+        let length = match self.pace {
+            Pace::Busy => quiet * self.intensity / idle,
+            Pace::Quiet => quiet,
         };
         whole(length).max(1)
     }
@@ -60,7 +71,7 @@ impl Activity {
 #[cfg(test)]
 pub(super) fn busy_share(mut activity: Activity, end_s: u64) -> f64 {
     let busy = (0..end_s)
-        .filter(|second| activity.is_busy(*second))
+        .filter(|second| activity.pace(*second) == Pace::Busy)
         .count();
     super::chance::number(busy as u64) / super::chance::number(end_s)
 }

@@ -2,6 +2,7 @@
 //! What the guest's CPUs touch beside the page cache: a working set that drifts.
 
 use super::{
+    activity::Pace,
     chance::{Chance, number, whole},
     sink::{CPU_TOLD_S, Sink, Who},
 };
@@ -44,10 +45,10 @@ impl Cpu {
     }
 
     /// The touches of one second: each section of the core has its turn in [`CPU_TOLD_S`].
-    pub(super) fn second(&mut self, busy: bool, sink: &mut Sink) {
+    pub(super) fn second(&mut self, pace: Pace, sink: &mut Sink) {
         self.drift();
         let core = whole(number(self.working) * CORE);
-        let used = if busy {
+        let used = if pace == Pace::Busy {
             self.sweep(core, sink);
             core
         } else {

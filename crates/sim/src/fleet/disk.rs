@@ -16,6 +16,7 @@
 //! ([`Disk::warm_up`]), so the footprint grows as the guest recycles its memory (O2).
 
 use super::{
+    activity::Pace,
     chance::{Chance, number, whole},
     sink::{Sink, Who},
 };
@@ -23,7 +24,8 @@ use pagetide_addr::Access;
 use std::collections::VecDeque;
 
 /// Chunks of a section.
-pub(super) const CHUNKS_PER_SECTION: u64 = 8;
+const CHUNKS: usize = 8;
+const CHUNKS_PER_SECTION: u64 = CHUNKS as u64;
 const CHUNK_BYTES: u64 = pagetide_addr::SECTION_BYTES / CHUNKS_PER_SECTION;
 const NOWHERE: u32 = u32::MAX;
 /// A dirty page is written back this long after it became so (Linux' default).
@@ -130,11 +132,14 @@ impl Disk {
     }
 
     /// One second of the guest's work.
-    pub(super) fn second(&mut self, busy: bool, sink: &mut Sink) {
+    pub(super) fn second(&mut self, pace: Pace, sink: &mut Sink) {
         if self.slots.is_empty() {
             return;
         }
-        let level = if busy { 1.0 } else { self.load.quiet };
+        let level = match pace {
+            Pace::Busy => 1.0,
+            Pace::Quiet => self.load.quiet,
+        };
         let chunks = number(self.slots.len() as u64) / 3_600.0 * level;
         self.read_files(self.load.read * chunks, sink);
         self.scan(self.load.scanned * chunks, sink);
@@ -142,7 +147,7 @@ impl Disk {
         self.use_temporary_files(self.load.temporary * chunks, sink);
         if sink.second.is_multiple_of(FLUSH_S) {
             self.write_back(sink);
-            if busy {
+            if pace == Pace::Busy {
                 self.commit(sink);
             }
         }
@@ -274,7 +279,7 @@ impl Disk {
     }
 
     fn section(&self, slot: usize) -> u64 {
-        self.sections[slot / CHUNKS_PER_SECTION as usize]
+        self.sections[slot / CHUNKS]
     }
 
     /// A free slot for `chunk`.

@@ -2,7 +2,7 @@
 //! One guest: its memory laid out among processes, page cache and NIC.
 
 use super::{
-    activity::Activity,
+    activity::{Activity, Pace},
     chance::{Chance, number, whole},
     cpu::Cpu,
     disk::{Disk, DiskLoad},
@@ -92,7 +92,7 @@ impl Guest {
     fn warm_up(&mut self) {
         for second in 0..WARM_UP_S {
             self.sink.second = second;
-            self.disk.second(true, &mut self.sink);
+            self.disk.second(Pace::Busy, &mut self.sink);
             self.sink.touches.clear();
         }
         self.sink.second = WARM_UP_S;
@@ -106,7 +106,7 @@ impl Guest {
         let [cpu, nic, disk] = self.activities.each_mut().map(|of| {
             second
                 .checked_sub(idle_from)
-                .is_none_or(|since| of.is_busy(since))
+                .map_or(Pace::Busy, |since| of.pace(since))
         });
         self.cpu.second(cpu, &mut self.sink);
         self.nic.second(nic, &mut self.sink);
@@ -128,13 +128,13 @@ fn plan(load: Load) -> Plan {
     let storage = DiskLoad {
         read: 12.0,
         scanned: 0.5,
-        rewritten: 2.5,
+        rewritten: 1.8,
         temporary: 0.28,
         dataset: 1.1,
         skew: 0.85,
         rewrite_set: 0.2,
         rewrite_skew: 1.1,
-        journal: 0.05,
+        journal: 0.03,
         quiet: 0.05,
     };
     match load {

@@ -7,8 +7,12 @@ mod cpu;
 mod disk;
 mod guest;
 mod nic;
+mod round;
 mod sink;
+mod statistics;
 mod stream;
 
 pub use guest::{GuestRecipe, Load, paper_fleet};
+pub use round::Round;
+pub use statistics::statistics;
 pub use stream::{DISK, GuestStream, NIC, PROLOGUE};

@@ -10,6 +10,7 @@
 //! driver takes a page from elsewhere in its place: the footprint creeps (17 % after weeks).
 
 use super::{
+    activity::Pace,
     chance::{Chance, number},
     sink::{Sink, Who},
 };
@@ -52,12 +53,12 @@ impl Nic {
     }
 
     /// The touches of one second.
-    pub(super) fn second(&mut self, busy: bool, sink: &mut Sink) {
+    pub(super) fn second(&mut self, pace: Pace, sink: &mut Sink) {
         if self.pool.is_empty() {
             return;
         }
         self.replace();
-        let rate = if busy {
+        let rate = if pace == Pace::Busy {
             // Traffic is never even: some seconds carry a multiple of others.
             self.packets_per_s * self.chance.exponential().min(5.0)
         } else {

@@ -37,16 +37,31 @@ pub(super) enum Found {
     Evicted,
 }
 
-/// What is known of one section.
+/// What is known of one section: one byte, since the next touch may be of any section, and memory that is
+/// not in the cache is what a replay waits for.
 #[derive(Clone, Copy, Default, Debug)]
-struct State {
-    present: bool,
+struct State(u8);
+
+impl State {
+    const PRESENT: Self = Self(1);
     /// Since the last scan.
-    touched: bool,
+    const TOUCHED: Self = Self(2);
     /// Not present, and its content is elsewhere.
-    evicted: bool,
+    const EVICTED: Self = Self(4);
     /// A policy had it brought back, and nobody touched it since.
-    brought_back: bool,
+    const BROUGHT_BACK: Self = Self(8);
+
+    const fn is(self, other: Self) -> bool {
+        self.0 & other.0 != 0
+    }
+
+    const fn and(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    const fn but(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
 }
 
 /// A reclaim that has just scanned, and goes on when pages have rested.
@@ -85,9 +100,10 @@ pub(super) struct Memory {
 impl Memory {
     pub(super) fn new(sections: u64, section_bytes: u64, start: Start) -> Self {
         let present = start == Start::AllPresent;
-        let state = State {
-            present,
-            ..State::default()
+        let state = if present {
+            State::PRESENT
+        } else {
+            State::default()
         };
         let numbers = (0..sections).map(SectionNo);
         let mut victims = Victims::default();
@@ -160,18 +176,17 @@ impl Memory {
     /// A section is touched.
     pub(super) fn touch(&mut self, section: SectionNo) -> Found {
         let state = &mut self.sections[section.index()];
-        if !state.present {
-            return if state.evicted {
+        if !state.is(State::PRESENT) {
+            return if state.is(State::EVICTED) {
                 Found::Evicted
             } else {
                 Found::Fresh
             };
         }
-        state.brought_back = false;
-        if !state.touched {
-            state.touched = true;
+        if !state.is(State::TOUCHED) {
             self.touched.push(section);
         }
+        *state = state.and(State::TOUCHED).but(State::BROUGHT_BACK);
         Found::Present
     }
 
@@ -192,12 +207,10 @@ impl Memory {
         self.present += 1;
         self.victims.filled(section);
         let state = &mut self.sections[section.index()];
-        state.present = true;
-        state.evicted = false;
-        if !state.touched {
-            state.touched = true;
+        if !state.is(State::TOUCHED) {
             self.touched.push(section);
         }
+        *state = State::PRESENT.and(State::TOUCHED);
         self.keep(now, protected, evicted);
     }
 
@@ -210,11 +223,12 @@ impl Memory {
         evicted: &mut Vec<SectionNo>,
     ) -> bool {
         let there = self.sections.get(section.index());
-        if !there.is_some_and(|state| state.evicted) {
+        if !there.is_some_and(|state| state.is(State::EVICTED)) {
             return false;
         }
         self.fill(now, section, protected, evicted);
-        self.sections[section.index()].brought_back = true;
+        let state = &mut self.sections[section.index()];
+        *state = state.and(State::BROUGHT_BACK);
         self.counts.bring_backs += 1;
         true
     }
@@ -284,19 +298,16 @@ impl Memory {
         let spared = |section| protected.contains(section);
         let take = |section: SectionNo, _left| {
             let state = &mut sections[section.index()];
-            if !state.present || state.touched {
+            if !state.is(State::PRESENT) || state.is(State::TOUCHED) {
                 return Taken {
                     pages: 0,
                     then: Then::Next,
                 };
             }
-            counts.wasted_bring_backs += u64::from(state.brought_back);
+            counts.wasted_bring_backs += u64::from(state.is(State::BROUGHT_BACK));
             counts.evicted_sections += 1;
             *present -= 1;
-            *state = State {
-                evicted: true,
-                ..State::default()
-            };
+            *state = State::EVICTED;
             evicted.push(section);
             Taken {
                 pages: section_pages,
@@ -309,7 +320,8 @@ impl Memory {
 
     fn scan(&mut self, now: Duration) {
         for section in &self.touched {
-            self.sections[section.index()].touched = false;
+            let state = &mut self.sections[section.index()];
+            *state = state.but(State::TOUCHED);
         }
         // As the daemon comes by them.
         self.touched.sort_unstable();

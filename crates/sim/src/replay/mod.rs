@@ -32,6 +32,7 @@ mod error;
 mod fleet;
 mod machine;
 mod memory;
+mod nic_ring;
 mod page_cache;
 mod source;
 mod summary;
@@ -44,10 +45,11 @@ pub use error::ReplayError;
 pub use fleet::{FleetParams, FleetReplay};
 pub use machine::{VmParams, VmReplay};
 pub use memory::Start;
-pub use page_cache::{DiskRequest, GuestPageCache, PageCacheCounts, PageCacheParams};
-pub use source::{DiskPath, DiskStream, TimedRequest, WithWorkingSet, spread};
+pub use nic_ring::NicRing;
+pub use page_cache::{CachedReads, DiskRequest, GuestPageCache, PageCacheCounts, PageCacheParams};
+pub use source::{Beside, DiskPath, DiskStream, TimedRequest, spread, working_set};
 pub use summary::{DeviceSummary, ServiceSummary, Summary};
-pub use traces::{OriginKind, Through, TraceOptions, TracedVm, VmOrigin, survey};
+pub use traces::{Guest, OriginKind, Through, TraceOptions, TracedVm, VmOrigin, survey};
 
 pub use pagetide_trace::Service;
 

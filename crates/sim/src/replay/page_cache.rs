@@ -14,6 +14,12 @@
 //! Pages are taken in order while the memory is fresh, so that neighbours on the disk become neighbours in
 //! memory; when it is used up, the page that was used longest ago is taken again. One that is dirty is
 //! written first. There is no read-ahead: what a trace has read ahead is in it.
+//!
+//! Two things are not as simple in a real guest, and can be set:
+//! - Most traces were taken *beneath* a guest's cache. What is read there was not in that cache, so a block
+//!   that the model still has is read again, into another page: [`CachedReads::ReadAgain`].
+//! - The memory of a guest that has been up for long is not handed out in order. It comes in runs, one here,
+//!   one there: [`PageCacheParams::run_bytes`].
 
 use super::{Actor, ReplayAccess, ReplayError, Service};
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
@@ -26,6 +32,17 @@ const REQUEST_BYTES_MAX: u64 = 64 << 20;
 const NONE: u32 = u32::MAX;
 /// Pages that a cache may have at most: 8 TiB.
 const PAGES_MAX: u64 = 1 << 31;
+
+/// What happens when a trace reads a block that the modelled cache has.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CachedReads {
+    /// The CPU copies it out; the trace tells what programs asked for.
+    #[default]
+    Served,
+    /// The guest must have dropped it, so the disk brings it again; the trace tells what disks did.
+    ReadAgain,
+}
 
 /// How large a guest's page cache is and where it lies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,6 +57,10 @@ pub struct PageCacheParams {
     pub dirty_expire: Duration,
     /// How often such pages are looked for.
     pub writeback_every: Duration,
+    /// What becomes of reads of what is there.
+    pub reads: CachedReads,
+    /// Memory is handed out in runs of so many bytes, shuffled; without it, in order.
+    pub run_bytes: Option<u64>,
 }
 
 impl PageCacheParams {
@@ -53,6 +74,8 @@ impl PageCacheParams {
             section_bytes,
             dirty_expire: Duration::from_secs(30),
             writeback_every: Duration::from_secs(5),
+            reads: CachedReads::Served,
+            run_bytes: None,
         }
     }
 }
@@ -115,6 +138,9 @@ pub struct PageCacheCounts {
 /// A block of a disk.
 type Block = (DeviceId, u64);
 
+/// What a frame holds that was dropped. No disk is that large.
+const NO_BLOCK: Block = (DeviceId(u32::MAX), u64::MAX);
+
 /// A page of the cache.
 #[derive(Clone, Copy, Debug)]
 struct Frame {
@@ -139,6 +165,48 @@ pub struct GuestPageCache {
     dirty: VecDeque<(Duration, u32)>,
     looked_at: Duration,
     counts: PageCacheCounts,
+    runs: Runs,
+}
+
+/// In which order memory is handed out.
+#[derive(Debug, Default)]
+struct Runs {
+    pages: u32,
+    /// Where each run lies, in runs.
+    places: Vec<u32>,
+}
+
+impl Runs {
+    fn new(run_bytes: Option<u64>, pages_max: u32) -> Self {
+        let Some(pages) = run_bytes.map(|bytes| (bytes / PAGE_BYTES).max(1)) else {
+            return Self::default();
+        };
+        let pages = u32::try_from(pages).unwrap_or(u32::MAX);
+        let mut places: Vec<u32> = (0..pages_max / pages).collect();
+        // Fisher and Yates, by SplitMix64 from a fixed seed: one answer on any machine.
+        let mut state = 0_u64;
+        for last in (1..places.len()).rev() {
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            let other = (mixed ^ (mixed >> 31)) % (last as u64 + 1);
+            places.swap(last, usize::try_from(other).unwrap_or(last));
+        }
+        Self { pages, places }
+    }
+
+    /// Page of the cache's memory that is frame `frame`. What is left after the last whole run stays.
+    fn place(&self, frame: u32) -> u64 {
+        let place = frame
+            .checked_div(self.pages)
+            .and_then(|run| self.places.get(run as usize));
+        match place {
+            Some(place) => {
+                u64::from(*place) * u64::from(self.pages) + u64::from(frame % self.pages)
+            }
+            None => frame.into(),
+        }
+    }
 }
 
 impl GuestPageCache {
@@ -157,9 +225,11 @@ impl GuestPageCache {
                 PAGES_MAX * PAGE_BYTES
             )));
         }
+        let pages_max = u32::try_from(pages).unwrap_or(NONE - 1);
         Ok(Self {
             params,
-            pages_max: u32::try_from(pages).unwrap_or(NONE - 1),
+            pages_max,
+            runs: Runs::new(params.run_bytes, pages_max),
             frames: Vec::new(),
             of_block: FxHashMap::default(),
             newest: NONE,
@@ -231,13 +301,36 @@ impl GuestPageCache {
     }
 
     fn read(&mut self, now: Duration, block: Block, out: &mut Vec<ReplayAccess>) {
-        if let Some(frame) = self.found(block) {
-            self.counts.read_hits += 1;
-            self.touch_frame(now, Actor::Cpu, Access::Read, frame, out);
-        } else {
-            self.counts.read_misses += 1;
-            let frame = self.take(now, block, out);
-            self.touch_frame(now, dma(block.0), Access::Write, frame, out);
+        match self.found(block) {
+            Some(frame) if self.params.reads == CachedReads::Served => {
+                self.counts.read_hits += 1;
+                self.touch_frame(now, Actor::Cpu, Access::Read, frame, out);
+            }
+            found => {
+                self.counts.read_misses += 1;
+                if let Some(frame) = found {
+                    self.drop_block(now, frame, out);
+                }
+                let frame = self.take(now, block, out);
+                // What was dropped is the first to be used again, but not for the same.
+                if let Some(dropped) = found.filter(|dropped| *dropped != frame) {
+                    self.unlink(dropped);
+                    self.link_oldest(dropped);
+                }
+                self.touch_frame(now, dma(block.0), Access::Write, frame, out);
+            }
+        }
+    }
+
+    /// A frame holds nothing from now on; what is dirty is written first.
+    fn drop_block(&mut self, now: Duration, frame: u32, out: &mut Vec<ReplayAccess>) {
+        let of_frame = &mut self.frames[frame as usize];
+        let block = std::mem::replace(&mut of_frame.block, NO_BLOCK);
+        let was_dirty = of_frame.dirty_at.take().is_some();
+        self.of_block.remove(&block);
+        if was_dirty {
+            self.counts.written_back += 1;
+            self.touch_frame(now, dma(block.0), Access::Read, frame, out);
         }
     }
 
@@ -328,6 +421,17 @@ impl GuestPageCache {
         }
     }
 
+    fn link_oldest(&mut self, frame: u32) {
+        let second = std::mem::replace(&mut self.oldest, frame);
+        let of_frame = &mut self.frames[frame as usize];
+        of_frame.older = NONE;
+        of_frame.newer = second;
+        match second {
+            NONE => self.newest = frame,
+            second => self.frames[second as usize].older = frame,
+        }
+    }
+
     fn touch_frame(
         &self,
         at: Duration,
@@ -336,7 +440,7 @@ impl GuestPageCache {
         frame: u32,
         out: &mut Vec<ReplayAccess>,
     ) {
-        let address = self.params.base_bytes + u64::from(frame) * PAGE_BYTES;
+        let address = self.params.base_bytes + self.runs.place(frame) * PAGE_BYTES;
         let section = SectionNo(address / self.params.section_bytes);
         let touch = ReplayAccess {
             at,

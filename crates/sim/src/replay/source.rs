@@ -8,6 +8,7 @@ use super::{
 use pagetide_addr::{Access, SectionNo};
 use std::{
     collections::VecDeque,
+    iter::Peekable,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -20,7 +21,7 @@ const WORKING_SET_ROUND: Duration = Duration::from_secs(4);
 #[derive(Debug)]
 pub enum DiskPath {
     /// In its page cache.
-    Cached(GuestPageCache),
+    Cached(Box<GuestPageCache>),
     /// In buffers of its programs.
     Direct(DirectPool),
 }
@@ -101,58 +102,58 @@ where
     }
 }
 
-/// A stream, and beside it CPUs that keep using the same sections as long as it lasts.
-pub struct WithWorkingSet<S> {
+/// A stream, and beside it accesses that go on as long as it lasts.
+pub struct Beside<S, I: Iterator> {
     stream: S,
     next: Option<ReplayAccess>,
-    sections: Vec<SectionNo>,
-    /// The section to be touched next in this round.
-    at: usize,
-    round: Duration,
+    others: Peekable<I>,
 }
 
-impl<S: AccessStream> WithWorkingSet<S> {
-    /// `stream`, with `sections` in use by CPUs.
-    pub fn new(stream: S, sections: Vec<SectionNo>) -> Self {
+impl<S, I> Beside<S, I>
+where
+    S: AccessStream,
+    I: Iterator<Item = ReplayAccess> + Send,
+{
+    /// `stream`, and `others`, whose times never run backwards, beside it.
+    pub fn new(stream: S, others: I) -> Self {
         Self {
             stream,
             next: None,
-            sections,
-            at: 0,
-            round: Duration::ZERO,
+            others: others.peekable(),
         }
     }
 }
 
-impl<S: AccessStream> AccessStream for WithWorkingSet<S> {
+impl<S, I> AccessStream for Beside<S, I>
+where
+    S: AccessStream,
+    I: Iterator<Item = ReplayAccess> + Send,
+{
     fn next(&mut self) -> Result<Option<ReplayAccess>, ReplayError> {
         if self.next.is_none() {
             self.next = self.stream.next()?;
         }
-        let Some(next) = self.next else {
+        let Some(at) = self.next.map(|next| next.at) else {
             return Ok(None);
         };
-        if self.round > next.at {
-            return Ok(self.next.take());
-        }
-        let Some(section) = self.sections.get(self.at).copied() else {
-            // All of this round: the next is later, and there is none if nothing is in use.
-            self.at = 0;
-            self.round = match self.sections.is_empty() {
-                true => Duration::MAX,
-                false => self.round + WORKING_SET_ROUND,
-            };
-            return self.next();
-        };
-        self.at += 1;
-        Ok(Some(ReplayAccess {
-            at: self.round,
+        let other = self.others.next_if(|other| other.at <= at);
+        Ok(other.or_else(|| self.next.take()))
+    }
+}
+
+/// What CPUs do that keep `sections` in use for ever.
+pub fn working_set(sections: Vec<SectionNo>) -> impl Iterator<Item = ReplayAccess> + Send {
+    let rounds = if sections.is_empty() { 0 } else { u32::MAX };
+    (0..rounds).flat_map(move |round| {
+        let touch = move |section| ReplayAccess {
+            at: WORKING_SET_ROUND * round,
             actor: Actor::Cpu,
             section,
             access: Access::Write,
             bytes: 0,
-        }))
-    }
+        };
+        sections.clone().into_iter().map(touch)
+    })
 }
 
 /// The first of `sections`, a share of them in thousandths, spread evenly.
@@ -196,7 +197,7 @@ mod tests {
             request(2, 0, Access::Write),
             request(36, 8192, Access::Read),
         ];
-        let stream = DiskStream::new(requests.into_iter(), DiskPath::Cached(cache));
+        let stream = DiskStream::new(requests.into_iter(), DiskPath::Cached(Box::new(cache)));
         let counts = stream.counts();
         let disk = Actor::Device(DeviceId(1), crate::replay::Service::Block);
         let seen: Vec<_> = drain(stream)
@@ -225,13 +226,13 @@ mod tests {
             bytes: 1,
         };
         let set = vec![SectionNo(1), SectionNo(2)];
-        let stream = WithWorkingSet::new([touch(3), touch(4)].into_iter(), set);
+        let stream = Beside::new([touch(3), touch(4)].into_iter(), working_set(set));
         let seen: Vec<_> = drain(stream)
             .iter()
             .map(|a| (a.at.as_secs(), a.section.0))
             .collect();
         assert_eq!(seen, [(0, 1), (0, 2), (3, 9), (4, 1), (4, 2), (4, 9)]);
-        let none = WithWorkingSet::new([touch(3)].into_iter(), vec![]);
+        let none = Beside::new([touch(3)].into_iter(), working_set(vec![]));
         assert_eq!(drain(none).len(), 1);
     }
 

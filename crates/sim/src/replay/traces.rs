@@ -12,8 +12,9 @@
 //! devices touch would ever be evicted.
 
 use super::{
-    AccessStream, Actor, DirectPool, DiskPath, DiskRequest, DiskStream, GuestPageCache,
-    PageCacheParams, ReplayAccess, ReplayError, TimedRequest, WithWorkingSet, spread,
+    AccessStream, Actor, Beside, CachedReads, DirectPool, DiskPath, DiskRequest, DiskStream,
+    GuestPageCache, NicRing, PageCacheParams, ReplayAccess, ReplayError, TimedRequest, spread,
+    working_set,
 };
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
 use pagetide_trace::{
@@ -53,6 +54,19 @@ pub struct TraceOptions {
     pub time_scale: f64,
     /// Share of the memory that devices do not touch which CPUs keep in use, in thousandths.
     pub cpu_permille: u64,
+    /// What the guest is like beside that.
+    pub guest: Guest,
+}
+
+/// What a guest is like whose memory a trace goes to.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize)]
+pub struct Guest {
+    /// What becomes of reads of what its page cache has.
+    pub reads: CachedReads,
+    /// Its page cache gets memory in shuffled runs of so many bytes; without it, in order.
+    pub run_bytes: Option<u64>,
+    /// Receive buffers of a NIC that is made up; without it there is none.
+    pub nic_bytes: Option<u64>,
 }
 
 /// What a VM was made from, and what was assumed for it.
@@ -71,6 +85,8 @@ pub struct VmOrigin {
     pub memory_bytes: u64,
     /// Memory that CPUs keep in use.
     pub cpu_bytes: u64,
+    /// What the guest is like.
+    pub guest: Guest,
 }
 
 /// What kind of trace a VM was made from.
@@ -111,7 +127,33 @@ pub struct TracedVm {
     pub end: Duration,
     files: Vec<PathBuf>,
     options: TraceOptions,
+    others: Others,
+}
+
+/// Memory that the trace's devices do not touch.
+#[derive(Clone, Debug)]
+struct Others {
     working_set: Vec<SectionNo>,
+    nic_pool: Vec<SectionNo>,
+    /// Above all devices of the trace.
+    nic: DeviceId,
+}
+
+impl Others {
+    fn new(mut sections: Vec<SectionNo>, last_device: DeviceId, options: &TraceOptions) -> Self {
+        let pool = options.guest.nic_bytes.unwrap_or(0);
+        let pool = usize::try_from(pool.div_ceil(options.section_bytes)).unwrap_or(usize::MAX);
+        let rest = sections.split_off(pool.min(sections.len()));
+        Self {
+            working_set: spread(&rest, options.cpu_permille),
+            nic_pool: sections,
+            nic: DeviceId(last_device.0.saturating_add(1)),
+        }
+    }
+
+    fn cpu_bytes(&self, options: &TraceOptions) -> u64 {
+        self.working_set.len() as u64 * options.section_bytes
+    }
 }
 
 /// Memory of a VM that is made for a trace, at least: less has no room for its marks.
@@ -147,6 +189,11 @@ fn check(options: &TraceOptions) -> Result<(), ReplayError> {
             "sections of {section_bytes} bytes cannot be: give a power of two of at least {PAGE_BYTES}"
         )));
     }
+    if options.guest.run_bytes.is_some_and(|run| run < PAGE_BYTES) {
+        return Err(ReplayError::Asked(format!(
+            "memory cannot be handed out in runs of less than {PAGE_BYTES} bytes"
+        )));
+    }
     if !(options.time_scale > 0.0 && options.time_scale <= 1e6) {
         return Err(ReplayError::Asked(format!(
             "times cannot be stretched by {}: give a number above 0, at most 1000000",
@@ -169,7 +216,6 @@ impl TracedVm {
     /// # Errors
     /// If the trace cannot be opened any more.
     pub fn stream(&self) -> Result<Box<dyn AccessStream>, ReplayError> {
-        let set = self.working_set.clone();
         let section_bytes = self.options.section_bytes;
         let Some(file) = self.files.first() else {
             return Err(ReplayError::Asked("a VM without a trace".to_owned()));
@@ -179,12 +225,17 @@ impl TracedVm {
             OriginKind::AccessLog { .. } => {
                 let log = self.open_log()?;
                 let stream = LogStream::new(log, memory_bytes, &self.options);
-                return Ok(Box::new(WithWorkingSet::new(stream, set)));
+                return Ok(self.with_others(stream));
             }
             OriginKind::PageCache { cache_bytes, .. } => {
                 let params =
                     PageCacheParams::at_the_end_of(memory_bytes, cache_bytes, section_bytes);
-                DiskPath::Cached(GuestPageCache::new(params)?)
+                let cache = GuestPageCache::new(PageCacheParams {
+                    reads: self.options.guest.reads,
+                    run_bytes: self.options.guest.run_bytes,
+                    ..params
+                })?;
+                DiskPath::Cached(Box::new(cache))
             }
             OriginKind::Direct { pool_bytes, .. } => {
                 let base = memory_bytes - pool_bytes;
@@ -196,8 +247,18 @@ impl TracedVm {
         let requests = trace
             .enumerate()
             .map(move |(number, request)| Ok(disk_request(number as u64, request?, scale)));
-        let stream = DiskStream::new(requests, path);
-        Ok(Box::new(WithWorkingSet::new(stream, set)))
+        Ok(self.with_others(DiskStream::new(requests, path)))
+    }
+
+    fn with_others(&self, stream: impl AccessStream + 'static) -> Box<dyn AccessStream> {
+        let Others {
+            working_set: set,
+            nic_pool,
+            nic,
+        } = self.others.clone();
+        let stream = Beside::new(stream, working_set(set));
+        let ring = NicRing::new(nic, nic_pool, self.options.section_bytes);
+        Box::new(Beside::new(stream, ring))
     }
 
     fn open_log(&self) -> Result<AccessLog, ReplayError> {
@@ -242,7 +303,7 @@ fn stretched(time_ns: u64, scale: f64) -> Duration {
 fn survey_block(file: &Path, options: &TraceOptions) -> Result<TracedVm, ReplayError> {
     let mut trace = open_block_trace(file, &options.block)?;
     let mut blocks: FxHashSet<(u32, u64)> = FxHashSet::default();
-    let (mut records, mut end) = (0, Duration::ZERO);
+    let (mut records, mut end, mut last) = (0, Duration::ZERO, DeviceId(0));
     while let Some(request) = trace.next().transpose()? {
         if request.time_ns.is_none() {
             return Err(ReplayError::Asked(format!(
@@ -254,6 +315,7 @@ fn survey_block(file: &Path, options: &TraceOptions) -> Result<TracedVm, ReplayE
         blocks.extend(disk.blocks()?.map(|block| (disk.disk.0, block)));
         records += 1;
         end = at;
+        last = last.max(disk.disk);
     }
     let about = trace.about();
     let footprint_bytes = blocks.len() as u64 * PAGE_BYTES;
@@ -268,8 +330,7 @@ fn survey_block(file: &Path, options: &TraceOptions) -> Result<TracedVm, ReplayE
     };
     let sections = memory_bytes / options.section_bytes;
     let others = (memory_bytes - cache_bytes) / options.section_bytes;
-    let others: Vec<SectionNo> = (0..others).map(SectionNo).collect();
-    let working_set = spread(&others, options.cpu_permille);
+    let others = Others::new((0..others).map(SectionNo).collect(), last, options);
     Ok(TracedVm {
         origin: VmOrigin {
             name: file.display().to_string(),
@@ -277,13 +338,14 @@ fn survey_block(file: &Path, options: &TraceOptions) -> Result<TracedVm, ReplayE
             records,
             span_seconds: end.as_secs_f64(),
             memory_bytes,
-            cpu_bytes: working_set.len() as u64 * options.section_bytes,
+            cpu_bytes: others.cpu_bytes(options),
+            guest: options.guest,
         },
         sections,
         end,
         files: vec![file.to_owned()],
         options: options.clone(),
-        working_set,
+        others,
     })
 }
 
@@ -327,16 +389,18 @@ fn survey_log(
     let sections = memory.div_ceil(section).max(1);
     let mut stream = LogStream::new(log, sections.saturating_mul(section), options);
     let mut touched: FxHashSet<SectionNo> = FxHashSet::default();
-    let mut end = Duration::ZERO;
+    let (mut end, mut last) = (Duration::ZERO, DeviceId(0));
     while let Some(access) = stream.next()? {
         touched.insert(access.section);
         end = access.at;
+        if let Actor::Device(device, _) = access.actor {
+            last = last.max(device);
+        }
     }
     let others = (0..sections)
         .map(SectionNo)
         .filter(|section| !touched.contains(section));
-    let others: Vec<SectionNo> = others.collect();
-    let working_set = spread(&others, options.cpu_permille);
+    let others = Others::new(others.collect(), last, options);
     Ok(TracedVm {
         origin: VmOrigin {
             name: meta.vm,
@@ -346,13 +410,14 @@ fn survey_log(
             records: stream.records,
             span_seconds: end.as_secs_f64(),
             memory_bytes: sections * section,
-            cpu_bytes: working_set.len() as u64 * section,
+            cpu_bytes: others.cpu_bytes(options),
+            guest: options.guest,
         },
         sections,
         end,
         files: files.to_vec(),
         options: options.clone(),
-        working_set,
+        others,
     })
 }
 

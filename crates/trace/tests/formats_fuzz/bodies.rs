@@ -80,12 +80,15 @@ pub fn access_log(bytes: &[u8]) {
                     .checked_add(record.len_bytes.into())
                     .is_some()
             );
-            let told = analysis.touch(SectionTouch {
-                at: Duration::from_nanos(record.time_ns),
-                device: record.device,
-                service: record.service,
-                section: SectionNo(record.address >> 21),
-            });
+            let told = analysis.touch_in(
+                record.space,
+                SectionTouch {
+                    at: Duration::from_nanos(record.time_ns),
+                    device: record.device,
+                    service: record.service,
+                    section: SectionNo(record.address >> 21),
+                },
+            );
             assert!(told.is_ok(), "{told:?}");
         }
         assert!(log.next().is_none(), "nothing comes after the end");

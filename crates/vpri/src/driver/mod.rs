@@ -29,7 +29,7 @@
 //!
 //! # Locks, outermost first
 //! section's lock (callers) → registry → a session's `creating` → its spaces, its
-//! fault queue → its event queue; its spaces → its access log queue. None is held while a page is waited for. `creating`
+//! fault queue → its event queue; the access log queue by itself. None is held while a page is waited for. `creating`
 //! is held over a CREATE and its status; who takes requests waits for it, with no
 //! other lock of the driver held, when he meets a space that he does not know: the
 //! device may ask for pages of a space before we have read its number. Whoever holds
@@ -517,10 +517,14 @@ struct Records(Arc<Shared>);
 
 impl Records {
     fn take(&self, taking: (Taking, usize), into: &mut Vec<LogRecord>) {
-        if let Some(session) = self.0.session()
-            && let Some(log) = &session.log
-            && log.take(taking, &session.spaces(), into).is_err()
-        {
+        let session = self.0.session();
+        let Some((session, log)) = session.as_ref().and_then(|it| Some((it, it.log.as_ref()?)))
+        else {
+            return;
+        };
+        // Who takes a page request looks there, too: he is not to wait for records.
+        let spaces = session.spaces().clone();
+        if log.take(taking, &spaces, into).is_err() {
             tracing::trace!("records of a DPU that is gone");
         }
     }

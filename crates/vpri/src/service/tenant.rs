@@ -101,7 +101,7 @@ pub struct Tenant {
     /// Held shared while a request is served; closed for good when the tenant leaves.
     gate: RwLock<Gate>,
     leaving: Pause,
-    /// Page requests whose pages were really away; see [`Self::absent_faults`].
+    /// Demands and overwrites whose pages were really away; see [`Self::absent_faults`].
     absent_faults: AtomicU64,
     /// Their sections.
     absent_sections: ArrayQueue<SectionNo>,
@@ -239,8 +239,10 @@ impl Tenant {
         })
     }
 
-    /// I/O page faults so far on pages that were away. (A page request may ask for a page that is there,
-    /// and only its bit is not: after an attach each page's first DMA does.)
+    /// I/O page faults so far on pages that were away: requests for them with which a device's access
+    /// waits. (A page request may ask for a page that is there, and only its bit is not: after an attach each
+    /// page's first DMA does. And a prefault is a guess: nothing waits for it, and if it is dropped, the
+    /// access that comes to those pages makes a request of its own.)
     #[must_use]
     pub fn absent_faults(&self) -> u64 {
         self.absent_faults.load(Relaxed)
@@ -255,7 +257,11 @@ impl Tenant {
 
     /// A request for pages of `tier` is about to be served.
     pub(super) fn note_fault(&self, request: &PageRequest, pages: PageRange, tier: Tier) {
-        if tier == Tier::Present || request.kind == RequestKind::Slip {
+        let waits = match request.kind {
+            RequestKind::Demand | RequestKind::Overwrite { .. } => true,
+            RequestKind::Prefault | RequestKind::Slip => false,
+        };
+        if tier == Tier::Present || !waits {
             return;
         }
         self.absent_faults.fetch_add(1, Relaxed);

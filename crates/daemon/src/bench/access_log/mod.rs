@@ -25,8 +25,12 @@ use super::{
     },
     figures::{rounded, to_f64},
 };
+use pagetide_addr::{Access, SectionNo};
+use pagetide_policy::protect::{
+    PolicyChoice, PolicyReport, ProtectionPolicy, Touch, adp::AdpParams,
+};
 use serde_json::json;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const NAME: &str = "access-log";
 /// The switch in the turns of an alternation: each is before the other as often as after it.
@@ -39,6 +43,11 @@ const CELLS: [(Direction, u16); 4] = [
     (Direction::Write, 32),
 ];
 
+/// Sections of a VM of 64 GiB.
+const VM_SECTIONS: u64 = 32 * 1024;
+/// Touches of each of the two rounds over such a VM.
+const TOUCHES: u64 = 500_000;
+
 /// How much to measure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AccessLogBenchOptions {
@@ -49,11 +58,11 @@ pub struct AccessLogBenchOptions {
 }
 
 impl Default for AccessLogBenchOptions {
-    /// Half a minute in all.
+    /// Three quarters of a minute in all.
     fn default() -> Self {
         Self {
-            alternations: 20,
-            slice: Duration::from_millis(80),
+            alternations: 40,
+            slice: Duration::from_millis(60),
         }
     }
 }
@@ -161,8 +170,53 @@ fn describe_log(last: &BackendReport, report: &mut BenchReport) {
     figures.insert("lost_accesses".into(), last.lost_accesses.into());
     figures.insert("heard_accesses".into(), last.heard_accesses.into());
     figures.insert("tracked_sections".into(), last.tracked_sections.into());
-    let each = to_f64(last.policy_bytes) / to_f64(last.tracked_sections.max(1));
-    figures.insert("bytes_per_tracked_section".into(), rounded(each).into());
+    figures.insert("policy_bytes".into(), last.policy_bytes.into());
+    let full = full_policy();
+    let each = to_f64(full.report.bytes) / to_f64(full.report.tracked_sections.max(1));
+    let figure = json!({
+        "tracked_sections": full.report.tracked_sections,
+        "bytes_per_tracked_section": (each * 10.0).round() / 10.0,
+        "touch_ns": (full.touch_ns * 10.0).round() / 10.0,
+    });
+    figures.insert("policy_of_64_gib".into(), figure);
+}
+
+/// A policy that remembers all it may.
+struct FullPolicy {
+    report: PolicyReport,
+    /// Mean time of one touch.
+    touch_ns: f64,
+}
+
+/// What `adp` takes in a VM of 64 GiB all of which one device touches at random.
+fn full_policy() -> FullPolicy {
+    let mut policy = PolicyChoice::Adp(AdpParams::default()).policy(VM_SECTIONS);
+    let mut changes = Vec::new();
+    let (mut state, mut micros) = (1_u64, 0_u64);
+    let mut touch_all = |policy: &mut dyn ProtectionPolicy| {
+        for _ in 0..TOUCHES {
+            micros += 1;
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            changes.clear();
+            let touch = Touch {
+                section: SectionNo((state >> 33) % VM_SECTIONS),
+                at: Duration::from_micros(micros),
+                access: Access::Write,
+                bytes: 4096,
+            };
+            policy.touched(touch, &mut changes);
+        }
+    };
+    // Once to fill it.
+    touch_all(policy.as_mut());
+    let began = Instant::now();
+    touch_all(policy.as_mut());
+    FullPolicy {
+        touch_ns: began.elapsed().as_secs_f64() * 1e9 / to_f64(TOUCHES),
+        report: policy.report(),
+    }
 }
 
 /// The ratio of each alternation: the geometric mean over its cells.

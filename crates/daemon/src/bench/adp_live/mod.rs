@@ -32,6 +32,7 @@ const PROGRAM: &str = "adp-live";
 struct Turn {
     policy: String,
     iopfs_per_minute: f64,
+    iopfs_per_request: f64,
     blk_p999_us: f64,
     blk_p50_us: f64,
     blk_iops: f64,
@@ -55,8 +56,9 @@ struct Found {
 /// A figure of a turn, by its name.
 type Reading = (&'static str, fn(&Turn) -> f64);
 
-const READINGS: [Reading; 7] = [
+const READINGS: [Reading; 8] = [
     ("iopfs_per_minute", |turn| turn.iopfs_per_minute),
+    ("iopfs_per_request", |turn| turn.iopfs_per_request),
     ("blk_p999_us", |turn| turn.blk_p999_us),
     ("blk_p50_us", |turn| turn.blk_p50_us),
     ("blk_iops", |turn| turn.blk_iops),
@@ -115,7 +117,7 @@ fn describe(found: &Found, report: &mut BenchReport) {
     for policy in ["none", "adp"] {
         let mean_of = |(name, read): &Reading| {
             let value = mean(of(policy).map(read));
-            ((*name).to_owned(), json!((value * 10.0).round() / 10.0))
+            ((*name).to_owned(), json!((value * 1e3).round() / 1e3))
         };
         let each = READINGS.iter().map(mean_of).collect();
         figures.insert(policy.into(), serde_json::Value::Object(each));
@@ -153,7 +155,8 @@ mod tests {
     fn turns_are_put_together_by_policy_whatever_their_order() {
         let turn = |policy: &str, iopfs: f64| {
             json!({
-                "policy": policy, "iopfs_per_minute": iopfs, "blk_p999_us": 10.0,
+                "policy": policy, "iopfs_per_minute": iopfs, "iopfs_per_request": 0.0,
+                "blk_p999_us": 10.0,
                 "blk_p50_us": 1.0, "blk_iops": 100.0, "resident_bytes": 5e8,
                 "protected_sections": 0.0, "vcpu_faults_per_minute": 7.0,
             })

@@ -109,11 +109,11 @@ impl Listener {
         self.feed.look_again();
     }
 
-    /// Memory that the front end has brought since is the VM's.
+    /// Memory that the front end has brought since is the VM's, which has [`VM_PAGES`] in all: the
+    /// policy remembers a share of that.
     fn follow_memory(&self) {
         let known = self.mmu.domains();
         let mut first = 0;
-        let mut ram = Vec::new();
         for domain in self.domains.all() {
             let count = domain.len_bytes().div_ceil(PAGE_BYTES);
             let pages = PageRange::new(PageNo(first), PageNo(first + count));
@@ -121,12 +121,14 @@ impl Listener {
                 self.mmu.add(&(domain as Arc<dyn IoSpace>), pages);
             }
             first = pages.end.0.next_multiple_of(SECTION_PAGES);
-            ram.push(pages);
         }
-        self.protection.ram_changed(ram);
+        let all = PageRange::new(PageNo(0), PageNo(VM_PAGES));
+        self.protection.ram_changed(vec![all]);
     }
 }
 
+/// Pages of the VM: 64 GiB, the largest of the paper's.
+const VM_PAGES: u64 = (64 << 30) / PAGE_BYTES;
 /// Records a second: what the daemon takes by default.
 const RATE: u32 = 100_000;
 

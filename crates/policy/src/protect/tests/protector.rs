@@ -2,7 +2,10 @@
 //! The protector of a VM against its devices' policies, each on its own.
 
 use crate::{
-    protect::{Change, Fate, PolicyChoice, ProtectedSections, ProtectionPolicy, Protector, Touch},
+    protect::{
+        Change, Fate, PolicyChoice, ProtectedSections, ProtectionPolicy, Protector, Touch,
+        together_max,
+    },
     random::Random,
 };
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
@@ -12,7 +15,14 @@ use std::{
     time::Duration,
 };
 
-const VM_SECTIONS: u64 = 80;
+const VM_SECTIONS: u64 = 160;
+
+const FATES: [Fate; 4] = [
+    Fate::Evicted,
+    Fate::Faulted,
+    Fate::NotBroughtBack,
+    Fate::Gone,
+];
 
 fn touch(section: u64, at: Duration) -> Touch {
     Touch {
@@ -60,7 +70,15 @@ fn assert_union(protected: &ProtectedSections, devices: &BTreeMap<DeviceId, Alon
 
 #[test]
 fn vm_protects_what_any_of_its_devices_does() {
-    for (seed, choice) in (0..20).zip(PolicyChoice::all().iter().cycle()) {
+    // Three devices with 3 % each stay below what is protected together at most.
+    let choices = [
+        "none",
+        "lru:share=0.03",
+        "adp:protected-max=0.03",
+        "adaptive:protected-max=0.03,protected-mean=0.03",
+    ];
+    let choices = choices.map(|choice| choice.parse::<PolicyChoice>().expect("a policy"));
+    for (seed, choice) in (0..20).zip(choices.iter().cycle()) {
         let mut random = Random::new(seed);
         let mut protector = Protector::new(choice, VM_SECTIONS);
         let protected = Arc::clone(protector.protected());
@@ -84,7 +102,7 @@ fn vm_protects_what_any_of_its_devices_does() {
                     }
                 }
                 2..=5 => {
-                    let fate = [Fate::Evicted, Fate::Faulted, Fate::Gone][random.index(3)];
+                    let fate = FATES[random.index(FATES.len() as u64)];
                     protector.fate(SectionNo(section), fate, now);
                     for alone in devices.values_mut() {
                         alone.tell(|policy, changes| {
@@ -173,4 +191,117 @@ fn nothing_is_protected_after_another_choice_and_after_the_protector() {
     assert_eq!(protected.len(), 1);
     drop(protector);
     assert!(protected.is_empty());
+}
+
+#[test]
+fn devices_protect_no_more_together_than_their_vm_allows_however_many_they_are() {
+    for (choice, sections, most) in [
+        ("adp", 1_000, 100),
+        ("lru", 1_000, 200),
+        ("adaptive", 1_000, 100),
+        ("lru:share=0.01", 1_000, 100),
+        ("lru:share=0.7", 1_000, 1_000),
+        ("adp", 9, 0),
+        ("none", 1_000, 100),
+    ] {
+        let choice = choice.parse().expect("a policy");
+        assert_eq!(together_max(&choice, sections), most, "{choice}");
+    }
+    let choice = "lru:share=0.05".parse().expect("a policy");
+    let mut protector = Protector::new(&choice, 1_000);
+    for section in 0..2_000 {
+        let device = DeviceId(1 + u32::try_from(section / 31).expect("few"));
+        protector.touched(
+            device,
+            touch(section % 1_000, Duration::from_millis(section)),
+        );
+        assert!(protector.protected().len() <= 100);
+    }
+    assert_eq!(protector.protected().len(), 100);
+    let reports = protector.reports();
+    assert_eq!(reports.len(), 65);
+    let held: u64 = reports.iter().map(|(_, it)| it.protected_sections).sum();
+    assert!(held >= 100, "only what is protected is told: {held}");
+    let dropped: u64 = reports.iter().map(|(_, it)| it.dropped_sections).sum();
+    assert_eq!(
+        held + dropped,
+        2_000,
+        "each touch is of a section new to its device"
+    );
+}
+
+#[test]
+fn section_too_many_is_refused_until_a_device_releases_another() {
+    // A device protects four of 80, and all of them eight.
+    let choice = "lru:share=0.05".parse().expect("a policy");
+    let mut protector = Protector::new(&choice, 80);
+    let protected = Arc::clone(protector.protected());
+    for section in 0..8_u64 {
+        let device = DeviceId(u32::try_from(1 + section / 4).expect("few"));
+        protector.touched(device, touch(section, Duration::ZERO));
+    }
+    let third = DeviceId(3);
+    protector.touched(third, touch(50, Duration::ZERO));
+    protector.touched(third, touch(7, Duration::ZERO));
+    let expected = |sections: &[u64]| sections.iter().all(|it| protected.contains(SectionNo(*it)));
+    assert!(expected(&[0, 1, 2, 3, 4, 5, 6, 7]));
+    assert_eq!(protected.len(), 8, "section 7 is another's already");
+    let reports = protector.reports();
+    assert_eq!(reports[2].1.protected_sections, 1);
+    assert_eq!(
+        (reports[2].1.dropped_sections, protector.dropped_sections()),
+        (1, 1)
+    );
+
+    // A device that is full takes a new section in before it releases its oldest.
+    protector.touched(DeviceId(1), touch(60, Duration::ZERO));
+    assert!(expected(&[1, 2, 3, 60]) && !protected.contains(SectionNo(0)));
+
+    protector.device_left(DeviceId(1));
+    protector.touched(third, touch(51, Duration::ZERO));
+    assert!(expected(&[51]) && !protected.contains(SectionNo(50)));
+    // Its policy releases what was refused: nothing happens.
+    for section in 52..55 {
+        protector.touched(third, touch(section, Duration::ZERO));
+    }
+    assert_eq!(protected.len(), 8);
+    assert!(expected(&[4, 5, 6, 7, 51, 52, 53, 54]));
+}
+
+#[test]
+fn devices_of_a_vm_that_shrinks_give_back_what_is_too_much_together() {
+    let choice = "lru:share=0.05".parse().expect("a policy");
+    let mut protector = Protector::new(&choice, 1_000);
+    for section in 0..100_u64 {
+        let device = DeviceId(u32::try_from(1 + section / 25).expect("few"));
+        protector.touched(device, touch(section, Duration::ZERO));
+    }
+    assert_eq!(protector.protected().len(), 100);
+    protector.resized(500);
+    assert_eq!(protector.protected().len(), 50);
+    let held = |protector: &Protector| -> u64 {
+        let reports = protector.reports();
+        reports.iter().map(|(_, it)| it.protected_sections).sum()
+    };
+    assert_eq!(held(&protector), 50);
+    protector.resized(9);
+    assert_eq!((protector.protected().len(), held(&protector)), (0, 0));
+}
+
+#[test]
+fn dropped_sections_never_grow_fewer_when_devices_and_policies_go() {
+    let choice = "lru:share=0.05".parse().expect("a policy");
+    let mut protector = Protector::new(&choice, 80);
+    for section in 0..10 {
+        protector.touched(DeviceId(1), touch(section, Duration::ZERO));
+    }
+    assert_eq!(protector.dropped_sections(), 6);
+    protector.device_left(DeviceId(1));
+    assert_eq!(protector.dropped_sections(), 6);
+    for section in 0..7 {
+        protector.touched(DeviceId(2), touch(section, Duration::ZERO));
+    }
+    assert_eq!(protector.dropped_sections(), 9);
+    protector.choose(&PolicyChoice::None);
+    assert_eq!(protector.dropped_sections(), 9);
 }

@@ -15,9 +15,10 @@
 //!                             │  4 s │ 306 s │  590 s    │      3 intervals
 //!                           first         fault        fault    4 accesses, 2 faults
 //! ```
-//! Memory is bounded: some 40 bytes for each pair, at most [`PAIRS_MAX`] of them,
-//! and curves of at most [`CURVE_POINTS_MAX`] points, whose step doubles when
-//! they are full. That a section is counted by its *final* number of accesses is
+//! A section of one space is another than the section of that number in another
+//! space. Memory is bounded: by [`PAIRS_MAX`], which says what they take, and by
+//! curves of at most [`CURVE_POINTS_MAX`] points, whose step doubles when they are
+//! full. That a section is counted by its *final* number of accesses is
 //! why its faults are kept by it and not in one sum.
 
 mod curve;
@@ -32,14 +33,20 @@ pub use report::{
 use std::collections::HashMap;
 use std::time::Duration;
 
-use pagetide_addr::{DeviceId, SECTION_BYTES, SectionNo};
+use pagetide_addr::{DeviceId, DomainId, SECTION_BYTES, SectionNo};
 
 use super::Service;
 use report::{count_row, reuse_row};
 
-/// Pairs of device and section that are told apart: at 2 MiB that is 8 TiB of
-/// memory touched by one device, or 160 MB of ours.
-pub const PAIRS_MAX: usize = 1 << 22;
+/// Pairs of device and section that are told apart: at 2 MiB that is 7 TiB of
+/// memory touched by one device.
+///
+/// Each device has a table, which doubles when it is full to 7/8. A place in it
+/// takes 41 bytes (the hash table's own one included). So this many pairs of one
+/// device just fill a table of 2^22 places, 172 MB, which takes 258 MB in the
+/// moment of the last doubling, when the old one is there too. The tables of many
+/// devices may all have doubled just before: 344 MB together.
+pub const PAIRS_MAX: usize = 7 << 19;
 
 /// Devices that are told apart; each has a curve of its own.
 pub const DEVICES_MAX: usize = 1 << 12;
@@ -78,7 +85,7 @@ pub struct SectionTouch {
     pub device: DeviceId,
     /// What kind of device that is.
     pub service: Service,
-    /// Which section.
+    /// Which section of its space.
     pub section: SectionNo,
 }
 
@@ -125,17 +132,21 @@ pub struct Analysis {
 struct DeviceState {
     device: DeviceId,
     service: Service,
-    sections: HashMap<SectionNo, SectionState>,
+    sections: HashMap<Section, SectionState>,
     footprint: GrowthCurve,
     minutes: Minutes,
     /// Only the reuse intervals and the number of accesses until the end.
     tallies: Tallies,
 }
 
+/// A section, by its space and by its number there.
+type Section = (DomainId, SectionNo);
+
 #[derive(Debug)]
 struct SectionState {
-    /// Since the first touch of the trace.
-    last: Duration,
+    /// In nanoseconds since the first touch of the trace; at most 584 years, since
+    /// a `Duration` would make the pair a fifth larger.
+    last_ns: u64,
     accesses: u64,
     faults: u64,
 }
@@ -162,11 +173,19 @@ impl Analysis {
         }
     }
 
-    /// A device has touched a section.
+    /// A device has touched a section, in a trace that has one space.
+    ///
+    /// # Errors
+    /// As [`Analysis::touch_in`].
+    pub fn touch(&mut self, touch: SectionTouch) -> Result<(), AnalysisError> {
+        self.touch_in(DomainId(0), touch)
+    }
+
+    /// A device has touched a section of `space`.
     ///
     /// # Errors
     /// [`AnalysisError`]; what was told before is not lost.
-    pub fn touch(&mut self, touch: SectionTouch) -> Result<(), AnalysisError> {
+    pub fn touch_in(&mut self, space: DomainId, touch: SectionTouch) -> Result<(), AnalysisError> {
         if touch.at < self.last {
             return Err(AnalysisError::Backwards {
                 at: touch.at,
@@ -177,12 +196,13 @@ impl Analysis {
         let number = self.number(&touch)?;
         self.last = touch.at;
         let device = &mut self.devices[number];
-        if self.pairs == PAIRS_MAX && !device.sections.contains_key(&touch.section) {
+        let section = (space, touch.section);
+        if self.pairs == PAIRS_MAX && !device.sections.contains_key(&section) {
             return Err(AnalysisError::TooManySections {
                 section_bytes: self.params.section_bytes,
             });
         }
-        self.pairs += device.touch(touch.section, at, self.params.fault_interval);
+        self.pairs += device.touch(section, at, self.params.fault_interval);
         Ok(())
     }
 
@@ -223,15 +243,16 @@ impl Analysis {
 
 impl DeviceState {
     /// Counts a touch; how many sections are new, none or one.
-    fn touch(&mut self, section: SectionNo, at: Duration, fault_interval: Duration) -> usize {
+    fn touch(&mut self, section: Section, at: Duration, fault_interval: Duration) -> usize {
         self.tallies.accesses += 1;
         let minute = at.as_secs() / 60;
+        let at_ns = u64::try_from(at.as_nanos()).unwrap_or(u64::MAX);
         self.minutes.begin(minute);
         let Some(state) = self.sections.get_mut(&section) else {
             self.sections.insert(
                 section,
                 SectionState {
-                    last: at,
+                    last_ns: at_ns,
                     accesses: 1,
                     faults: 0,
                 },
@@ -240,16 +261,17 @@ impl DeviceState {
             self.minutes.count();
             return 1;
         };
-        let interval = at - state.last;
+        let last = Duration::from_nanos(state.last_ns);
+        let interval = at.saturating_sub(last);
         self.tallies.reuse[reuse_row(interval)] += 1;
         if interval > fault_interval {
             state.faults += 1;
         }
-        if state.last.as_secs() / 60 != minute {
+        if last.as_secs() / 60 != minute {
             self.minutes.count();
         }
         state.accesses += 1;
-        state.last = at;
+        state.last_ns = at_ns;
         0
     }
 

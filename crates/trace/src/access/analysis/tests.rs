@@ -106,6 +106,28 @@ fn devices_are_counted_apart_though_they_touch_the_same_section() {
 }
 
 #[test]
+fn sections_of_one_number_in_two_spaces_are_two_sections() {
+    let mut analysis = Analysis::new(AnalysisParams::default());
+    for (seconds, space) in [(0, 1), (1, 2), (400, 2)] {
+        analysis
+            .touch_in(DomainId(space), touch(seconds, DISK, 5))
+            .unwrap();
+    }
+    let report = analysis.finish();
+    let disk = &report.devices[0];
+    assert_eq!(disk.footprint_bytes, 2 * SECTION_BYTES);
+    assert_eq!(disk.locality.sections, 2);
+    assert_eq!(disk.locality.simulated_faults, 1, "space 1 never came back");
+}
+
+#[test]
+fn pairs_take_what_is_said_of_them_and_no_more_of_them_would_fit() {
+    assert_eq!(size_of::<(Section, SectionState)>(), 40);
+    let full = HashMap::<Section, SectionState>::with_capacity(PAIRS_MAX);
+    assert_eq!(full.capacity(), PAIRS_MAX);
+}
+
+#[test]
 fn footprint_grows_by_the_minute_and_the_busiest_minute_is_told() {
     let report = analysed(
         &[

@@ -25,6 +25,10 @@
 //! more requests follow their neighbour.
 //!
 //! What is wrong with a trace names the record, from 0, or the line, from 1.
+//!
+//! *Pipes are refused*, with a sentence: their bytes come once, and who models a
+//! guest reads a trace twice, first for how much of the disk it touches. Who needs
+//! one pass only, and has other input than a file, gives it to [`BlockTrace::new`].
 
 mod binary;
 mod detect;
@@ -33,7 +37,6 @@ mod mqsim;
 mod srt;
 
 use std::fmt;
-use std::fs::File;
 use std::io::{Cursor, Read};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -42,6 +45,7 @@ use std::time::Duration;
 use pagetide_addr::Access;
 
 use crate::error::TraceError;
+use crate::open::open_regular;
 use detect::{compression, detect, head_of};
 
 /// One request for blocks of a disk.
@@ -203,25 +207,22 @@ impl From<std::io::Error> for Wrong {
     }
 }
 
-/// Opens the block trace at `path`.
+/// Opens the block trace at `path`, which may be done again for another pass.
 ///
 /// # Errors
-/// If it cannot be opened, is compressed, or is of no format that is known and
-/// none was named.
+/// If it cannot be opened, is a pipe or a device, which another pass would find
+/// empty, is compressed, or is of no format that is known and none was named.
 pub fn open_block_trace(path: &Path, options: &BlockOptions) -> Result<BlockTrace, TraceError> {
-    let file = File::open(path).map_err(|source| TraceError::Io {
-        path: path.to_owned(),
-        source,
-    })?;
-    BlockTrace::new(path, file, options)
+    BlockTrace::new(path, open_regular(path)?, options)
 }
 
 impl BlockTrace {
-    /// Reads a trace from `input`; errors, and a format that only its name
-    /// tells, go by `path`.
+    /// Reads a trace from `input`, once, so that it may be a pipe; errors, and a
+    /// format that only its name tells, go by `path`.
     ///
     /// # Errors
-    /// As [`open_block_trace`].
+    /// If it cannot be read, is compressed, or is of no format that is known and
+    /// none was named.
     pub fn new(
         path: &Path,
         mut input: impl Read + Send + 'static,

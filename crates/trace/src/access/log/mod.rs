@@ -41,7 +41,7 @@ mod sequence;
 mod writer;
 
 pub use reader::AccessLogReader;
-pub use rotate::{LOG_FILE_BYTES_MIN, LogLimits, RotatingLog};
+pub use rotate::{LOG_FILE_BYTES_MIN, LOG_FILES_MAX, LogLimits, RotatingLog};
 pub use sequence::AccessLog;
 pub use writer::{AccessLogWriter, LOG_GROUP_RECORDS, LOG_SLACK_RECORDS};
 

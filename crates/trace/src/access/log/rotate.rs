@@ -15,6 +15,11 @@ const LOOK_RECORDS: usize = 1024;
 /// Smallest limit of a file, in bytes: below it a file would be mostly metadata.
 pub const LOG_FILE_BYTES_MIN: u64 = 256 << 10;
 
+/// Largest number of files that are kept: 4 TiB at 64 MiB each. Whoever completes a
+/// file lists the directory, which with so many takes some hundredths of a second,
+/// and whoever reads the log opens each of them twice.
+pub const LOG_FILES_MAX: u32 = 1 << 16;
+
 /// End of the names of a log's files.
 const SUFFIX: &str = ".parquet";
 
@@ -25,7 +30,8 @@ pub struct LogLimits {
     pub dir: PathBuf,
     /// Bytes that a file has at most, but for its footer of some kilobytes.
     pub max_file_bytes: u64,
-    /// Complete files that are kept; the oldest go. One more is in the making.
+    /// Complete files that are kept, [`LOG_FILES_MAX`] at most; the oldest go. One
+    /// more is in the making.
     pub max_files: u32,
 }
 
@@ -49,13 +55,19 @@ impl RotatingLog {
     /// directory count among those that are kept.
     ///
     /// # Errors
-    /// If the limits allow nothing, the VM's name is none for a file, or the
+    /// If the limits allow nothing or too much, the VM's name is none for a file, or the
     /// directory cannot be read.
     pub fn create(limits: LogLimits, mut meta: AccessLogMeta) -> Result<Self, TraceError> {
         if limits.max_file_bytes < LOG_FILE_BYTES_MIN || limits.max_files == 0 {
             return Err(TraceError::Asked(format!(
                 "an access log of {} files of {} bytes each; it needs at least one of {LOG_FILE_BYTES_MIN}",
                 limits.max_files, limits.max_file_bytes
+            )));
+        }
+        if limits.max_files > LOG_FILES_MAX {
+            return Err(TraceError::Asked(format!(
+                "an access log of {} files; at most {LOG_FILES_MAX} are kept: let each be larger",
+                limits.max_files
             )));
         }
         if meta.vm.is_empty() || meta.vm.contains(['/', '\0']) {

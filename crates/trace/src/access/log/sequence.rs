@@ -2,13 +2,22 @@
 //! All files of an access log, one after the other.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::{AccessLogMeta, AccessLogReader};
 use crate::access::AccessRecord;
 use crate::error::TraceError;
 
-/// An access log of one or more files. Iterates over its records; after an error
+/// One file of a log, closed: a log may have more files than a process may have open.
+#[derive(Debug)]
+struct Part {
+    path: PathBuf,
+    meta: AccessLogMeta,
+    /// Records that it says it holds.
+    records: u64,
+}
+
+/// An access log of one or more files, of which one at most is open. Iterates over its records; after an error
 /// there are none.
 #[derive(Debug)]
 pub struct AccessLog {
@@ -28,8 +37,8 @@ impl AccessLog {
     /// Opens a log by its files, given in any order.
     ///
     /// # Errors
-    /// If there is none, one is broken, they are not of one log, or one in
-    /// between is missing.
+    /// If there is none, one is broken, they are not of one log, one in between is
+    /// missing, or they say they hold 2^64 records or more.
     pub fn open(files: &[PathBuf]) -> Result<Self, TraceError> {
         let mut logs = Self::open_all(files)?.into_iter();
         match (logs.next(), logs.next()) {
@@ -46,43 +55,40 @@ impl AccessLog {
     /// Opens all logs that `files` belong to, by the names of their VMs.
     ///
     /// # Errors
-    /// If one is broken, or one in between is missing.
+    /// If one is broken, one in between is missing, or those of a log say they
+    /// hold 2^64 records or more.
     pub fn open_all(files: &[PathBuf]) -> Result<Vec<Self>, TraceError> {
-        let mut logs: BTreeMap<(String, u64), Vec<AccessLogReader>> = BTreeMap::new();
+        let mut logs: BTreeMap<(String, u64), Vec<Part>> = BTreeMap::new();
         for file in files {
-            let reader = AccessLogReader::open(file)?;
-            let meta = reader.meta();
-            logs.entry((meta.vm.clone(), meta.started_unix_ns))
+            let part = Part::look(file)?;
+            logs.entry((part.meta.vm.clone(), part.meta.started_unix_ns))
                 .or_default()
-                .push(reader);
+                .push(part);
         }
         logs.into_values().map(Self::of).collect()
     }
 
     /// The log of these files, at least one.
-    fn of(mut parts: Vec<AccessLogReader>) -> Result<Self, TraceError> {
-        parts.sort_by_key(|part| part.meta().sequence);
+    fn of(mut parts: Vec<Part>) -> Result<Self, TraceError> {
+        parts.sort_by_key(|part| part.meta.sequence);
         for pair in parts.windows(2) {
             let [before, after] = pair else { continue };
             check_order(before, after)?;
         }
-        // They are opened again one by one: a log may have more files than a
-        // process may have open.
-        let mut files: Vec<PathBuf> = parts.iter().map(|part| part.path().to_owned()).collect();
+        let mut files: Vec<PathBuf> = parts.iter().map(|part| part.path.clone()).collect();
         files.reverse();
-        let records = parts.iter().map(AccessLogReader::records).sum();
+        let records = records_of(&parts)?;
         let mut parts = parts.into_iter();
         let Some(first) = parts.next() else {
             return Err(TraceError::Asked("no file of an access log".to_owned()));
         };
-        let mut meta = first.meta().clone();
-        for part in parts {
-            let part = part.meta();
+        let mut meta = first.meta;
+        for Part { meta: part, .. } in parts {
             meta.memory_bytes = meta.memory_bytes.max(part.memory_bytes);
             meta.lost_records = meta.lost_records.saturating_add(part.lost_records);
             meta.late_records = meta.late_records.saturating_add(part.late_records);
-            for device in &part.devices {
-                meta.enter(device.clone());
+            for device in part.devices {
+                meta.enter(device);
             }
         }
         Ok(Self {
@@ -166,14 +172,44 @@ impl Iterator for AccessLog {
     }
 }
 
+impl Part {
+    /// Opens the file for what it says about itself, and closes it.
+    fn look(file: &Path) -> Result<Self, TraceError> {
+        let reader = AccessLogReader::open(file)?;
+        Ok(Self {
+            path: file.to_owned(),
+            meta: reader.meta().clone(),
+            records: reader.records(),
+        })
+    }
+}
+
+/// Records that the files say they hold. They may say anything.
+fn records_of(parts: &[Part]) -> Result<u64, TraceError> {
+    let mut records: u64 = 0;
+    for part in parts {
+        records = records
+            .checked_add(part.records)
+            .ok_or_else(|| TraceError::File {
+                path: part.path.clone(),
+                reason: format!(
+                    "says it has {} records, and the files of its log before it {records}: \
+                     together 2^64 or more, so one of them is broken",
+                    part.records
+                ),
+            })?;
+    }
+    Ok(records)
+}
+
 /// Whether `after` follows `before` at once.
-fn check_order(before: &AccessLogReader, after: &AccessLogReader) -> Result<(), TraceError> {
-    let (number, next) = (before.meta().sequence, after.meta().sequence);
+fn check_order(before: &Part, after: &Part) -> Result<(), TraceError> {
+    let (number, next) = (before.meta.sequence, after.meta.sequence);
     let reason = match next.checked_sub(number) {
         Some(1) => return Ok(()),
         Some(0) | None => format!(
             "is file {next} of its log, and so is {}; give it once",
-            before.path().display()
+            before.path.display()
         ),
         Some(_) => format!(
             "is file {next} of its log, and the one before it here is {number}; \
@@ -181,7 +217,7 @@ fn check_order(before: &AccessLogReader, after: &AccessLogReader) -> Result<(), 
         ),
     };
     Err(TraceError::File {
-        path: after.path().to_owned(),
+        path: after.path.clone(),
         reason,
     })
 }

@@ -261,6 +261,30 @@ fn slips_are_served_and_counted_apart() {
 }
 
 #[test]
+fn fault_on_pages_that_are_away_is_what_an_access_waits_for_and_no_guess() {
+    let rig = Rig::started(Handling::Affined);
+    let (vm, tenant) = rig.vm();
+    let all = PageRange::new(PageNo(0), PageNo(PAGES));
+    let counted = |kind, tier| {
+        let before = tenant.absent_faults();
+        let demand = Device::demand(&vm, 1);
+        tenant.note_fault(&PageRequest { kind, ..demand }, all, tier);
+        let sections = std::iter::from_fn(|| tenant.next_absent_section()).count();
+        (tenant.absent_faults() - before, sections)
+    };
+    let overwrite = RequestKind::Overwrite { slot: 0 };
+    for (kind, expected) in [
+        (RequestKind::Demand, (1, 2)),
+        (overwrite, (1, 2)),
+        (RequestKind::Prefault, (0, 0)),
+        (RequestKind::Slip, (0, 0)),
+    ] {
+        assert_eq!(counted(kind, Tier::Zero), expected, "{kind:?}");
+        assert_eq!(counted(kind, Tier::Present), (0, 0), "{kind:?}");
+    }
+}
+
+#[test]
 fn held_answer_comes_no_sooner_than_asked_and_keeps_nobody_elses() {
     for handling in [Handling::Affined, Handling::Serialized] {
         let rig = Rig::started(handling);

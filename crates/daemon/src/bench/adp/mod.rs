@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `bench adp`: I/O page faults that DMA protectors save, and what they pin for it, as figures 16
+//! and 17 of VPRI have it.
+//!
+//! 14 made-up guests of 8 to 64 GiB share a host that is overcommitted by 10, 20 and 30 %, for an
+//! hour of virtual time each, under every policy: the product's own policies and its own choice of
+//! victims. The guests' DMA is described beside the paper's figures by the analysis that `trace
+//! analyze` is made of, so that one sees what the guests are worth. Each headline figure is the
+//! worst of the three overcommits; the figures of each stand beside.
+//!
+//! The last part replays a day of a thousand devices and says how long that took.
+
+mod figures;
+
+use super::{BenchError, BenchReport};
+use pagetide_policy::protect::PolicyChoice;
+use pagetide_sim::{
+    fleet::{GuestRecipe, Load, Round, paper_fleet, statistics},
+    replay::{ReplayError, Summary, VmAccount},
+};
+use pagetide_trace::DeviceAnalysis;
+use std::{
+    num::NonZeroUsize,
+    time::{Duration, Instant},
+};
+
+/// What is run.
+#[derive(Clone, PartialEq, Debug)]
+pub struct AdpBenchOptions {
+    /// The guests of the host.
+    pub guests: Vec<GuestRecipe>,
+    /// Memory promised beyond what there is, each in a round of its own.
+    pub overcommits: Vec<f64>,
+    /// Virtual seconds of a round.
+    pub seconds: u64,
+    /// The guests of the last part; each has two devices.
+    pub fleet: Vec<GuestRecipe>,
+    /// Virtual seconds of the last part.
+    pub fleet_seconds: u64,
+}
+
+/// Overcommit of the last part.
+const FLEET_OVERCOMMIT: f64 = 0.2;
+/// How long DMA is looked at for the guests' statistics, as in 4.2.
+const STATISTICS_S: u64 = 1_800;
+/// Sections of each VM of the last part: 512 MiB.
+const FLEET_SECTIONS: u64 = 256;
+/// VMs of the last part.
+const FLEET_VMS: usize = 500;
+
+impl Default for AdpBenchOptions {
+    fn default() -> Self {
+        let kinds = paper_fleet(2);
+        let fleet = (0..FLEET_VMS).zip(kinds.iter().cycle());
+        Self {
+            guests: paper_fleet(1),
+            overcommits: vec![0.1, 0.2, 0.3],
+            seconds: 3_600,
+            fleet: fleet
+                .map(|(number, guest)| GuestRecipe {
+                    sections: FLEET_SECTIONS,
+                    seed: guest.seed.wrapping_add(number as u64),
+                    ..*guest
+                })
+                .collect(),
+            fleet_seconds: 24 * 3_600,
+        }
+    }
+}
+
+/// One round: an overcommit, a policy, and what came of it.
+struct Outcome {
+    overcommit: f64,
+    policy: PolicyChoice,
+    summary: Summary,
+    accounts: Vec<VmAccount>,
+}
+
+/// What the last part took.
+struct FleetRun {
+    devices: u64,
+    touches: u64,
+    wall: Duration,
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// [`BenchError::Failed`] if the guests cannot be replayed.
+pub fn run(options: &AdpBenchOptions) -> Result<BenchReport, BenchError> {
+    let mut report = BenchReport::new("adp");
+    eprintln!("bench adp: the guests' statistics");
+    let guests = analyse(options)?;
+    figures::guests(&mut report, options, &guests);
+    let outcomes = rounds(options)?;
+    figures::policies(&mut report, &outcomes);
+    figures::capacity(&mut report, &outcomes);
+    eprintln!("bench adp: a day of {} devices", 2 * options.fleet.len());
+    figures::fleet(&mut report, options, &fleet(options)?);
+    figures::paper(&mut report);
+    Ok(report)
+}
+
+fn analyse(options: &AdpBenchOptions) -> Result<Vec<(Load, DeviceAnalysis)>, BenchError> {
+    let mut all = Vec::new();
+    for guest in &options.guests {
+        let analysis = statistics(guest, STATISTICS_S).map_err(failed)?;
+        all.extend(
+            analysis
+                .devices
+                .into_iter()
+                .map(|device| (guest.load, device)),
+        );
+    }
+    Ok(all)
+}
+
+fn rounds(options: &AdpBenchOptions) -> Result<Vec<Outcome>, BenchError> {
+    let mut outcomes: Vec<Outcome> = Vec::new();
+    for overcommit in &options.overcommits {
+        let begin = outcomes.len();
+        for policy in PolicyChoice::all() {
+            eprintln!("bench adp: overcommit {overcommit}, policy {policy}");
+            let accounts = round(options, &policy, *overcommit).run().map_err(failed)?;
+            // The first policy is none.
+            let base = outcomes.get(begin).map_or(&accounts, |base| &base.accounts);
+            let summary = Summary::of(&accounts, Some(base));
+            outcomes.push(Outcome {
+                overcommit: *overcommit,
+                policy,
+                summary,
+                accounts,
+            });
+        }
+    }
+    Ok(outcomes)
+}
+
+fn round(options: &AdpBenchOptions, policy: &PolicyChoice, overcommit: f64) -> Round {
+    Round {
+        guests: options.guests.clone(),
+        policy: policy.clone(),
+        overcommit,
+        seconds: options.seconds,
+        capacity_every: Some(Duration::from_secs(60)),
+        threads: threads(),
+    }
+}
+
+fn fleet(options: &AdpBenchOptions) -> Result<FleetRun, BenchError> {
+    let round = Round {
+        guests: options.fleet.clone(),
+        policy: PolicyChoice::Adp(Default::default()),
+        overcommit: FLEET_OVERCOMMIT,
+        seconds: options.fleet_seconds,
+        capacity_every: None,
+        threads: threads(),
+    };
+    let begun = Instant::now();
+    let accounts = round.run().map_err(failed)?;
+    let wall = begun.elapsed();
+    let devices = || accounts.iter().flat_map(|vm| &vm.devices);
+    let by_cpu: u64 = accounts.iter().map(|vm| vm.cpu_touches).sum();
+    Ok(FleetRun {
+        devices: devices().count() as u64,
+        touches: by_cpu + devices().map(|device| device.touches).sum::<u64>(),
+        wall,
+    })
+}
+
+fn threads() -> NonZeroUsize {
+    std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN)
+}
+
+fn failed(error: ReplayError) -> BenchError {
+    BenchError::Failed {
+        name: "adp",
+        reason: error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    fn tiny() -> AdpBenchOptions {
+        let small = |guest: GuestRecipe| GuestRecipe {
+            sections: 256,
+            ..guest
+        };
+        AdpBenchOptions {
+            guests: paper_fleet(1)
+                .into_iter()
+                .skip(2)
+                .take(4)
+                .map(small)
+                .collect(),
+            overcommits: vec![0.1, 0.3],
+            seconds: 1_200,
+            fleet: paper_fleet(2).into_iter().take(2).map(small).collect(),
+            fleet_seconds: 300,
+        }
+    }
+
+    #[test]
+    fn report_has_each_policys_worst_figures_and_those_of_each_overcommit() {
+        let report = run(&tiny()).expect("tiny guests");
+        for policy in PolicyChoice::NAMES {
+            let figures = &report.figures[policy];
+            for name in [
+                "nic_reduction",
+                "block_reduction",
+                "vm_pinned_share",
+                "nic_pinned_share",
+                "block_pinned_share",
+                "rpr_nic",
+                "rpr_block",
+            ] {
+                let each = ["overcommit_10", "overcommit_30"].map(|at| &figures[at][name]);
+                let worst = &figures[name];
+                assert!(each.contains(&worst), "{policy} {name} {worst}");
+                let largest = each.iter().filter_map(|each| each.as_f64());
+                if name.ends_with("share") {
+                    let largest = largest.fold(f64::MIN, f64::max);
+                    assert_eq!(worst.as_f64(), Some(largest), "{policy} {name}");
+                }
+            }
+        }
+        assert_eq!(report.figures["none"]["vm_pinned_share"], Value::from(0.0));
+        assert!(report.figures["adp"]["vm_pinned_share"].as_f64() > Some(0.0));
+        assert_eq!(report.figures["fleet"]["devices"], Value::from(4));
+        assert!(report.ratios.contains_key("rpr_nic_adp_over_lru"));
+        assert!(report.ratios.contains_key("rpr_block_adp_over_lru"));
+        assert!(report.peers.keys().all(|name| name.starts_with("paper_")));
+    }
+}

@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `adaptive` before an evictor that takes whatever rested for too long.
+
+use super::*;
+use crate::random::Random;
+use pagetide_addr::Access;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A VM of one device, and its evictor: a section goes when nobody touched it for `reach_s`.
+struct Vm {
+    policy: Adaptive,
+    sections: u64,
+    reach_s: u64,
+    /// When each present section was touched, or brought back.
+    present: BTreeMap<u64, u64>,
+    evicted: BTreeSet<u64>,
+    held: BTreeSet<u64>,
+    faults: u64,
+    bring_backs: u64,
+    log: Vec<String>,
+}
+
+impl Vm {
+    fn new(sections: u64, reach_s: u64) -> Self {
+        Self {
+            policy: Adaptive::new(AdaptiveParams::default(), sections),
+            sections,
+            reach_s,
+            present: BTreeMap::new(),
+            evicted: BTreeSet::new(),
+            held: BTreeSet::new(),
+            faults: 0,
+            bring_backs: 0,
+            log: Vec::new(),
+        }
+    }
+
+    /// Does what the policy wants, and checks that it is consistent.
+    fn obey(&mut self, now: u64, changes: Vec<Change>) {
+        for change in changes {
+            self.log.push(format!("{now} {change:?}"));
+            match change {
+                Change::Protect(section) => {
+                    assert!(self.held.insert(section.0), "{section:?} is held already");
+                }
+                Change::Release(section) => {
+                    assert!(self.held.remove(&section.0), "{section:?} is not held");
+                }
+                Change::BringBack(section) => {
+                    if self.evicted.remove(&section.0) {
+                        self.bring_backs += 1;
+                        self.present.insert(section.0, now);
+                    }
+                }
+            }
+        }
+        let report = self.policy.report();
+        assert_eq!(report.protected_sections, self.held.len() as u64);
+        assert!(report.protected_sections <= Share::percent(5).of(self.sections));
+        assert!(report.tracked_sections <= Share::percent(60).of(self.sections));
+    }
+
+    fn touch(&mut self, now: u64, section: u64) {
+        let (at, mut changes) = (Duration::from_secs(now), Vec::new());
+        if self.evicted.remove(&section) {
+            self.faults += 1;
+            self.policy
+                .fate(SectionNo(section), Fate::Faulted, at, &mut changes);
+        }
+        self.present.insert(section, now);
+        let touch = Touch {
+            section: SectionNo(section),
+            at,
+            access: Access::Write,
+            bytes: 4_096,
+        };
+        self.policy.touched(touch, &mut changes);
+        self.obey(now, changes);
+    }
+
+    fn second(&mut self, now: u64) {
+        let (at, mut changes) = (Duration::from_secs(now), Vec::new());
+        self.policy.passed(at, &mut changes);
+        self.obey(now, changes);
+        let rested = |touched: u64| now.saturating_sub(touched) >= self.reach_s;
+        let old = self.present.iter().filter(|(_, at)| rested(**at));
+        let victims: Vec<u64> = old
+            .map(|(section, _)| *section)
+            .filter(|section| !self.held.contains(section))
+            .collect();
+        for section in victims {
+            self.present.remove(&section);
+            self.evicted.insert(section);
+            let mut changes = Vec::new();
+            self.policy
+                .fate(SectionNo(section), Fate::Evicted, at, &mut changes);
+            self.obey(now, changes);
+        }
+    }
+
+    /// Faults of a stretch in which `count` sections, wide apart, are touched in turn every `turn_s`.
+    fn cycle(&mut self, from_s: u64, to_s: u64, count: u64, turn_s: u64) -> u64 {
+        let before = self.faults;
+        for now in from_s..to_s {
+            for number in 0..count {
+                if now % turn_s == number * turn_s / count {
+                    self.touch(now, number * 40);
+                }
+            }
+            self.second(now);
+        }
+        self.faults - before
+    }
+}
+
+#[test]
+fn random_touches_and_fates_keep_the_caps_and_never_contradict_themselves() {
+    for seed in 0..6 {
+        let mut random = Random::new(seed);
+        let mut vm = Vm::new(400, 200);
+        for now in 0..6_000 {
+            for _ in 0..random.below(4) {
+                let hot = random.below(3) == 0;
+                let section = random.below(if hot { 20 } else { 400 });
+                vm.touch(now, section);
+            }
+            vm.second(now);
+            if random.below(500) == 0 {
+                let section = random.below(400);
+                vm.present.remove(&section);
+                vm.evicted.remove(&section);
+                let mut changes = Vec::new();
+                let at = Duration::from_secs(now);
+                vm.policy
+                    .fate(SectionNo(section), Fate::Gone, at, &mut changes);
+                vm.obey(now, changes);
+            }
+        }
+    }
+}
+
+#[test]
+fn same_touches_give_the_same_changes() {
+    let run = || {
+        let mut vm = Vm::new(4_000, 200);
+        vm.cycle(0, 4_000, 60, 500);
+        vm.log
+    };
+    assert!(!run().is_empty());
+    assert_eq!(run(), run());
+}
+
+#[test]
+fn cycle_longer_than_the_evictors_reach_faults_seldom_once_it_is_learnt() {
+    let mut vm = Vm::new(4_000, 200);
+    vm.cycle(0, 3_000, 60, 500);
+    // Alone, each of the 60 sections would fault in each of the six turns.
+    let faults = vm.cycle(3_000, 6_000, 60, 500);
+    assert!(faults <= 36, "{faults}");
+}
+
+#[test]
+fn worth_rises_before_the_age_of_a_cycle_and_falls_behind_it() {
+    let mut table = LifeTable::new();
+    let before: Vec<f64> = (0..INTERVALS).map(|age| table.worth(0, age)).collect();
+    assert!(
+        before[3..].is_sorted_by(|young, old| young >= old),
+        "{before:?}"
+    );
+    // A hundred sections, all of which are touched at an age of 450 to 600 s.
+    let cycle = interval_of(500);
+    for _ in 0..100 {
+        (3..=cycle).for_each(|age| table.reached(0, age));
+        table.ended(0, cycle);
+    }
+    table.weigh(300.0);
+    let learnt = |age_s: u64| table.worth(0, interval_of(age_s));
+    assert!(learnt(70) < learnt(250) && learnt(250) < learnt(500));
+    assert!(learnt(700) < learnt(250));
+    let soon = |age_s: u64| table.soon(0, interval_of(age_s));
+    assert!(
+        soon(70) < 0.1 && soon(310) > 0.9,
+        "{} {}",
+        soon(70),
+        soon(310)
+    );
+    for _ in 0..600 {
+        table.fade();
+    }
+    table.weigh(300.0);
+    let faded = table.worth(0, interval_of(500));
+    assert!(
+        (faded / before[cycle] - 1.0).abs() < 0.01,
+        "what fades is forgotten"
+    );
+}
+
+#[test]
+fn sections_that_are_not_used_any_more_are_released_within_two_hours() {
+    let mut vm = Vm::new(4_000, 200);
+    vm.cycle(0, 6_000, 60, 500);
+    assert!(!vm.held.is_empty());
+    for now in 6_000..13_200 {
+        vm.touch(now, 3_000 + now % 7);
+        vm.second(now);
+    }
+    assert!(vm.held.is_empty(), "{:?}", vm.held);
+}
+
+#[test]
+fn nothing_is_protected_or_brought_back_while_nothing_is_evicted() {
+    let mut vm = Vm::new(4_000, 1_000_000);
+    vm.cycle(0, 4_000, 60, 500);
+    assert!(vm.held.is_empty());
+    assert_eq!(vm.bring_backs, 0);
+}
+
+/// Changes of one short run, all of them.
+#[test]
+fn golden_run_of_two_sections() {
+    let mut vm = Vm::new(1_000, 150);
+    for now in 0..1_000 {
+        if now % 240 == 0 {
+            vm.touch(now, 100);
+        }
+        if now % 400 == 0 {
+            vm.touch(now, 200);
+        }
+        vm.second(now);
+    }
+    let golden = include_str!("golden.txt");
+    assert_eq!(
+        vm.log.join("\n"),
+        golden.trim_end(),
+        "the log is left, the golden one right"
+    );
+}
+
+#[test]
+fn vm_that_shrinks_is_within_its_new_caps_at_once() {
+    let mut vm = Vm::new(4_000, 200);
+    vm.cycle(0, 6_000, 60, 500);
+    let mut changes = Vec::new();
+    vm.sections = 40;
+    vm.policy.resized(40, &mut changes);
+    vm.obey(6_000, changes);
+}

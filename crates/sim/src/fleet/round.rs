@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Round`]: the guests of one host at work for some time under one policy (VPRI 7.3).
+
+use super::{
+    guest::GuestRecipe,
+    stream::{GuestStream, PROLOGUE},
+};
+use crate::replay::{
+    AccessStream, FleetParams, FleetReplay, ReplayError, Share, Start, VmAccount, VmParams,
+};
+use pagetide_addr::SECTION_BYTES;
+use pagetide_policy::protect::PolicyChoice;
+use std::{num::NonZeroUsize, time::Duration};
+
+/// A round to be run.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Round {
+    /// The guests.
+    pub guests: Vec<GuestRecipe>,
+    /// How their DMA is protected.
+    pub policy: PolicyChoice,
+    /// Memory promised beyond what there is, as a share of what there is.
+    pub overcommit: f64,
+    /// How long it takes, in virtual seconds, the prologue not counted.
+    pub seconds: u64,
+    /// How often to note what policies hold, if at all.
+    pub capacity_every: Option<Duration>,
+    /// Threads; they change nothing but the speed.
+    pub threads: NonZeroUsize,
+}
+
+impl Round {
+    /// What happens in each guest, the prologue not counted.
+    ///
+    /// # Errors
+    /// [`ReplayError::Asked`] if the overcommit cannot be met.
+    pub fn run(&self) -> Result<Vec<VmAccount>, ReplayError> {
+        let params = FleetParams {
+            overcommit: self.overcommit,
+            threads: self.threads,
+            ..FleetParams::default()
+        };
+        let vms = self.guests.iter().map(|guest| self.vm(guest)).collect();
+        let mut fleet = FleetReplay::new(params, vms)?;
+        fleet.run_until(PROLOGUE)?;
+        let before = fleet.accounts();
+        fleet.run_until(PROLOGUE + Duration::from_secs(self.seconds))?;
+        let after = fleet.accounts();
+        Ok(before.iter().zip(after).map(|(b, a)| since(b, a)).collect())
+    }
+
+    fn vm(&self, guest: &GuestRecipe) -> (VmParams, Box<dyn AccessStream>) {
+        let params = VmParams {
+            sections: guest.sections,
+            section_bytes: SECTION_BYTES,
+            start: Start::AllPresent,
+            policy: self.policy.clone(),
+            capacity_every: self.capacity_every,
+        };
+        let stream = GuestStream::new(guest, self.seconds);
+        (params, Box::new(stream))
+    }
+}
+
+/// What came after `before`. Most at any look stays that of both; no device was there before.
+fn since(before: &VmAccount, after: VmAccount) -> VmAccount {
+    let less = |after: Share, before: Share| Share {
+        section_ns: after.section_ns - before.section_ns,
+        max_sections: after.max_sections,
+    };
+    VmAccount {
+        time: after.time - before.time,
+        limit: less(after.limit, before.limit),
+        resident: less(after.resident, before.resident),
+        cpu_touches: after.cpu_touches - before.cpu_touches,
+        cpu_faults: after.cpu_faults - before.cpu_faults,
+        evicted_sections: after.evicted_sections - before.evicted_sections,
+        evicted_protected: after.evicted_protected - before.evicted_protected,
+        scans: after.scans - before.scans,
+        over_limit_fills: after.over_limit_fills - before.over_limit_fills,
+        bring_backs: after.bring_backs - before.bring_backs,
+        wasted_bring_backs: after.wasted_bring_backs - before.wasted_bring_backs,
+        ..after
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Load, paper_fleet};
+    use super::*;
+    use crate::replay::Service;
+
+    fn round(policy: &str, threads: usize) -> Round {
+        let guests = paper_fleet(3).into_iter().take(6);
+        Round {
+            guests: guests
+                .map(|guest| GuestRecipe {
+                    sections: 400,
+                    ..guest
+                })
+                .collect(),
+            policy: policy.parse().unwrap(),
+            overcommit: 0.2,
+            seconds: 1_200,
+            capacity_every: None,
+            threads: NonZeroUsize::new(threads).unwrap(),
+        }
+    }
+
+    #[test]
+    fn round_is_the_same_on_any_number_of_threads() {
+        for policy in ["adp", "adaptive"] {
+            let alone = round(policy, 1).run().unwrap();
+            assert_eq!(alone, round(policy, 3).run().unwrap(), "{policy}");
+        }
+    }
+
+    #[test]
+    fn round_counts_its_own_time_and_devices_fault_in_it() {
+        let accounts = round("none", 1).run().unwrap();
+        assert!(accounts.iter().all(|vm| vm.time.as_secs() == 1_200));
+        let storage = accounts.iter().zip(paper_fleet(3));
+        let faults: u64 = storage
+            .filter(|(_, guest)| guest.load == Load::Storage)
+            .map(|(vm, _)| vm.faults(Service::Block))
+            .sum();
+        assert!(faults > 0);
+    }
+
+    #[test]
+    fn overcommit_that_takes_more_than_half_is_refused() {
+        let mut impossible = round("none", 1);
+        impossible.overcommit = 1.5;
+        assert!(matches!(impossible.run(), Err(ReplayError::Asked(_))));
+    }
+}
