@@ -123,6 +123,8 @@ pub(crate) struct ProtectionReport {
     /// The policy, as it is written.
     pub(crate) policy: String,
     pub(crate) protected_sections: u64,
+    /// Since the start, by devices and policies that are no more too.
+    pub(crate) dropped_sections: u64,
     pub(crate) devices: Vec<DeviceProtection>,
     pub(crate) taken_records: u64,
     pub(crate) refused_records: u64,
@@ -300,6 +302,7 @@ impl VmProtection {
         ProtectionReport {
             policy: inner.protector.choice().to_string(),
             protected_sections: self.protected.len(),
+            dropped_sections: inner.protector.dropped_sections(),
             devices: reports.into_iter().map(device).collect(),
             taken_records: self.counts.taken.load(Relaxed),
             refused_records: self.counts.refused.load(Relaxed),
