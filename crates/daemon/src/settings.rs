@@ -237,7 +237,7 @@ settings! {
     neighbours: u32 = "8",
     /// Policy that keeps sections which devices are about to touch from being evicted, of VMs attached from now on: none, lru, adp or adaptive, with parameters such as adp:promote-after=120s
     dma_protector: ProtectorChoice = "adp",
-    /// Records of the access log that are looked at in a second, at most; engines lose the others
+    /// Records of the access log that are looked at in a second, at most; engines lose the others. While accesses are recorded all are looked at, whatever this is
     access_log_rate: u32 = "100000",
     /// Form of the log on stderr: text or json
     log: LogFormat = "text",

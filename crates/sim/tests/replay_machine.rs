@@ -62,8 +62,11 @@ struct Counts {
     scans: u64,
     over_limit: u64,
     bring_backs: u64,
+    refused: u64,
     wasted: u64,
     protected_section_ms: u64,
+    brought_back_section_ms: u64,
+    first_faults: u64,
 }
 
 impl Counts {
@@ -77,8 +80,12 @@ impl Counts {
             scans: account.scans,
             over_limit: account.over_limit_fills,
             bring_backs: account.bring_backs,
+            refused: account.refused_bring_backs,
             wasted: account.wasted_bring_backs,
             protected_section_ms: u64::try_from(protected_ms).unwrap(),
+            brought_back_section_ms: u64::try_from(account.brought_back.section_ns / 1_000_000)
+                .unwrap(),
+            first_faults: account.devices.iter().map(|d| d.first_faults).sum(),
         }
     }
 }
@@ -95,7 +102,10 @@ struct Naive {
     protector: Protector,
     scan_ms: u64,
     steps: Option<(u64, VecDeque<Step>)>,
-    wishes: Vec<(u64, SectionNo)>,
+    wishes: VecDeque<SectionNo>,
+    turn_ms: Option<u64>,
+    has_looked_at_empty: bool,
+    seen_by_devices: BTreeSet<SectionNo>,
     counts: Counts,
 }
 
@@ -115,7 +125,10 @@ impl Naive {
             protector: Protector::new(&params.policy, params.sections),
             scan_ms: 0,
             steps: None,
-            wishes: Vec::new(),
+            wishes: VecDeque::new(),
+            turn_ms: None,
+            has_looked_at_empty: false,
+            seen_by_devices: BTreeSet::new(),
             counts: Counts::default(),
         }
     }
@@ -144,8 +157,13 @@ impl Naive {
             // What is held at a look was held since the last one.
             let since = if self.now_ms == 0 { 0 } else { 1000 };
             self.counts.protected_section_ms += since * self.protector.protected().len();
+            self.counts.brought_back_section_ms += since * self.brought.len() as u64;
             self.protector.passed(self.now());
-            self.wish();
+            self.wishes.extend(self.protector.take_bring_backs());
+            assert!(self.wishes.len() <= 2048, "there are but 100 sections");
+            if !self.wishes.is_empty() && self.turn_ms.is_none() {
+                self.turn_ms = Some(self.now_ms);
+            }
             self.keep();
         }
         if self.now_ms >= self.scan_ms {
@@ -160,17 +178,36 @@ impl Naive {
             self.reclaim(steps);
         }
         self.tell();
-        let due = |(at, _): &(u64, SectionNo)| *at <= self.now_ms;
-        let ready: Vec<_> = self.wishes.iter().copied().filter(due).collect();
-        self.wishes.retain(|wish| !ready.contains(wish));
-        for (_, section) in ready {
-            if !self.present.contains(&section) {
-                self.fill(section);
-                self.tell();
+        if self.turn_ms == Some(self.now_ms) {
+            self.serve_wishes();
+            self.turn_ms = (!self.wishes.is_empty()).then_some(self.now_ms + 50);
+            self.keep();
+            self.tell();
+        }
+    }
+
+    fn serve_wishes(&mut self) {
+        let mut pages = 0;
+        while pages < 1024 && !self.is_low() {
+            let Some(section) = self.wishes.pop_front() else {
+                return;
+            };
+            if self.present.contains(&section) || self.free() < SECTION_PAGES {
+                self.counts.refused += 1;
+                let now = self.now();
+                self.protector.fate(section, Fate::NotBroughtBack, now);
+                pages += 1;
+            } else {
+                self.present.insert(section);
                 self.brought.insert(section);
                 self.counts.bring_backs += 1;
+                pages += SECTION_PAGES;
             }
         }
+    }
+
+    fn is_low(&self) -> bool {
+        self.free() < self.limit * 15 / 1000
     }
 
     fn touch(&mut self, access: &ReplayAccess) {
@@ -180,6 +217,8 @@ impl Naive {
             Actor::Cpu => self.counts.cpu_faults += u64::from(is_away),
             Actor::Device(device, _) => {
                 *self.counts.faults.entry(device).or_default() += u64::from(is_away);
+                let is_first = self.seen_by_devices.insert(section);
+                self.counts.first_faults += u64::from(is_away && is_first);
                 if is_away {
                     self.protector.fate(section, Fate::Faulted, self.now());
                 }
@@ -199,7 +238,6 @@ impl Naive {
                 bytes: access.bytes,
             };
             self.protector.touched(device, touch);
-            self.wish();
         }
     }
 
@@ -213,13 +251,12 @@ impl Naive {
             self.counts.over_limit += u64::from(self.free() < SECTION_PAGES);
         }
         self.present.insert(section);
-        self.victims.filled(section);
         self.touched.insert(section);
         self.keep();
     }
 
     fn keep(&mut self) {
-        if self.free() < self.limit * 15 / 1000 {
+        if self.is_low() {
             self.press();
         }
     }
@@ -240,8 +277,18 @@ impl Naive {
                     assert_eq!(UNMAPPED_MIN.as_millis(), 50);
                     return;
                 }
-                Some(Step::Take(Reach::Protected)) if self.free() >= self.limit * 15 / 1000 => {}
-                Some(Step::Take(reach)) => self.take(reach),
+                Some(Step::Take(Reach::Protected)) if !self.is_low() => {}
+                Some(Step::Take(reach)) => {
+                    self.take(reach);
+                    let is_short = self.free() < self.limit * 30 / 1000;
+                    if reach == Reach::AllResting && is_short && !self.has_looked_at_empty {
+                        self.has_looked_at_empty = true;
+                        let present = &self.present;
+                        let has_pages = |section| present.contains(&section);
+                        self.victims.look_at_empty(u64::MAX, has_pages);
+                        self.take(reach);
+                    }
+                }
             }
         }
     }
@@ -283,21 +330,17 @@ impl Naive {
         for section in std::mem::take(&mut self.gone) {
             self.protector.fate(section, Fate::Evicted, self.now());
         }
-        self.wish();
     }
 
     fn scan(&mut self) {
         self.counts.scans += 1;
         let touched = std::mem::take(&mut self.touched);
         self.victims.scanned(self.now(), touched);
+        let present = &self.present;
+        let has_pages = |section| present.contains(&section);
+        self.victims.look_at_empty(256, has_pages);
+        self.has_looked_at_empty = false;
         self.scan_ms = self.now_ms + 5000;
-    }
-
-    fn wish(&mut self) {
-        let ready_ms = self.now_ms + 50;
-        let wishes = self.protector.take_bring_backs();
-        self.wishes
-            .extend(wishes.into_iter().map(|section| (ready_ms, section)));
     }
 }
 
@@ -439,7 +482,8 @@ fn access_outside_the_vm_or_back_in_time_is_an_error_with_its_number() {
         ReplayError::Outside {
             access: 1,
             section: 10,
-            sections: 10
+            sections: 10,
+            ..
         }
     ));
     let back = run(vec![
@@ -448,4 +492,41 @@ fn access_outside_the_vm_or_back_in_time_is_an_error_with_its_number() {
     ]);
     assert!(matches!(back, ReplayError::Backwards { access: 1, .. }));
     assert!(VmReplay::new(params(0, "none"), Box::new(std::iter::empty())).is_err());
+}
+
+#[test]
+fn more_devices_than_a_vm_may_have_are_an_error() {
+    let touch = |device: u32| {
+        access(
+            Duration::from_millis(device.into()),
+            dma(device, Service::Block),
+            1,
+        )
+    };
+    let accesses: Vec<_> = (0..5000).map(touch).collect();
+    let mut vm = VmReplay::new(params(10, "none"), Box::new(accesses.into_iter())).unwrap();
+    let error = vm.run_until(Duration::from_secs(10)).unwrap_err();
+    let ReplayError::Devices { device, max, .. } = error else {
+        panic!("{error}");
+    };
+    assert_eq!((device, max), (4096, 4096));
+}
+
+#[test]
+fn fault_is_a_first_one_only_if_no_device_touched_the_section_before() {
+    let mut accesses = lonely_section();
+    let late = Duration::from_secs(999);
+    accesses.push(access(late, dma(2, Service::Block), 8));
+    let account = run(
+        params(100, "none"),
+        94,
+        &accesses,
+        Duration::from_secs(1000),
+    );
+    let seen = |index: usize| {
+        let device: &pagetide_sim::replay::DeviceAccount = &account.devices[index];
+        (device.faults, device.first_faults)
+    };
+    // 8 was never touched at all, so it went first.
+    assert_eq!((seen(0), seen(1)), ((4, 0), (1, 1)));
 }

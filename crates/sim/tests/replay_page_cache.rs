@@ -239,7 +239,7 @@ fn request_that_is_too_long_or_wraps_round_is_an_error_with_its_number() {
             .request(Duration::ZERO, &request, &mut Vec::new())
             .unwrap_err();
         assert!(
-            error.to_string().starts_with("request 77 asks for"),
+            error.to_string().starts_with("record 77 asks for"),
             "{error}"
         );
     }

@@ -18,6 +18,13 @@
 //! not use it); so each scan looks at some of these sections, and all of them are looked
 //! at when memory is short.
 //!
+//! # When a section is gone
+//! Of a section that is in use the pages that rest may go, again and again, while the others stay. Who
+//! predicts what a device will find absent would learn nonsense from that, so [`Took`] tells whether a pass
+//! took a section as a whole: at least [`WHOLE_EIGHTHS`] eighths of the pages it then had.
+//! A device that asks for any of it will then most likely find it away. It is a share of what there
+//! was, not of a section: of one whose pages came back in part, these are all there is to take.
+//!
 //! The clock is the caller's: times are durations since any fixed moment.
 
 use crate::{
@@ -38,6 +45,29 @@ pub use pagetide_policy::victims::{Reach, UNMAPPED_MIN};
 
 /// Sections without pages that each scan looks at: about half a millisecond.
 const EMPTY_LOOKED_AT: u64 = 256;
+
+/// Who took so many eighths of a section's pages took the section. What stays beyond that is a page or
+/// a few that something else in the section keeps in use.
+const WHOLE_EIGHTHS: u64 = 7;
+
+/// How much of a section a pass has taken. See the module.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Took {
+    /// All, or nearly all.
+    Whole,
+    /// Some pages; a good many stay.
+    Part,
+}
+
+impl Took {
+    fn of(evicted_pages: u64, present_pages: u64) -> Self {
+        if evicted_pages * 8 >= present_pages * WHOLE_EIGHTHS {
+            Self::Whole
+        } else {
+            Self::Part
+        }
+    }
+}
 
 /// Failure of a tracker, which has its own reasons.
 pub type TrackerError = Box<dyn std::error::Error + Send + Sync>;
@@ -113,7 +143,7 @@ pub struct Reclaimer {
     memory: Memory,
     empty: Looked,
     /// Told of each section that pages were taken of.
-    taken: Box<dyn Fn(SectionNo) + Send>,
+    taken: Box<dyn Fn(SectionNo, Took) + Send>,
 }
 
 /// Which sections without pages were looked at since the last scan.
@@ -138,7 +168,7 @@ impl Reclaimer {
                 tracker,
             },
             empty: Looked::AtSome,
-            taken: Box::new(|_| ()),
+            taken: Box::new(|_, _| ()),
         }
     }
 
@@ -147,8 +177,8 @@ impl Reclaimer {
         self.protected = protected;
     }
 
-    /// From now on `taken` is told of each section that pages were taken of.
-    pub fn tell(&mut self, taken: impl Fn(SectionNo) + Send + 'static) {
+    /// From now on `taken` is told of each section that pages were taken of, with how much went.
+    pub fn tell(&mut self, taken: impl Fn(SectionNo, Took) + Send + 'static) {
         self.taken = Box::new(taken);
     }
 
@@ -208,6 +238,28 @@ impl Reclaimer {
         reach: Reach,
         go_on: impl Fn() -> bool,
     ) -> Reclaimed {
+        let mut done = self.pass(now, pages, reach, &go_on);
+        let left = pages.saturating_sub(done.evicted_pages);
+        let is_short = reach == Reach::AllResting && left > 0 && done.stopped.is_none();
+        if is_short && !done.has_more && self.empty == Looked::AtSome {
+            self.look_at_empty(u64::MAX);
+            self.empty = Looked::AtAll;
+            // What it found goes before what is protected, and before another scan.
+            done.add(self.pass(now, left, reach, &go_on));
+        }
+        done
+    }
+
+    fn pass(
+        &mut self,
+        now: Duration,
+        pages: u64,
+        reach: Reach,
+        go_on: &impl Fn() -> bool,
+    ) -> Reclaimed {
+        if reach == Reach::Protected && self.protected.is_empty() {
+            return Reclaimed::default();
+        }
         let mut stopped = None;
         let protected = |section| self.protected.contains(section);
         let (memory, tell) = (&mut self.memory, &self.taken);
@@ -216,20 +268,16 @@ impl Reclaimer {
                 let then = Then::Stop;
                 return Taken { pages: 0, then };
             }
+            let present = memory.present(section).len();
             let (taken, stop) = memory.take(section, left);
             stopped = stop;
             if taken.pages > 0 {
-                tell(section);
+                tell(section, Took::of(taken.pages, present));
             }
             taken
         };
         let done = self.victims.reclaim(now, pages, reach, protected, evict);
         self.protected.count_taken(done.protected_pages);
-        let is_short = reach == Reach::AllResting && done.evicted_pages < pages;
-        if is_short && stopped.is_none() && self.empty == Looked::AtSome {
-            self.look_at_empty(u64::MAX);
-            self.empty = Looked::AtAll;
-        }
         Reclaimed {
             evicted_pages: done.evicted_pages,
             busy_sections: done.busy_sections,
@@ -325,6 +373,29 @@ impl Memory {
                 | EvictorError::Round(EvictionError::Place(PlaceError::Gone)),
             ) => Err(ReclaimStop::Gone),
             Err(error) => Err(ReclaimStop::Kernel(error.to_string())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn section_is_taken_as_a_whole_if_no_more_than_an_eighth_of_its_pages_stays() {
+        for (evicted, present, took) in [
+            (512, 512, Took::Whole),
+            (448, 512, Took::Whole),
+            (447, 512, Took::Part),
+            (100, 512, Took::Part),
+            (16, 16, Took::Whole),
+            (13, 16, Took::Part),
+            (1, 1, Took::Whole),
+            (1, 2, Took::Part),
+            // Pages came back between the look and the eviction.
+            (16, 12, Took::Whole),
+        ] {
+            assert_eq!(Took::of(evicted, present), took, "{evicted} of {present}");
         }
     }
 }

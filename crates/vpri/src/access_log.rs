@@ -58,6 +58,12 @@ pub trait AccessSource: Send + Sync {
 
     /// Records that were lost since the start, because nobody took them in time.
     fn lost(&self) -> u64;
+
+    /// Another number whenever the source has begun anew or ended: devices of the records before are no
+    /// more then, and their numbers may be others'.
+    fn epoch(&self) -> u64 {
+        0
+    }
 }
 
 /// Whether a record found room.
@@ -212,7 +218,8 @@ impl AccessLog {
     }
 
     /// Calls `visit` for at most `most` records, and gives their credits back. Each engine gets the
-    /// same share of that, so one that is busy does not crowd the others out.
+    /// same share of that, so one that is busy does not crowd the others out; what some do not use of
+    /// theirs goes to those that have more.
     pub fn visit(&self, most: usize, visit: &mut dyn FnMut(LogRecord)) {
         let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let engines = self.rings.len();
@@ -223,6 +230,10 @@ impl AccessLog {
         for at in 0..engines {
             let ring = &self.rings[(*turn + at) % engines];
             left -= ring.take(share.min(left), visit);
+        }
+        for at in 0..engines {
+            let ring = &self.rings[(*turn + at) % engines];
+            left -= ring.take(left, visit);
         }
         *turn = (*turn + 1) % engines;
     }
@@ -402,6 +413,7 @@ mod tests {
         assert_eq!(pens[2].record(&record(1000)), Logged::Kept);
         let first = taken(&log, 6);
         assert!(first.contains(&1000), "{first:?}");
+        assert_eq!(first.len(), 6, "what the others did not use was lost");
         let mut rest = Vec::new();
         while log.has_any() {
             rest.extend(taken(&log, 6));

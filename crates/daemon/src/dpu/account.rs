@@ -67,12 +67,22 @@ impl DeviceSet {
         self.injection_of(&device)
     }
 
-    /// The number of the device that people name so; a number names itself.
+    /// The number of the device that people name so: by its socket, by its serial number if no other has
+    /// that, or else by that number.
     pub(crate) fn number_of(&self, name: &str) -> Result<DeviceId, ControlError> {
-        match name.parse() {
-            Ok(number) => Ok(DeviceId(number)),
-            Err(_) => self.named(name).map(|device| device.id),
+        let devices = self.dpu().devices();
+        let is_named =
+            |device: &DeviceReport| device.socket == Path::new(name) || device.serial == name;
+        if devices.iter().any(is_named) {
+            return self.named(name).map(|device| device.id);
         }
+        let number = name.parse().ok().map(DeviceId);
+        let known = devices.iter().find(|device| Some(device.id) == number);
+        known.map(|device| device.id).ok_or_else(|| {
+            ControlError::not_found(format!(
+                "no device has the socket, the serial number or the number '{name}': see `pagetide dpu list --json`"
+            ))
+        })
     }
 
     fn injection_of(&self, device: &DeviceReport) -> Result<InjectionReport, ControlError> {
@@ -185,5 +195,60 @@ fn injection_report(device: &DeviceReport, report: &inject::InjectionReport) -> 
         parked_p50_us: us(report.parked_p50),
         parked_p99_us: us(report.parked_p99),
         parked_max_us: us(report.parked_max),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        control::{BlkRequest, ErrorKind, OnFault},
+        settings::EngineSettings,
+    };
+    use pagetide_vpri::DomainTable;
+    use std::sync::Arc;
+
+    #[test]
+    fn device_is_named_by_its_serial_before_another_s_number_and_only_while_it_is_there() {
+        pagetide_sys::membarrier::register().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let engines = EngineSettings {
+            count: "1".parse().unwrap(),
+            cpus: "any".parse().unwrap(),
+            poll_us: 0,
+            iopf_timeout_ms: 0,
+        };
+        let table = Arc::new(DomainTable::new(1));
+        let (set, _hosts) = DeviceSet::start(dir.path(), &engines, &table).unwrap();
+        let image = dir.path().join("image");
+        std::fs::write(&image, vec![0; 1 << 20]).unwrap();
+        let add = |name: &str, serial: &str| {
+            let request = BlkRequest {
+                socket: dir.path().join(name),
+                image: image.clone(),
+                queues: 1,
+                read_only: true,
+                lookup: true,
+                serial: Some(serial.to_owned()),
+                on_fault: OnFault::default(),
+            };
+            DeviceId(set.add(request, &[]).unwrap().id)
+        };
+        let first = add("a", "disk");
+        let second = add("b", &first.0.to_string());
+        assert_eq!(set.number_of(&first.0.to_string()).unwrap(), second);
+        assert_eq!(set.number_of(&second.0.to_string()).unwrap(), second);
+        assert_eq!(set.number_of("disk").unwrap(), first);
+        let socket = dir.path().join("a");
+        assert_eq!(set.number_of(&socket.display().to_string()).unwrap(), first);
+        for absent in ["777", "nobody", "-1"] {
+            let error = set.number_of(absent).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::NotFound, "{absent}");
+        }
+        let third = add("c", "disk");
+        let error = set.number_of("disk").unwrap_err();
+        assert_eq!(error.kind, ErrorKind::WrongUse);
+        assert_eq!(set.number_of(&third.0.to_string()).unwrap(), third);
+        set.shut_down();
     }
 }

@@ -113,7 +113,7 @@ fn with_protection(report: VmReport, protection: ProtectionReport) -> VmReport {
         dma_protector: protection.policy,
         protected_sections: protection.protected_sections,
         tracked_sections: devices.iter().map(|d| d.tracked_sections).sum(),
-        dropped_sections: devices.iter().map(|d| d.dropped_sections).sum(),
+        dropped_sections: protection.dropped_sections,
         policy_bytes: devices.iter().map(|d| d.policy_bytes).sum(),
         heard_accesses: protection.taken_records,
         refused_accesses: protection.refused_records,

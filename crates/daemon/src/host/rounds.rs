@@ -172,6 +172,8 @@ impl Rounds {
                 break;
             }
             match step {
+                // What rests has not all been looked at: that comes before the cost of a scan.
+                Step::Scan if total.has_more => {}
                 Step::Scan => {
                     self.scan();
                     if self.vm.limit.rest(UNMAPPED_MIN) == Wake::Stopped {

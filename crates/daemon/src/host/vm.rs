@@ -29,7 +29,7 @@ use crate::{
 };
 use pagetide_addr::{Access, PageNo, PageRange, PageSet};
 use pagetide_gmem::{Fault, FaultOutcome, Incidents, MemoryParts, PageTable, PagedMemory, State};
-use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer};
+use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer, reclaim::Took};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     layout::{LiveLayout, RamLayout},
@@ -210,7 +210,11 @@ impl Vm {
         let mut reclaimer = Reclaimer::new(evictor, Arc::clone(&core.limit), looks);
         reclaimer.spare(Arc::clone(core.protection.protected()));
         let protection = Arc::clone(&core.protection);
-        reclaimer.tell(move |section| protection.evicted(section));
+        reclaimer.tell(move |section, took| {
+            if took == Took::Whole {
+                protection.evicted(section);
+            }
+        });
         let hotplug = Hotplug::new(Arc::clone(core), shared);
         let rounds = Rounds::new(Arc::clone(core), reclaimer, hotplug);
         let thread = self.start_rounds(rounds)?;

@@ -14,17 +14,19 @@
 use super::{
     now,
     recording::{Batch, Recording, RecordingReport, RecordingRequest},
-    vm::VmProtection,
+    vm::{Believed, VmProtection},
 };
 use crate::control::ControlError;
-use pagetide_addr::{DeviceId, DomainId, PAGE_BYTES, PageRange};
+use pagetide_addr::{DeviceId, DomainId};
+use pagetide_policy::protect::PolicyChoice;
 use pagetide_trace::{AccessRecord, Service as RecordedService};
 use pagetide_vpri::{
     AccessSource, Wanted,
     wire::{LogRecord, Service},
 };
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -61,7 +63,11 @@ struct State {
     vms: Vec<Fed>,
     /// Grows with each change of `vms`.
     generation: u64,
+    /// Devices that are no more, of which the thread does not know yet.
+    leaving: Vec<DeviceId>,
     is_stopped: bool,
+    /// The thread has ended by a panic.
+    is_broken: bool,
 }
 
 struct Shared {
@@ -77,6 +83,8 @@ struct Shared {
 pub(crate) struct Feed {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Held by whoever begins or ends a recording, and waits for a writer's thread.
+    recorder: Mutex<()>,
 }
 
 impl Feed {
@@ -94,7 +102,9 @@ impl Feed {
             state: Mutex::new(State {
                 vms: Vec::new(),
                 generation: 1,
+                leaving: Vec::new(),
                 is_stopped: false,
+                is_broken: false,
             }),
             changed: Condvar::new(),
             recording: Mutex::new(None),
@@ -103,13 +113,19 @@ impl Feed {
         let its = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("pt-access-log".into())
-            .spawn(move || Taker::new(its).run())
+            .spawn(move || {
+                let run = || Taker::new(Arc::clone(&its)).run();
+                if catch_unwind(AssertUnwindSafe(run)).is_err() {
+                    its.give_up();
+                }
+            })
             .map_err(|error| {
                 ControlError::failed(format!("no thread for the access log: {error}"))
             })?;
         Ok(Self {
             shared,
             thread: Mutex::new(Some(thread)),
+            recorder: Mutex::default(),
         })
     }
 
@@ -133,17 +149,19 @@ impl Feed {
         self.change(|_| ());
     }
 
-    /// A device is no more.
+    /// A device is no more, and no other will have its number. Engines may hold records of it still: they
+    /// do not bring it back.
     pub(crate) fn device_left(&self, device: DeviceId) {
-        let vms = self.shared.lock().vms.clone();
-        for fed in vms {
-            fed.protection.device_left(device);
-        }
+        self.change_state(|state| state.leaving.push(device));
     }
 
     fn change(&self, change: impl FnOnce(&mut Vec<Fed>)) {
+        self.change_state(|state| change(&mut state.vms));
+    }
+
+    fn change_state(&self, change: impl FnOnce(&mut State)) {
         let mut state = self.shared.lock();
-        change(&mut state.vms);
+        change(&mut state);
         state.generation += 1;
         self.shared.changed.notify_all();
     }
@@ -164,16 +182,26 @@ impl Feed {
         names: BTreeMap<DeviceId, String>,
     ) -> Result<RecordingReport, ControlError> {
         request.check()?;
-        let mut recording = self.shared.recording();
-        if recording.as_ref().is_some_and(Recording::is_active) {
+        let one_at_a_time = self.recorder.lock();
+        let _one_at_a_time = one_at_a_time.unwrap_or_else(PoisonError::into_inner);
+        if self.shared.lock().is_broken {
+            return Err(ControlError::failed(
+                "the thread of the access log has ended by a panic, which the log tells: restart the daemon",
+            ));
+        }
+        let mut last = self.shared.recording();
+        if last.as_ref().is_some_and(Recording::takes_records) {
             return Err(ControlError::refused(
                 "accesses are being recorded already: end that by `pagetide dpu log stop` first",
             ));
         }
+        // The last one is over, but may be writing what it has; the next would use its files' numbers.
+        let thread = last.as_mut().and_then(Recording::take_thread);
+        drop(last);
+        wait_for_writer(thread);
         let started = Recording::start(request, device, names)?;
         let report = started.report();
-        *recording = Some(started);
-        drop(recording);
+        *self.shared.recording() = Some(started);
         self.look_again();
         Ok(report)
     }
@@ -195,13 +223,13 @@ impl Feed {
     /// # Errors
     /// There was none.
     pub(crate) fn stop_recording(&self) -> Result<RecordingReport, ControlError> {
+        let one_at_a_time = self.recorder.lock();
+        let _one_at_a_time = one_at_a_time.unwrap_or_else(PoisonError::into_inner);
         let thread = self.shared.recording().as_mut().and_then(|recording| {
             recording.end();
             recording.take_thread()
         });
-        if thread.is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread that wrote the access log ended by a panic");
-        }
+        wait_for_writer(thread);
         self.look_again();
         self.recording()
     }
@@ -223,6 +251,12 @@ impl Feed {
     }
 }
 
+fn wait_for_writer(thread: Option<JoinHandle<()>>) {
+    if thread.is_some_and(|thread| thread.join().is_err()) {
+        tracing::error!("the thread that wrote the access log ended by a panic");
+    }
+}
+
 impl Drop for Feed {
     fn drop(&mut self) {
         self.stop();
@@ -239,6 +273,26 @@ impl Shared {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// The thread has panicked. Nobody would release what is protected, so nothing is any more.
+    fn give_up(&self) {
+        tracing::error!(
+            "the thread of the access log ended by a panic: no VM's DMA is protected from eviction any more, and \
+             nothing is recorded; VMs run on, restart the daemon to have that again"
+        );
+        let vms = {
+            let mut state = self.lock();
+            state.is_broken = true;
+            state.vms.clone()
+        };
+        for fed in vms {
+            fed.protection.choose(&PolicyChoice::None);
+        }
+        if let Some(recording) = self.recording().as_mut() {
+            recording.end();
+        }
+        self.source.want(Wanted::No);
+    }
 }
 
 /// Who hears of records.
@@ -246,8 +300,35 @@ impl Shared {
 enum Hearers {
     /// The policies.
     Policies,
-    /// And a recording.
-    RecordingToo,
+    /// And a recording, of one device or of all.
+    RecordingToo(Option<DeviceId>),
+}
+
+impl Hearers {
+    /// True if what `device` does is recorded.
+    fn record(self, device: DeviceId) -> bool {
+        match self {
+            Self::Policies => false,
+            Self::RecordingToo(only) => only.is_none_or(|only| only == device),
+        }
+    }
+}
+
+/// How many records may be taken.
+struct Allowance {
+    /// Records a second.
+    rate: u32,
+    /// Millionths of a record that were not used up.
+    rest: u128,
+}
+
+impl Allowance {
+    /// Of so much time. What is not a whole record is kept for the next time.
+    fn of(&mut self, passed: Duration) -> usize {
+        let parts = u128::from(self.rate) * passed.as_micros() + self.rest;
+        self.rest = parts % 1_000_000;
+        usize::try_from(parts / 1_000_000).unwrap_or(usize::MAX / 2)
+    }
 }
 
 /// What runs on the thread.
@@ -257,9 +338,17 @@ struct Taker {
     vms: Vec<Fed>,
     /// By space, the place in `vms`.
     spaces: HashMap<DomainId, usize>,
+    /// Devices that were here and are no more. Their numbers are not given again, so this grows by a
+    /// word with each device that is removed.
+    left: HashSet<DeviceId>,
+    /// Of the source, when it was last looked at.
+    epoch: u64,
+    allowance: Allowance,
     records: Vec<LogRecord>,
     /// What is on its way to the recording, by place in `vms`.
     batches: BTreeMap<usize, Vec<AccessRecord>>,
+    /// Records that were to be recorded, and cannot be.
+    refused: u64,
     lost_before: u64,
     took_at: Instant,
     second_at: Instant,
@@ -267,11 +356,16 @@ struct Taker {
 
 impl Taker {
     fn new(shared: Arc<Shared>) -> Self {
+        let (rate, epoch) = (shared.rate, shared.source.epoch());
         Self {
             shared,
             generation: 0,
             vms: Vec::new(),
             spaces: HashMap::new(),
+            left: HashSet::new(),
+            epoch,
+            allowance: Allowance { rate, rest: 0 },
+            refused: 0,
             records: Vec::new(),
             batches: BTreeMap::new(),
             lost_before: 0,
@@ -283,7 +377,7 @@ impl Taker {
     fn run(mut self) {
         while self.follow() {
             let hearers = self.hearers();
-            let is_recorded = hearers == Hearers::RecordingToo;
+            let is_recorded = hearers != Hearers::Policies;
             let wanted = match is_recorded || self.vms.iter().any(|fed| fed.protection.is_active())
             {
                 true => Wanted::Yes,
@@ -299,7 +393,7 @@ impl Taker {
             self.pass_seconds();
             let wishes = self.bring_back();
             self.rest(match (wanted, hearers) {
-                (Wanted::Yes, Hearers::RecordingToo) => TURN_RECORDING,
+                (Wanted::Yes, Hearers::RecordingToo(_)) => TURN_RECORDING,
                 (Wanted::Yes, Hearers::Policies) => TURN,
                 (Wanted::No, _) if wishes => TURN,
                 (Wanted::No, _) => TURN_IDLE,
@@ -308,26 +402,44 @@ impl Taker {
         self.shared.source.want(Wanted::No);
     }
 
-    /// Takes note of what VMs there are; false once it is over.
+    /// Takes note of what VMs and devices there are; false once it is over.
     fn follow(&mut self) -> bool {
-        let state = self.shared.lock();
+        let mut state = self.shared.lock();
         if state.generation != self.generation {
             self.generation = state.generation;
             self.vms.clone_from(&state.vms);
             self.spaces.clear();
         }
-        !state.is_stopped
+        let leaving = std::mem::take(&mut state.leaving);
+        let is_stopped = state.is_stopped;
+        drop(state);
+        for fed in &self.vms {
+            for device in &leaving {
+                fed.protection.device_left(*device);
+            }
+        }
+        self.left.extend(leaving);
+        let epoch = self.shared.source.epoch();
+        if epoch != self.epoch {
+            self.epoch = epoch;
+            for fed in &self.vms {
+                fed.protection.all_devices_left();
+            }
+        }
+        !is_stopped
     }
 
     fn hearers(&self) -> Hearers {
         let mut recording = self.shared.recording();
-        let is_active = recording.as_mut().is_some_and(|recording| {
-            recording.end_if_due();
-            recording.is_active()
-        });
-        match is_active {
-            true => Hearers::RecordingToo,
-            false => Hearers::Policies,
+        match recording.as_mut() {
+            Some(recording) => {
+                recording.end_if_due();
+                match recording.takes_records() {
+                    true => Hearers::RecordingToo(recording.only()),
+                    false => Hearers::Policies,
+                }
+            }
+            None => Hearers::Policies,
         }
     }
 
@@ -342,17 +454,17 @@ impl Taker {
     fn take(&mut self, hearers: Hearers) {
         let passed = self.took_at.elapsed().min(2 * TURN);
         self.took_at = Instant::now();
-        let allowed = u128::from(self.shared.rate) * passed.as_micros() / 1_000_000;
+        let allowed = self.allowance.of(passed);
         let most = match hearers {
-            Hearers::RecordingToo => usize::MAX / 2,
-            Hearers::Policies => usize::try_from(allowed).unwrap_or(usize::MAX / 2),
+            Hearers::RecordingToo(_) => usize::MAX / 2,
+            Hearers::Policies => allowed,
         };
         let mut taken = std::mem::take(&mut self.records);
         taken.clear();
         self.shared.source.take(most, &mut taken);
         self.hand_on(&taken, hearers);
         self.records = taken;
-        if hearers == Hearers::RecordingToo {
+        if hearers != Hearers::Policies {
             self.hand_batches_on();
         }
         self.lost_before = self.shared.source.lost();
@@ -375,20 +487,20 @@ impl Taker {
             let Some(fed) = self.vms.get(place) else {
                 continue;
             };
-            if fed.protection.is_active() {
-                let mut listening = fed.protection.listen();
-                for record in of_space {
-                    listening.record(record, now);
-                }
+            if hearers == Hearers::Policies && !fed.protection.is_active() {
+                continue;
             }
-            if hearers == Hearers::RecordingToo {
-                let batch = self.batches.entry(place).or_default();
-                let recording = self.shared.recording();
-                let wanted = |record: &&LogRecord| {
-                    (recording.as_ref()).is_some_and(|recording| recording.wants(record.device))
-                };
-                let counted = |record| as_recorded(fed, record);
-                batch.extend(of_space.iter().filter(wanted).filter_map(counted));
+            let batch = self.batches.entry(place).or_default();
+            let mut listening = fed.protection.listen();
+            for record in of_space {
+                let has_left = self.left.contains(&record.device);
+                let believed = (!has_left).then(|| listening.record(record, now));
+                if hearers.record(record.device) {
+                    match believed.flatten() {
+                        Some(believed) => batch.push(as_recorded(believed, record)),
+                        None => self.refused = self.refused.saturating_add(1),
+                    }
+                }
             }
         }
     }
@@ -412,6 +524,7 @@ impl Taker {
 
     fn hand_batches_on(&mut self) {
         let lost = self.shared.source.lost().saturating_sub(self.lost_before);
+        let lost = lost.saturating_add(std::mem::take(&mut self.refused));
         let mut recording = self.shared.recording();
         let Some(recording) = recording.as_mut() else {
             self.batches.clear();
@@ -454,32 +567,30 @@ impl Taker {
     }
 }
 
-/// A record with its address counted in the VM's memory; `None` if it is not all there.
-fn as_recorded(fed: &Fed, record: &LogRecord) -> Option<AccessRecord> {
-    let own = PageRange::covering(record.address, u64::from(record.len_bytes))?;
-    let pages = fed.protection.mmu().in_space(record.space, own)?;
-    Some(AccessRecord {
-        time_ns: record.time_ns,
+/// A record with its address counted in the VM's memory.
+fn as_recorded(believed: Believed, record: &LogRecord) -> AccessRecord {
+    AccessRecord {
+        time_ns: u64::try_from(believed.at.as_nanos()).unwrap_or(u64::MAX),
         device: record.device,
         space: DomainId(0),
-        address: pages.start.byte_offset() + record.address % PAGE_BYTES,
+        address: believed.address,
         len_bytes: record.len_bytes,
         access: record.access,
         service: match record.service {
             Service::Block => RecordedService::Block,
             Service::Network => RecordedService::Network,
         },
-    })
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagetide_addr::{Access, SectionNo};
+    use pagetide_addr::{Access, PAGE_BYTES, PageRange, SectionNo};
     use pagetide_sys::memory_file::GuestFile;
     use pagetide_trace::AccessLogReader;
     use pagetide_vpri::{DmaMmu, DomainTable, IoSpace};
-    use std::os::fd::AsFd;
+    use std::{os::fd::AsFd, sync::atomic::AtomicBool};
 
     const PAGES: u64 = 2048;
     const PATIENCE: Duration = Duration::from_secs(30);
@@ -490,6 +601,9 @@ mod tests {
         waiting: Mutex<Vec<LogRecord>>,
         wanted: Mutex<Option<Wanted>>,
         lost: AtomicU64,
+        epoch: AtomicU64,
+        /// The next turn panics.
+        is_cursed: AtomicBool,
     }
 
     impl AccessSource for Source {
@@ -497,7 +611,12 @@ mod tests {
             *self.wanted.lock().unwrap() = Some(wanted);
         }
 
+        fn epoch(&self) -> u64 {
+            self.epoch.load(Relaxed)
+        }
+
         fn take(&self, most: usize, into: &mut Vec<LogRecord>) {
+            assert!(!self.is_cursed.load(Relaxed), "as the test asked for");
             let mut waiting = self.waiting.lock().unwrap();
             let count = most.min(waiting.len());
             into.extend(waiting.drain(..count));
@@ -587,6 +706,127 @@ mod tests {
         eventually("nobody to want records", || {
             rig.wanted() == Some(Wanted::No)
         });
+    }
+
+    #[test]
+    fn late_records_of_a_device_that_left_do_not_bring_it_back() {
+        let rig = Rig::new("lru:share=1");
+        rig.put(rig.space, 1, 0);
+        eventually("protection", || rig.protection.protected().len() == 1);
+        rig.feed.device_left(DeviceId(1));
+        eventually("release", || rig.protection.protected().is_empty());
+        rig.put(rig.space, 1, 0);
+        rig.put(rig.space, 2, 600);
+        eventually("the other device's", || {
+            rig.protection.protected().contains(SectionNo(1))
+        });
+        let devices = rig.protection.report().devices;
+        assert_eq!(devices.len(), 1);
+        assert_eq!(devices[0].device, DeviceId(2));
+    }
+
+    #[test]
+    fn devices_of_a_source_that_begins_anew_are_others_whatever_their_numbers() {
+        let rig = Rig::new("lru:share=1");
+        rig.put(rig.space, 1, 0);
+        eventually("protection", || rig.protection.protected().len() == 1);
+        rig.source.epoch.store(2, Relaxed);
+        eventually("release", || rig.protection.protected().is_empty());
+        rig.put(rig.space, 1, 600);
+        eventually("protection", || rig.protection.protected().len() == 1);
+        assert!(rig.protection.protected().contains(SectionNo(1)));
+    }
+
+    #[test]
+    fn thread_that_panics_leaves_nothing_protected_and_ends_the_recording() {
+        let rig = Rig::new("lru:share=1");
+        let dir = tempfile::tempdir().unwrap();
+        let begin = || {
+            rig.feed
+                .start_recording(request(dir.path()), None, BTreeMap::new())
+        };
+        begin().unwrap();
+        rig.put(rig.space, 1, 0);
+        eventually("protection", || rig.protection.protected().len() == 1);
+        rig.source.is_cursed.store(true, Relaxed);
+        eventually("the recording's end", || {
+            !rig.feed.recording().unwrap().active
+        });
+        assert!(rig.protection.protected().is_empty());
+        assert_eq!(rig.protection.report().policy, "none");
+        assert!(begin().unwrap_err().message.contains("panic"));
+    }
+
+    #[test]
+    fn allowance_below_one_record_a_turn_adds_up() {
+        let mut allowance = Allowance { rate: 3, rest: 0 };
+        let taken: usize = (0..200).map(|_| allowance.of(TURN)).sum();
+        assert_eq!(taken, 30);
+    }
+
+    #[test]
+    fn recording_loses_what_cannot_be_and_devices_beyond_the_places_and_believes_no_future() {
+        let rig = Rig::new("none");
+        let dir = tempfile::tempdir().unwrap();
+        let before = u64::try_from(now().as_nanos()).unwrap();
+        rig.feed
+            .start_recording(request(dir.path()), None, BTreeMap::new())
+            .unwrap();
+        {
+            let mut waiting = rig.source.waiting.lock().unwrap();
+            let of = |device, time_ns| LogRecord {
+                time_ns,
+                device: DeviceId(device),
+                space: rig.space,
+                address: 0,
+                len_bytes: 512,
+                access: Access::Read,
+                service: Service::Block,
+            };
+            waiting.extend((1..=1000).map(|device| of(device, u64::MAX / 2)));
+            waiting.extend([of(1, 0), of(1, 1)]);
+            waiting.push(LogRecord {
+                len_bytes: u32::MAX,
+                ..of(1, 0)
+            });
+        }
+        let devices = super::super::vm::DEVICES_MAX as u64;
+        eventually("the loss", || {
+            rig.feed.recording().unwrap().lost_records == 1001 - devices
+        });
+        let report = rig.feed.stop_recording().unwrap();
+        assert_eq!(report.records, devices + 2);
+        let mut reader = AccessLogReader::open(&dir.path().join("vm-000001.parquet")).unwrap();
+        assert_eq!(reader.meta().devices.len() as u64, devices);
+        let mut records = Vec::new();
+        while reader.next_batch(&mut records).unwrap() > 0 {}
+        let after = u64::try_from(now().as_nanos()).unwrap();
+        assert!(
+            records
+                .iter()
+                .all(|it| (before..=after).contains(&it.time_ns))
+        );
+    }
+
+    #[test]
+    fn recording_that_begins_when_another_ends_shares_no_file_with_it() {
+        let rig = Rig::new("none");
+        let dir = tempfile::tempdir().unwrap();
+        let begin = || {
+            rig.feed
+                .start_recording(request(dir.path()), None, BTreeMap::new())
+        };
+        for round in 1..=5_u64 {
+            begin().unwrap();
+            rig.put(rig.space, 1, round);
+            eventually("the record", || rig.feed.recording().unwrap().records == 1);
+            // As at the end of its time: nobody waits for its files.
+            rig.feed.shared.recording().as_mut().unwrap().end();
+        }
+        rig.feed.stop_recording().unwrap();
+        // Two files are kept: none of the five has replaced another's.
+        let last = dir.path().join("vm-000005.parquet");
+        assert!(last.exists() && dir.path().join("vm-000004.parquet").exists());
     }
 
     fn request(dir: &std::path::Path) -> RecordingRequest {

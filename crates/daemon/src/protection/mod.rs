@@ -25,6 +25,8 @@
 //! reason (a detach, an unplug) goes.
 
 pub(crate) mod feed;
+#[cfg(test)]
+mod live_tests;
 pub mod recording;
 pub(crate) mod vm;
 

@@ -9,6 +9,7 @@
 //! are lost and counted. The files are rotated and the oldest go, so a recording that is
 //! forgotten fills no disk.
 
+use super::now;
 use crate::{control::ControlError, text::Text};
 use pagetide_addr::DeviceId;
 use pagetide_trace::{
@@ -17,11 +18,14 @@ use pagetide_trace::{
 };
 use serde::{Deserialize, Serialize};
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
+    collections::{BTreeMap, HashSet, btree_map::Entry},
     path::PathBuf,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{
+            AtomicBool, AtomicU64,
+            Ordering::{Acquire, Relaxed, Release},
+        },
         mpsc::{Receiver, SyncSender, TrySendError, sync_channel},
     },
     thread::JoinHandle,
@@ -37,6 +41,9 @@ pub const DEFAULT_FILES: u32 = 16;
 const SECONDS_MAX: u64 = 7 * 24 * 3600;
 /// Batches that wait for the disk: of a twentieth of a second each, and some megabytes at most.
 const BATCHES_MAX: usize = 64;
+/// Devices of a VM in one recording, at most: places that changed hands sixteen times over. Each is named
+/// in the footer of each file, and names come from whoever owns the log.
+const LOGGED_DEVICES_MAX: usize = 1024;
 
 fn default_file_bytes() -> u64 {
     DEFAULT_FILE_BYTES
@@ -114,7 +121,7 @@ pub struct RecordingReport {
     pub dir: String,
     /// The only device that is recorded, by its number; absent if all are.
     pub device: Option<u32>,
-    /// It goes on.
+    /// It goes on, or its last files are being completed; they are all there when it is not.
     pub active: bool,
     /// Time since it began, or that it took.
     pub seconds: f64,
@@ -172,6 +179,8 @@ enum Letter {
 struct Progress {
     records: AtomicU64,
     lost: AtomicU64,
+    /// The writer has ended: files are complete, as far as they will be.
+    is_complete: AtomicBool,
     told: Mutex<Told>,
 }
 
@@ -187,6 +196,8 @@ pub(crate) struct Recording {
     request: RecordingRequest,
     device: Option<DeviceId>,
     began: Instant,
+    /// The same by the clock of the records.
+    began_at: Duration,
     progress: Arc<Progress>,
     /// Lost that the writer was not told of yet.
     unsaid: u64,
@@ -219,7 +230,10 @@ impl Recording {
         };
         let thread = std::thread::Builder::new()
             .name("pt-log-writer".into())
-            .spawn(move || writer.run(&inbox));
+            .spawn(move || {
+                let _ended = Ended(Arc::clone(&writer.progress));
+                writer.run(&inbox);
+            });
         let thread = thread.map_err(|error| {
             ControlError::failed(format!("no thread to write the access log: {error}"))
         })?;
@@ -227,6 +241,7 @@ impl Recording {
             request,
             device,
             began: Instant::now(),
+            began_at: now(),
             progress,
             unsaid: 0,
             letters: Some(letters),
@@ -234,21 +249,32 @@ impl Recording {
         })
     }
 
-    /// True if it wants records of `device`.
-    pub(crate) fn wants(&self, device: DeviceId) -> bool {
-        self.device.is_none_or(|only| only == device)
+    /// The only device whose records it wants.
+    pub(crate) fn only(&self) -> Option<DeviceId> {
+        self.device
     }
 
-    /// True until it was stopped, its time is over, or the disk failed.
-    pub(crate) fn is_active(&self) -> bool {
+    /// True until it was stopped, its time is over, or the disk failed. Its files may not be complete
+    /// even then: see [`Recording::take_thread`].
+    pub(crate) fn takes_records(&self) -> bool {
         self.letters.is_some()
     }
 
+    fn is_complete(&self) -> bool {
+        // Pairs with the store of the writer's thread.
+        self.progress.is_complete.load(Acquire)
+    }
+
     /// Hands records to the writer, or loses them.
-    pub(crate) fn record(&mut self, batch: Batch) {
+    pub(crate) fn record(&mut self, mut batch: Batch) {
         let Some(letters) = &self.letters else {
             return;
         };
+        // The log began when the recording did, whatever time a device writes.
+        let began_ns = u64::try_from(self.began_at.as_nanos()).unwrap_or(u64::MAX);
+        for record in &mut batch.records {
+            record.time_ns = record.time_ns.max(began_ns);
+        }
         let count = batch.records.len() as u64;
         match letters.try_send(Letter::Records(batch)) {
             Ok(()) => {}
@@ -260,8 +286,8 @@ impl Recording {
 
     /// So many records were lost before they came here.
     pub(crate) fn lost(&mut self, count: u64) {
-        self.progress.lost.fetch_add(count, Relaxed);
-        self.unsaid += count;
+        self.progress.lose(count);
+        self.unsaid = self.unsaid.saturating_add(count);
         if self.unsaid > 0
             && let Some(letters) = &self.letters
             && letters.try_send(Letter::Lost(self.unsaid)).is_ok()
@@ -270,10 +296,10 @@ impl Recording {
         }
     }
 
-    /// Ends it if its time is over.
+    /// Ends it if its time is over, or the writer has given up.
     pub(crate) fn end_if_due(&mut self) {
         let asked = self.request.seconds.map(Duration::from_secs);
-        if asked.is_some_and(|time| self.began.elapsed() >= time) {
+        if asked.is_some_and(|time| self.began.elapsed() >= time) || self.is_complete() {
             self.end();
         }
     }
@@ -305,7 +331,7 @@ impl Recording {
         RecordingReport {
             dir: self.request.dir.display().to_string(),
             device: self.device.map(|device| device.0),
-            active: self.is_active(),
+            active: !self.is_complete(),
             seconds,
             left_seconds: asked.map(|asked| (asked - seconds).max(0.0)),
             records: self.progress.records.load(Relaxed),
@@ -316,11 +342,56 @@ impl Recording {
     }
 }
 
+impl Progress {
+    /// Counts what a device may have made up.
+    fn lose(&self, count: u64) {
+        let more = |lost: u64| Some(lost.saturating_add(count));
+        // It always has a value to store.
+        let (Ok(_) | Err(_)) = self.lost.fetch_update(Relaxed, Relaxed, more);
+    }
+}
+
+/// Says that the writer has ended, however it did.
+struct Ended(Arc<Progress>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.is_complete.store(true, Release);
+    }
+}
+
+/// One VM's log, and whose records it has.
+struct VmLog {
+    log: RotatingLog,
+    devices: HashSet<DeviceId>,
+}
+
+impl VmLog {
+    /// Enters the device unless it is; false if there are too many.
+    fn admit(&mut self, record: &AccessRecord, names: &BTreeMap<DeviceId, String>) -> bool {
+        let id = record.device;
+        if self.devices.contains(&id) {
+            return true;
+        }
+        if self.devices.len() >= LOGGED_DEVICES_MAX {
+            return false;
+        }
+        self.devices.insert(id);
+        let name = names.get(&id).cloned();
+        self.log.meta_mut().enter(LoggedDevice {
+            id,
+            name: name.unwrap_or_else(|| format!("device-{}", id.0)),
+            service: record.service,
+        });
+        true
+    }
+}
+
 /// What runs on the writer's thread.
 struct Writer {
     limits: LogLimits,
     names: BTreeMap<DeviceId, String>,
-    logs: BTreeMap<Arc<str>, RotatingLog>,
+    logs: BTreeMap<Arc<str>, VmLog>,
     progress: Arc<Progress>,
     started_unix_ns: u64,
 }
@@ -331,8 +402,8 @@ impl Writer {
             let done = match letter {
                 Letter::Records(batch) => self.write(batch),
                 Letter::Lost(count) => {
-                    for log in self.logs.values_mut() {
-                        let lost = &mut log.meta_mut().lost_records;
+                    for vm in self.logs.values_mut() {
+                        let lost = &mut vm.log.meta_mut().lost_records;
                         *lost = lost.saturating_add(count);
                     }
                     Ok(())
@@ -343,37 +414,32 @@ impl Writer {
                 break;
             }
         }
-        for (_, log) in std::mem::take(&mut self.logs) {
-            if let Err(error) = log.finish() {
+        for (_, vm) in std::mem::take(&mut self.logs) {
+            if let Err(error) = vm.log.finish() {
                 self.fail(&error);
             }
         }
     }
 
-    fn write(&mut self, batch: Batch) -> Result<(), TraceError> {
-        let log = match self.logs.entry(Arc::clone(&batch.vm)) {
+    fn write(&mut self, mut batch: Batch) -> Result<(), TraceError> {
+        let vm = match self.logs.entry(Arc::clone(&batch.vm)) {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(place) => {
                 let meta = AccessLogMeta::new(&batch.vm, batch.memory_bytes, self.started_unix_ns);
                 let log = RotatingLog::create(self.limits.clone(), meta)?;
                 lock(&self.progress.told).vms.push(batch.vm.to_string());
-                place.insert(log)
+                let devices = HashSet::new();
+                place.insert(VmLog { log, devices })
             }
         };
-        let meta = log.meta_mut();
-        meta.memory_bytes = batch.memory_bytes;
-        for record in &batch.records {
-            if meta.devices.iter().all(|known| known.id != record.device) {
-                let name = self.names.get(&record.device).cloned();
-                meta.enter(LoggedDevice {
-                    id: record.device,
-                    name: name.unwrap_or_else(|| format!("device-{}", record.device.0)),
-                    service: record.service,
-                });
-            }
-        }
-        log.append(&batch.records)?;
+        let came = batch.records.len() as u64;
+        batch.records.retain(|record| vm.admit(record, &self.names));
         let count = batch.records.len() as u64;
+        let meta = vm.log.meta_mut();
+        meta.memory_bytes = batch.memory_bytes;
+        meta.lost_records = meta.lost_records.saturating_add(came - count);
+        self.progress.lose(came - count);
+        vm.log.append(&batch.records)?;
         self.progress.records.fetch_add(count, Relaxed);
         Ok(())
     }

@@ -30,6 +30,10 @@ use std::{
 pub(crate) const DEVICES_MAX: usize = 64;
 /// A device that was not heard of for so long gives its place to another, if all are taken.
 const DEVICE_SILENCE: Duration = Duration::from_secs(60);
+/// A device that was not heard of for so long is taken for gone, and protects nothing any more: of one
+/// that a DPU process removes nobody tells. Longer than any rest after which a policy expects a section's
+/// next touch; and one that does come back costs no more than it did when it was new.
+const DEVICE_GONE: Duration = Duration::from_secs(6 * 3600);
 /// Longest access that is believed: far beyond what a request of a disk or a network interface has.
 const ACCESS_BYTES_MAX: u32 = 32 << 20;
 /// Evictions that wait to be told, at most: 128 GiB of them, between two looks a twentieth of a second
@@ -86,8 +90,16 @@ struct Inner {
     heard: BTreeMap<DeviceId, Heard>,
     at: Duration,
     ram: Vec<PageRange>,
-    bring_backs: VecDeque<SectionNo>,
+    bring_backs: VecDeque<Wish>,
     minute: Minute,
+}
+
+/// A section that a policy wants back.
+#[derive(Clone, Copy)]
+struct Wish {
+    section: SectionNo,
+    /// Some of it is back.
+    is_begun: bool,
 }
 
 /// Faults of the last minute, second by second.
@@ -123,6 +135,8 @@ pub(crate) struct ProtectionReport {
     /// The policy, as it is written.
     pub(crate) policy: String,
     pub(crate) protected_sections: u64,
+    /// Since the start, by devices and policies that are no more too.
+    pub(crate) dropped_sections: u64,
     pub(crate) devices: Vec<DeviceProtection>,
     pub(crate) taken_records: u64,
     pub(crate) refused_records: u64,
@@ -208,11 +222,18 @@ impl VmProtection {
         *self.ram.lock().unwrap_or_else(PoisonError::into_inner) = Some(ram);
     }
 
-    /// A device is no more.
+    /// A device is no more. Records of it that come later make it anew.
     pub(crate) fn device_left(&self, device: DeviceId) {
+        self.lock().release(device);
+    }
+
+    /// All devices that were heard of are no more, or have other numbers now.
+    pub(crate) fn all_devices_left(&self) {
         let mut inner = self.lock();
-        inner.heard.remove(&device);
-        inner.protector.device_left(device);
+        let devices: Vec<_> = inner.heard.keys().copied().collect();
+        for device in devices {
+            inner.release(device);
+        }
     }
 
     /// To be held over records of this VM that follow one another.
@@ -244,6 +265,7 @@ impl VmProtection {
         if let Some(ram) = ram {
             inner.follow_ram(ram, now);
         }
+        inner.take_wishes(now);
     }
 
     /// A second has passed.
@@ -253,32 +275,40 @@ impl VmProtection {
         if self.is_active() {
             inner.protector.passed(now);
         }
-        let wishes = inner.protector.take_bring_backs();
-        inner.bring_backs.extend(wishes);
-        while inner.bring_backs.len() > BRING_BACKS_MAX {
-            inner.bring_backs.pop_front();
-        }
+        inner.release_the_silent(now);
+        inner.take_wishes(now);
         if let Some(limbs) = &self.limbs {
             inner.minute.second_ends(limbs.tenant.absent_faults());
         }
     }
 
     /// Brings back sections that policies wish back, about `pages` pages, and none if the VM's limit is
-    /// near: a wish is worth no eviction. Waits for nothing.
+    /// near: a wish is worth no eviction. Waits for nothing. Of wishes that come to nothing the policies
+    /// hear at once: what they expect to be touched soon would be away then.
     pub(crate) fn bring_back(&self, pages: u64) {
         let Some(limbs) = &self.limbs else {
+            self.lock().refuse_wishes();
             return;
         };
         let mut left = pages;
-        while left > 0 && !limbs.limit.is_below_low_mark() && !limbs.limit.is_stopped() {
-            let Some(section) = self.lock().bring_backs.pop_front() else {
+        while left > 0 {
+            if limbs.limit.is_below_low_mark() || limbs.limit.is_stopped() {
+                self.lock().refuse_wishes();
+                return;
+            }
+            let Some(wish) = self.lock().bring_backs.pop_front() else {
                 return;
             };
-            let brought = limbs.bring_section(section, left);
+            let brought = limbs.bring_section(wish.section, left);
             self.counts.brought_pages.fetch_add(brought.pages, Relaxed);
             left = left.saturating_sub(brought.pages.max(1));
+            let is_begun = wish.is_begun || brought.pages > 0;
             if brought.is_some_left {
-                self.lock().bring_backs.push_front(section);
+                self.lock()
+                    .bring_backs
+                    .push_front(Wish { is_begun, ..wish });
+            } else if !is_begun {
+                self.lock().not_brought_back(wish.section);
             }
         }
     }
@@ -286,6 +316,15 @@ impl VmProtection {
     /// True while sections wait to be brought back.
     pub(crate) fn has_wishes(&self) -> bool {
         !self.lock().bring_backs.is_empty()
+    }
+
+    /// Wishes `section` back, as a policy does.
+    #[cfg(test)]
+    pub(super) fn wish(&self, section: SectionNo) {
+        self.lock().bring_backs.push_back(Wish {
+            section,
+            is_begun: false,
+        });
     }
 
     /// How it stands.
@@ -300,6 +339,7 @@ impl VmProtection {
         ProtectionReport {
             policy: inner.protector.choice().to_string(),
             protected_sections: self.protected.len(),
+            dropped_sections: inner.protector.dropped_sections(),
             devices: reports.into_iter().map(device).collect(),
             taken_records: self.counts.taken.load(Relaxed),
             refused_records: self.counts.refused.load(Relaxed),
@@ -323,52 +363,71 @@ pub(crate) struct Listening<'a> {
     protection: &'a VmProtection,
 }
 
+/// An access that is believed: all of it is in the VM's memory, and its device has a place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Believed {
+    /// When it was, never later than now.
+    pub(crate) at: Duration,
+    /// Where, counted in the VM's memory.
+    pub(crate) address: u64,
+}
+
 impl Listening<'_> {
-    /// A device has touched memory of the VM, it says. Nothing of it is believed unseen.
-    pub(crate) fn record(&mut self, record: &LogRecord, now: Duration) {
+    /// A device has touched memory of the VM, it says. Nothing of it is believed unseen, neither by the
+    /// policies nor by who records: `None` if it cannot be, or its device is one too many.
+    pub(crate) fn record(&mut self, record: &LogRecord, now: Duration) -> Option<Believed> {
+        let believed = self.believe(record, now);
         let counts = &self.protection.counts;
-        let taken = self.touches(record).is_some_and(|touches| {
-            let at = Duration::from_nanos(record.time_ns).min(now);
-            let at = self.inner.step(at);
-            self.inner.admit(record.device, at) && {
-                for (section, bytes) in touches {
-                    let touch = Touch {
-                        section,
-                        at,
-                        access: record.access,
-                        bytes,
-                    };
-                    self.inner.protector.touched(record.device, touch);
-                }
-                true
-            }
-        });
-        let count = if taken {
-            &counts.taken
-        } else {
-            &counts.refused
+        let count = match believed {
+            Some(_) => &counts.taken,
+            None => &counts.refused,
         };
         count.fetch_add(1, Relaxed);
+        believed
     }
 
-    /// The sections of an access with the bytes of each; `None` if it is not in the VM's memory.
-    fn touches(
-        &self,
-        record: &LogRecord,
-    ) -> Option<impl Iterator<Item = (SectionNo, u64)> + use<>> {
+    fn believe(&mut self, record: &LogRecord, now: Duration) -> Option<Believed> {
+        let address = self.address(record)?;
+        // A device without a clock writes none.
+        let at = match record.time_ns {
+            0 => now,
+            time_ns => Duration::from_nanos(time_ns).min(now),
+        };
+        let told_at = self.inner.step(at);
+        if !self.inner.admit(record.device, told_at) {
+            return None;
+        }
+        if self.protection.is_active() {
+            for (section, bytes) in touches(address, record.len_bytes) {
+                let touch = Touch {
+                    section,
+                    at: told_at,
+                    access: record.access,
+                    bytes,
+                };
+                self.inner.protector.touched(record.device, touch);
+            }
+        }
+        Some(Believed { at, address })
+    }
+
+    /// Where an access begins in the VM's memory; `None` if it is not all there, or too long or short.
+    fn address(&self, record: &LogRecord) -> Option<u64> {
         let len = record.len_bytes;
         let sound = len > 0 && len <= ACCESS_BYTES_MAX;
         let own = PageRange::covering(record.address, u64::from(len)).filter(|_| sound)?;
         let pages = self.protection.mmu.in_space(record.space, own)?;
-        let begin = pages.start.byte_offset() + record.address % PAGE_BYTES;
-        let end = begin + u64::from(len);
-        Some(
-            (begin / SECTION_BYTES..end.div_ceil(SECTION_BYTES)).map(move |section| {
-                let (from, to) = (section * SECTION_BYTES, (section + 1) * SECTION_BYTES);
-                (SectionNo(section), end.min(to) - begin.max(from))
-            }),
-        )
+        Some(pages.start.byte_offset() + record.address % PAGE_BYTES)
     }
+}
+
+/// The sections of an access that begins at `begin`, with the bytes of each.
+fn touches(begin: u64, len_bytes: u32) -> impl Iterator<Item = (SectionNo, u64)> {
+    let end = begin + u64::from(len_bytes);
+    (begin / SECTION_BYTES..end.div_ceil(SECTION_BYTES)).map(move |section| {
+        let (from, to) = (section * SECTION_BYTES, (section + 1) * SECTION_BYTES);
+        (SectionNo(section), end.min(to) - begin.max(from))
+    })
 }
 
 impl Inner {
@@ -393,11 +452,52 @@ impl Inner {
             let Some(silent) = silent else {
                 return false;
             };
-            self.heard.remove(&silent);
-            self.protector.device_left(silent);
+            self.release(silent);
         }
         self.heard.insert(device, Heard { records: 1, at });
         true
+    }
+
+    /// Takes the device's place, and what it protects.
+    fn release(&mut self, device: DeviceId) {
+        self.heard.remove(&device);
+        self.protector.device_left(device);
+    }
+
+    fn release_the_silent(&mut self, now: Duration) {
+        let is_gone = |heard: &Heard| now.saturating_sub(heard.at) >= DEVICE_GONE;
+        let gone: Vec<_> = (self.heard.iter())
+            .filter(|(_, heard)| is_gone(heard))
+            .map(|(device, _)| *device)
+            .collect();
+        for device in gone {
+            self.release(device);
+        }
+    }
+
+    /// Takes what policies wish now; the oldest wishes that are too many come to nothing.
+    fn take_wishes(&mut self, now: Duration) {
+        let wishes = self.protector.take_bring_backs();
+        self.bring_backs
+            .extend(wishes.into_iter().map(|section| Wish {
+                section,
+                is_begun: false,
+            }));
+        while self.bring_backs.len() > BRING_BACKS_MAX {
+            if let Some(wish) = self.bring_backs.pop_front() {
+                self.protector.fate(wish.section, Fate::NotBroughtBack, now);
+            }
+        }
+    }
+
+    fn refuse_wishes(&mut self) {
+        for wish in std::mem::take(&mut self.bring_backs) {
+            self.not_brought_back(wish.section);
+        }
+    }
+
+    fn not_brought_back(&mut self, section: SectionNo) {
+        self.protector.fate(section, Fate::NotBroughtBack, self.at);
     }
 
     fn follow_ram(&mut self, ram: Vec<PageRange>, now: Duration) {
@@ -410,7 +510,8 @@ impl Inner {
             .collect();
         for section in gone {
             self.protector.fate(section, Fate::Gone, now);
-            self.bring_backs.retain(|waiting| *waiting != section);
+            self.bring_backs
+                .retain(|waiting| waiting.section != section);
         }
         self.protector.resized(sections_of(&ram));
         self.ram = ram;
@@ -548,9 +649,9 @@ mod tests {
         assert_eq!(rig.protected(), [1, 2]);
         rig.hear(&rig.record(0, 0, 1));
         assert_eq!(rig.protected(), [0, 1, 2]);
-        let touches = rig.protection.listen();
         let record = rig.record(1, 23 * PAGE_BYTES + 100, 5000);
-        let parts: Vec<_> = touches.touches(&record).unwrap().collect();
+        let believed = rig.protection.listen().record(&record, NOW).unwrap();
+        let parts: Vec<_> = touches(believed.address, record.len_bytes).collect();
         assert_eq!(parts, [(SectionNo(1), 3996), (SectionNo(2), 1004)]);
     }
 
@@ -621,6 +722,47 @@ mod tests {
         assert!(rig.protected().is_empty());
         rig.protection.second_ends(NOW + Duration::from_secs(11));
         assert_eq!(rig.protected(), [0]);
+    }
+
+    #[test]
+    fn what_is_recorded_is_believed_as_policies_believe_it_even_without_one() {
+        let rig = Rig::new("none");
+        let at = |time_ns| LogRecord {
+            time_ns,
+            ..rig.record(1, 100, 512)
+        };
+        let hear = |record: &LogRecord| rig.protection.listen().record(record, NOW);
+        let address = 1000 * PAGE_BYTES + 100;
+        let believed = |at| Some(Believed { at, address });
+        assert_eq!(hear(&at(u64::MAX)), believed(NOW));
+        assert_eq!(hear(&at(0)), believed(NOW));
+        // Earlier than another engine's, and true: files are sorted, policies are not told.
+        assert_eq!(hear(&at(7)), believed(Duration::from_nanos(7)));
+        assert_eq!(hear(&rig.record(0, 0, 0)), None);
+        assert_eq!(hear(&rig.record(1, 0, ACCESS_BYTES_MAX + 1)), None);
+        let many = (0..1000).filter_map(|device| {
+            hear(&LogRecord {
+                device: DeviceId(device),
+                ..at(0)
+            })
+        });
+        assert_eq!(many.count(), DEVICES_MAX);
+        assert!(rig.protected().is_empty());
+    }
+
+    #[test]
+    fn device_that_is_silent_for_hours_protects_nothing_any_more() {
+        let rig = Rig::new("lru:share=1");
+        rig.hear(&LogRecord {
+            time_ns: 0,
+            ..rig.record(0, 0, 512)
+        });
+        rig.protection
+            .second_ends(NOW + DEVICE_GONE - Duration::from_secs(1));
+        assert_eq!(rig.protected(), [0]);
+        rig.protection.second_ends(NOW + DEVICE_GONE);
+        assert!(rig.protected().is_empty());
+        assert!(rig.protection.report().devices.is_empty());
     }
 
     #[test]

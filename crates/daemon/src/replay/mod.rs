@@ -23,10 +23,13 @@ use crate::outcome::{CommandError, print_report};
 use crate::progress::Progress;
 use crate::sim::of_trace;
 use args::ReplayArgs;
-use report::{Host, PolicyRun, ReplayReport};
+use report::{Conditions, Host, PolicyRun, ReplayReport};
 
 /// Steps in which progress is told.
 const STEP: Duration = Duration::from_secs(3600);
+/// What VMs hold at first. Their limits hold from the beginning, so the first fill of a section by a
+/// device is mostly a fault; those are told apart.
+const START: Start = Start::AllPresent;
 
 /// Does what the command line says.
 pub fn execute(args: &ReplayArgs) -> Result<(), CommandError> {
@@ -34,7 +37,12 @@ pub fn execute(args: &ReplayArgs) -> Result<(), CommandError> {
     let vms = survey(&args.traces, &options).map_err(of_replay)?;
     let policies = policies(&args.policies);
     let runs = run_all(args, &vms, &policies)?;
-    let report = ReplayReport::of(vms, host(args), args.time_scale, runs);
+    let conditions = Conditions {
+        host: host(args),
+        start: START,
+        time_scale: args.time_scale,
+    };
+    let report = ReplayReport::of(vms, conditions, runs);
     print_report(&report, args.json.into())
 }
 
@@ -162,7 +170,7 @@ fn replay(
     let params = |vm: &TracedVm| VmParams {
         sections: vm.sections,
         section_bytes: args.section.0,
-        start: Start::AllPresent,
+        start: START,
         policy: policy.clone(),
         capacity_every: args.capacity_every,
     };

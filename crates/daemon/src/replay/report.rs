@@ -3,8 +3,8 @@
 
 use pagetide_policy::protect::PolicyChoice;
 use pagetide_sim::replay::{
-    CachedReads, DeviceSummary, OriginKind, Service, ServiceSummary, Summary, TracedVm, VmAccount,
-    VmOrigin,
+    CachedReads, DeviceSummary, OriginKind, Service, ServiceSummary, Start, Summary, TracedVm,
+    VmAccount, VmOrigin,
 };
 use serde::Serialize;
 
@@ -30,6 +30,18 @@ pub enum Host {
     },
 }
 
+/// What all runs have in common.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct Conditions {
+    /// How the VMs were limited.
+    #[serde(flatten)]
+    pub host: Host,
+    /// What their memory held at first.
+    pub start: Start,
+    /// By what times were stretched.
+    pub time_scale: f64,
+}
+
 /// One policy on all VMs.
 pub struct PolicyRun {
     /// The policy.
@@ -43,13 +55,11 @@ pub struct PolicyRun {
 pub struct ReplayReport {
     /// What the VMs were made from.
     vms: Vec<VmOrigin>,
-    /// How they were limited.
+    /// Under what they were run.
     #[serde(flatten)]
-    host: Host,
+    conditions: Conditions,
     /// Bytes of a section.
     section_bytes: u64,
-    /// By what times were stretched.
-    time_scale: f64,
     /// What each policy brought, the one without protection first.
     policies: Vec<PolicyReport>,
     /// What the paper tells of its own traces.
@@ -97,7 +107,7 @@ const PAPER: PaperFigures = PaperFigures {
 
 impl ReplayReport {
     /// The report of `runs`, the one without protection first.
-    pub fn of(vms: Vec<TracedVm>, host: Host, time_scale: f64, runs: Vec<PolicyRun>) -> Self {
+    pub fn of(vms: Vec<TracedVm>, conditions: Conditions, runs: Vec<PolicyRun>) -> Self {
         let base: Vec<VmAccount> = runs
             .first()
             .map_or_else(Vec::new, |run| run.accounts.clone());
@@ -110,9 +120,8 @@ impl ReplayReport {
         };
         Self {
             vms: vms.into_iter().map(|vm| vm.origin).collect(),
-            host,
+            conditions,
             section_bytes,
-            time_scale,
             policies: runs.into_iter().map(report).collect(),
             paper: PAPER,
         }
@@ -146,7 +155,12 @@ impl Text for ReplayReport {
         for vm in &self.vms {
             text += &origin(vm);
         }
-        text += &match self.host {
+        let Conditions {
+            host,
+            start,
+            time_scale,
+        } = self.conditions;
+        text += &match host {
             Host::Overcommit { overcommit_share } => format!(
                 "host: overcommitted by {:.0} %, limits set by need every minute, at most half of a VM taken\n",
                 overcommit_share * 100.0
@@ -156,17 +170,24 @@ impl Text for ReplayReport {
             }
         };
         text += &format!("sections: {}\n", readable(self.section_bytes));
-        if (self.time_scale - 1.0).abs() > f64::EPSILON {
+        text += match start {
+            Start::AllPresent => {
+                "at the start: all memory present, so that devices fault on most of what they fill first\n"
+            }
+            Start::Untouched => "at the start: memory that nobody has touched\n",
+        };
+        if (time_scale - 1.0).abs() > f64::EPSILON {
             text += &format!(
                 "times of the traces are stretched by {}; those of the policies are not\n",
-                self.time_scale
+                time_scale
             );
         }
         text.push('\n');
         text += &table(&self.rows());
         text.push('\n');
         text += &self.machine_rows();
-        text.push('\n');
+        text += "FIRST: faults on sections that no device had touched before. BROUGHT BACK/VM: memory brought \
+                 back and not touched since; PINNED and RPR leave it out.\n\n";
         text += &self.device_rows();
         text += &format!(
             "\nThe paper, on its own VMs: ADP takes {} of the faults of NICs and {} of those of disks away, \
@@ -182,13 +203,14 @@ impl Text for ReplayReport {
 }
 
 impl ReplayReport {
-    fn rows(&self) -> Vec<[String; 9]> {
+    fn rows(&self) -> Vec<[String; 10]> {
         let mut rows = vec![
             [
                 "POLICY",
                 "DEVICES",
                 "DMA",
                 "FAULTS",
+                "FIRST",
                 "REDUCED",
                 "PINNED/DEVICE",
                 "MOST",
@@ -204,6 +226,7 @@ impl ReplayReport {
                     format!("{} {}", service.devices, kind(service.service)),
                     service.touches.to_string(),
                     service.faults.to_string(),
+                    service.first_faults.to_string(),
                     optional(service.reduction.map(percent)),
                     percent(service.pinned_share),
                     percent(service.pinned_max_share),
@@ -223,6 +246,8 @@ impl ReplayReport {
                 "PROTECTED EVICTED",
                 "BROUGHT BACK",
                 "WASTED",
+                "REFUSED",
+                "BROUGHT BACK/VM",
                 "CPU FAULTS",
                 "OVER LIMIT",
             ]
@@ -236,6 +261,8 @@ impl ReplayReport {
                 figures.evicted_protected.to_string(),
                 figures.bring_backs.to_string(),
                 figures.wasted_bring_backs.to_string(),
+                figures.refused_bring_backs.to_string(),
+                percent(figures.vm_brought_back_share),
                 figures.cpu_faults.to_string(),
                 figures.over_limit_fills.to_string(),
             ]
@@ -259,6 +286,7 @@ impl ReplayReport {
                 "FOOTPRINT",
                 "OVER 300 S",
                 "FAULTS",
+                "FIRST",
                 "REDUCED",
                 "PINNED",
             ]
@@ -274,6 +302,7 @@ impl ReplayReport {
                     percent(device.figures.footprint_share),
                     device.figures.long_reuses.to_string(),
                     device.figures.faults.to_string(),
+                    device.figures.first_faults.to_string(),
                     optional(device.figures.reduction.map(percent)),
                     percent(device.figures.pinned_share),
                 ]);
@@ -313,11 +342,16 @@ fn origin(vm: &VmOrigin) -> String {
             readable(*pool_bytes)
         ),
     };
-    let nic = vm.guest.nic_bytes.map_or_else(String::new, |bytes| {
-        format!(
-            "; a NIC that is made up, with buffers of {}",
-            readable(bytes)
-        )
+    let nic = vm.guest.nic_bytes.map_or_else(String::new, |asked| {
+        let made = readable(vm.nic_bytes);
+        let cut = match vm.nic_bytes < asked {
+            true => format!(
+                ", not {}: there is no more memory for them",
+                readable(asked)
+            ),
+            false => String::new(),
+        };
+        format!("; a NIC that is made up, with buffers of {made}{cut}")
     });
     format!(
         "{}: {} records, {:.0} s; {through}; VM of {}, of which CPUs keep {} in use beside devices{nic}\n",

@@ -36,78 +36,25 @@
 //! section that passes a border of age, some twenty in its life; every 20 s the tables are worked out.
 //! Memory: at most `tracked-max` of the VM's sections are remembered.
 //!
-//! A bring-back costs the host work and the VM a place below its limit: they are limited by
-//! `bring-backs-a-minute`, and the replay counts them and those that were in vain.
+//! A bring-back costs the host work and the VM a place below its limit, for which another section goes.
+//! So they are limited by `bring-backs-a-minute`, and made only while they save more than that other
+//! section's eviction costs: how often evictions are regretted is learnt (`regret.rs`), and what becomes of
+//! the bring-backs (`guess.rs`). Where the two are nearly the same, none is made but a few to try.
 
 mod guess;
 mod life_table;
+mod params;
+mod regret;
 
-use super::{
-    Change, Fate, PolicyReport, ProtectionPolicy, Touch,
-    parameters::{Field, Parameters, Share},
-};
+pub use params::AdaptiveParams;
+
+use super::{Change, Fate, PolicyReport, ProtectionPolicy, Touch, parameters::Share};
 use crate::links::{Links, List, Slot};
 use guess::{Absent, Guesses, Kind};
 use life_table::{AGES_S, CLASSES, INTERVALS, LifeTable, interval_of};
 use pagetide_addr::SectionNo;
+use regret::Regret;
 use std::{collections::VecDeque, time::Duration};
-
-/// Parameters of `adaptive`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct AdaptiveParams {
-    /// Most sections that are remembered, as a share of the VM's.
-    pub tracked_max: Share,
-    /// Most sections that are protected, as a share of the VM's.
-    pub protected_max: Share,
-    /// Sections that are protected in the long run, as a share of the VM's.
-    pub protected_mean: Share,
-    /// Least probability of a touch, before the evictor would take it again, for which a section is
-    /// brought back without being protected.
-    pub likely: Share,
-    /// Sections that may be brought back in a minute, as a share of the VM's.
-    pub bring_backs_a_minute: Share,
-    /// Until the evictor has shown its reach: a section not touched for so long is near it.
-    pub reach_at_first: Duration,
-}
-
-impl Default for AdaptiveParams {
-    fn default() -> Self {
-        Self {
-            tracked_max: Share::percent(60),
-            protected_max: Share::percent(5),
-            protected_mean: Share::percent(4),
-            likely: Share::percent(10),
-            bring_backs_a_minute: Share::percent(10),
-            reach_at_first: Duration::from_secs(180),
-        }
-    }
-}
-
-impl Parameters for AdaptiveParams {
-    fn fields(&mut self) -> Vec<(&'static str, Field<'_>)> {
-        vec![
-            ("tracked-max", Field::Share(&mut self.tracked_max)),
-            ("protected-max", Field::Share(&mut self.protected_max)),
-            ("protected-mean", Field::Share(&mut self.protected_mean)),
-            ("likely", Field::Share(&mut self.likely)),
-            (
-                "bring-backs-a-minute",
-                Field::Share(&mut self.bring_backs_a_minute),
-            ),
-            ("reach-at-first", Field::Time(&mut self.reach_at_first)),
-        ]
-    }
-
-    fn check(&self) -> Result<(), String> {
-        if self.protected_mean > self.protected_max {
-            return Err(format!(
-                "protected-mean ({}) must be at most protected-max ({})",
-                self.protected_mean, self.protected_max
-            ));
-        }
-        Ok(())
-    }
-}
 
 /// A touch after so long a rest begins a new visit: what comes sooner belongs to the same one.
 const VISIT_GAP_S: u64 = 60;
@@ -117,6 +64,8 @@ const VISIT_INTERVAL: u8 = 3;
 const WEIGH_EVERY: Duration = Duration::from_secs(20);
 /// A protected section that was touched is released after this time: by then the evictor has scanned.
 const RELEASE_AFTER: Duration = Duration::from_secs(10);
+/// Most sections that wait for an allowance.
+const DEFERRED_MAX: usize = 1 << 10;
 /// By how much the price of protection moves at once.
 const PRICE_STEP: f64 = 1.15;
 const PRICE_MIN: f64 = 1e-5;
@@ -189,6 +138,9 @@ pub struct Adaptive {
     last_visit: Option<Slot>,
     /// Bring-backs that may be asked for now.
     allowance: f64,
+    /// Sections that would have been brought back had there been an allowance, oldest first.
+    deferred: VecDeque<SectionNo>,
+    regret: Regret,
     passed_at: Option<Duration>,
     weighed_at: Duration,
     faded_at: Duration,
@@ -213,6 +165,8 @@ impl Adaptive {
             reach_s: params.reach_at_first.as_secs_f64(),
             last_visit: None,
             allowance: 0.0,
+            deferred: VecDeque::new(),
+            regret: Regret::default(),
             passed_at: None,
             weighed_at: Duration::ZERO,
             faded_at: Duration::ZERO,
@@ -240,22 +194,22 @@ impl Adaptive {
             self.bring_back(self.links.section(next), Kind::Order, changes);
         }
         for step in 1..=self.guesses.depth(Kind::Neighbour) {
-            for other in [section.0.checked_add(step), section.0.checked_sub(step)] {
-                let Some(other) = other.map(SectionNo).filter(|other| other.0 < self.sections)
-                else {
-                    continue;
-                };
-                if self.links.find(other).is_none() {
-                    // Whether it is absent is not known if it went before the device was there.
-                    self.absent.insert(other);
-                }
-                self.bring_back(other, Kind::Neighbour, changes);
+            let beside = [section.0.checked_add(step), section.0.checked_sub(step)];
+            // Only of what was evicted is it known that it was ever there.
+            for other in beside.into_iter().flatten() {
+                self.bring_back(SectionNo(other), Kind::Neighbour, changes);
             }
         }
     }
 
     fn bring_back(&mut self, section: SectionNo, kind: Kind, changes: &mut Vec<Change>) -> bool {
-        if self.allowance < 1.0 || !self.absent.contains(section) {
+        if !self.absent.contains(section) || self.guesses.depth(kind) == 0 {
+            return false;
+        }
+        if self.allowance < 1.0 {
+            if kind == Kind::Age && self.deferred.len() < DEFERRED_MAX {
+                self.deferred.push_back(section);
+            }
             return false;
         }
         self.allowance -= 1.0;
@@ -275,7 +229,8 @@ impl Adaptive {
         let wanted = mark.interval >= VISIT_INTERVAL
             && near
             && mark.cold
-            && worth >= self.least_worth(mark.interval);
+            && worth >= self.least_worth(mark.interval)
+            && (!self.absent.contains(section) || self.regret.is_paid_by(worth));
         if wanted
             && !mark.protected
             && self.protected >= self.params.protected_max.of(self.sections)
@@ -307,7 +262,7 @@ impl Adaptive {
     fn fetch(&mut self, slot: Slot, changes: &mut Vec<Change>) {
         let mark = self.links.value(slot);
         let soon = self.table.soon(mark.class(), usize::from(mark.interval));
-        if soon >= share_of(self.params.likely) {
+        if soon >= share_of(self.params.likely).max(self.regret.least()) {
             self.bring_back(self.links.section(slot), Kind::Age, changes);
         }
     }
@@ -389,6 +344,28 @@ impl Adaptive {
         }
     }
 
+    /// Bring-backs that are allowed in a minute.
+    fn a_minute(&self) -> f64 {
+        let sections = self.params.bring_backs_a_minute.of(self.sections);
+        f64::from(u32::try_from(sections).unwrap_or(u32::MAX))
+    }
+
+    /// More bring-backs are allowed, but not more at once than in a quarter of a minute.
+    fn allow(&mut self, more: f64) {
+        self.allowance = (self.allowance + more).min(self.a_minute().max(1.0) / 4.0 + 1.0);
+    }
+
+    /// Decides again about sections that were to be brought back when there was no allowance.
+    fn decide_deferred(&mut self, changes: &mut Vec<Change>) {
+        while self.allowance >= 1.0
+            && let Some(section) = self.deferred.pop_front()
+        {
+            if let Some(slot) = self.links.find(section) {
+                self.decide(slot, changes);
+            }
+        }
+    }
+
     fn forget(&mut self, slot: Slot, changes: &mut Vec<Change>) {
         let mark = *self.links.value(slot);
         let list = &mut self.ages[usize::from(mark.interval)];
@@ -442,8 +419,9 @@ fn seconds(whole: u64) -> f64 {
 impl ProtectionPolicy for Adaptive {
     fn touched(&mut self, touch: Touch, changes: &mut Vec<Change>) {
         let touched_ns = u64::try_from(touch.at.as_nanos()).unwrap_or(u64::MAX);
-        self.absent.remove(touch.section);
-        self.guesses.touched(touch.section);
+        let thought = self.absent.remove(touch.section);
+        self.guesses.touched(touch.section, thought);
+        self.regret.touched(touch.section);
         if let Some(slot) = self.links.find(touch.section) {
             let mark = *self.links.value(slot);
             let age_s = touched_ns.saturating_sub(mark.touched_ns) / 1_000_000_000;
@@ -495,17 +473,17 @@ impl ProtectionPolicy for Adaptive {
             .passed_at
             .map_or(Duration::ZERO, |at| now.saturating_sub(at));
         self.passed_at = Some(now);
-        let minute = f64::from(
-            u32::try_from(self.params.bring_backs_a_minute.of(self.sections)).unwrap_or(u32::MAX),
-        );
-        self.allowance =
-            (self.allowance + minute * since.as_secs_f64() / 60.0).min(minute.max(1.0) / 4.0 + 1.0);
+        self.allow(self.a_minute() * since.as_secs_f64() / 60.0);
+        self.guesses.passed(now);
+        self.regret.passed(now);
         self.release_due(now, changes);
         self.grow_older(now, changes);
+        self.decide_deferred(changes);
         if now.saturating_sub(self.weighed_at) >= WEIGH_EVERY {
             self.weighed_at = now;
             self.table.weigh(self.reach_s);
-            self.guesses.weigh();
+            self.guesses.weigh(self.regret.least());
+            self.regret.fade();
             let mean = self.params.protected_mean.of(self.sections);
             self.price = if self.protected > mean {
                 (self.price * PRICE_STEP).min(PRICE_MAX)
@@ -524,6 +502,7 @@ impl ProtectionPolicy for Adaptive {
         match fate {
             Fate::Evicted => {
                 self.guesses.evicted(section);
+                self.regret.evicted(section, now);
                 self.absent.insert(section);
                 if let Some(slot) = slot {
                     let mark = self.links.value_mut(slot);
@@ -536,11 +515,19 @@ impl ProtectionPolicy for Adaptive {
                 }
             }
             Fate::Faulted => {
-                self.absent.remove(section);
+                let thought = self.absent.remove(section);
+                self.guesses.faulted(section, thought);
+                self.regret.touched(section);
             }
-            Fate::NotBroughtBack => {}
+            Fate::NotBroughtBack => {
+                if self.guesses.came_to_nothing(section) {
+                    self.allow(1.0);
+                }
+            }
             Fate::Gone => {
                 self.absent.remove(section);
+                self.guesses.came_to_nothing(section);
+                self.regret.gone(section);
                 if let Some(slot) = slot {
                     self.forget(slot, changes);
                 }
@@ -567,7 +554,10 @@ impl ProtectionPolicy for Adaptive {
             bytes: size_of::<Self>() as u64
                 + self.links.bytes()
                 + self.absent.bytes()
-                + self.guesses.bytes(),
+                + self.guesses.bytes()
+                + self.regret.bytes()
+                + (self.releases.capacity() * size_of::<(Duration, SectionNo)>()) as u64
+                + (self.deferred.capacity() * size_of::<SectionNo>()) as u64,
         }
     }
 }

@@ -301,3 +301,60 @@ impl Outcome {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_addr::{Access, PAGE_BYTES};
+    use std::sync::Mutex;
+
+    /// Wishes what is touched back, and keeps book of the wishes that came to nothing.
+    struct Wishing(Arc<Mutex<Vec<SectionNo>>>);
+
+    impl ProtectionPolicy for Wishing {
+        fn touched(&mut self, touch: Touch, changes: &mut Vec<Change>) {
+            changes.push(Change::BringBack(touch.section));
+        }
+
+        fn passed(&mut self, _now: Duration, _changes: &mut Vec<Change>) {}
+
+        fn fate(&mut self, section: SectionNo, fate: Fate, _: Duration, _: &mut Vec<Change>) {
+            assert_eq!(fate, Fate::NotBroughtBack);
+            self.0.lock().unwrap().push(section);
+        }
+
+        fn resized(&mut self, _sections: u64, _changes: &mut Vec<Change>) {}
+
+        fn report(&self) -> PolicyReport {
+            PolicyReport::default()
+        }
+    }
+
+    #[test]
+    fn wish_that_gives_way_to_newer_ones_is_told_when_time_passes() {
+        let mut protector = Protector::new(&PolicyChoice::None, 10_000);
+        let in_vain = Arc::default();
+        let domain = Domain {
+            policy: Box::new(Wishing(Arc::clone(&in_vain))),
+            held: FxHashSet::default(),
+            refused: 0,
+        };
+        protector.domains.insert(DeviceId(1), domain);
+        let wishes = BRING_BACKS_MAX as u64 + 2;
+        for section in (0..wishes).map(SectionNo) {
+            let touch = Touch {
+                section,
+                at: Duration::ZERO,
+                access: Access::Read,
+                bytes: PAGE_BYTES,
+            };
+            protector.touched(DeviceId(1), touch);
+        }
+        assert!(in_vain.lock().unwrap().is_empty());
+        protector.passed(Duration::ZERO);
+        protector.passed(Duration::ZERO);
+        assert_eq!(*in_vain.lock().unwrap(), [SectionNo(0), SectionNo(1)]);
+        let waiting = protector.take_bring_backs();
+        assert!(waiting.into_iter().eq((2..wishes).map(SectionNo)));
+    }
+}

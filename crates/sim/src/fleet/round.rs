@@ -80,6 +80,9 @@ fn since(before: &VmAccount, after: VmAccount) -> VmAccount {
         over_limit_fills: after.over_limit_fills - before.over_limit_fills,
         bring_backs: after.bring_backs - before.bring_backs,
         wasted_bring_backs: after.wasted_bring_backs - before.wasted_bring_backs,
+        refused_bring_backs: after.refused_bring_backs - before.refused_bring_backs,
+        brought_back: less(after.brought_back, before.brought_back),
+        protected: less(after.protected, before.protected),
         ..after
     }
 }

@@ -58,6 +58,9 @@ pub struct DeviceAccount {
     pub footprint_sections: u64,
     /// I/O page faults: DMA to an evicted section.
     pub faults: u64,
+    /// Of those, faults on sections that no device had touched before, so that no policy could have
+    /// protected them: only bringing back what nobody asked for helps.
+    pub first_faults: u64,
     /// Consecutive touches of one section more than 300 s apart (4.2.2).
     pub long_reuses: u64,
     /// What its policy protected.
@@ -79,6 +82,7 @@ impl DeviceAccount {
             bytes: 0,
             footprint_sections: 0,
             faults: 0,
+            first_faults: 0,
             long_reuses: 0,
             protected: Share::default(),
             dropped_sections: 0,
@@ -117,6 +121,10 @@ pub struct VmAccount {
     pub bring_backs: u64,
     /// Of those, evicted again before anybody touched them.
     pub wasted_bring_backs: u64,
+    /// Wishes to have a section back that came to nothing.
+    pub refused_bring_backs: u64,
+    /// Sections that were brought back and not touched since: memory that policies take, too.
+    pub brought_back: Share,
     /// Sections protected for any of its devices.
     pub protected: Share,
     /// Its devices, in the order of their first touch.

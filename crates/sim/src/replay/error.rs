@@ -2,7 +2,10 @@
 //! Why a replay gives no result.
 
 use pagetide_trace::TraceError;
-use std::time::Duration;
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 /// Why a replay gives no result.
 #[derive(Debug, thiserror::Error)]
@@ -12,10 +15,12 @@ pub enum ReplayError {
     Trace(#[from] TraceError),
     /// An access lies outside the VM.
     #[error(
-        "access {access} touches section {section}, but the VM has {sections} sections; \
+        "{whence}: access {access} touches section {section}, but the VM has {sections} sections; \
          give it more memory"
     )]
     Outside {
+        /// Where the access comes from: [`super::AccessStream::whence`].
+        whence: String,
         /// Number of the access in its stream, from 0.
         access: u64,
         /// What it touches.
@@ -24,8 +29,12 @@ pub enum ReplayError {
         sections: u64,
     },
     /// Time runs backwards.
-    #[error("access {access} is at {at:?}, after one at {before:?}: times must not run backwards")]
+    #[error(
+        "{whence}: access {access} is at {at:?}, after one at {before:?}: times must not run backwards"
+    )]
     Backwards {
+        /// Where the access comes from: [`super::AccessStream::whence`].
+        whence: String,
         /// Number of the access in its stream, from 0.
         access: u64,
         /// Its time.
@@ -35,12 +44,15 @@ pub enum ReplayError {
     },
     /// A request to a disk that no guest would make.
     #[error(
-        "request {request} asks for {len_bytes} bytes at byte {offset_bytes} of disk {disk}; \
-         a replay takes at most {max_bytes} bytes at once"
+        "{}record {record} asks for {len_bytes} bytes at byte {offset_bytes} of disk {disk}; \
+         a replay takes at most {max_bytes} bytes at once",
+        named(file.as_deref())
     )]
     Request {
-        /// Its number in the trace, from 0.
-        request: u64,
+        /// The trace's file, if it is known.
+        file: Option<PathBuf>,
+        /// Number of its record, as [`TraceError::Record`] has it.
+        record: u64,
         /// The disk.
         disk: u32,
         /// Where.
@@ -67,7 +79,47 @@ pub enum ReplayError {
         /// What there is.
         memory_bytes: u64,
     },
+    /// A time that no trace can have: each second up to it would have to be lived through.
+    #[error(
+        "{whence} is {seconds} s after the first one, and a replay takes at most {max_seconds} s; \
+         mend the record's time, or stretch times by less"
+    )]
+    TooLate {
+        /// Which record.
+        whence: String,
+        /// Its time in the replay.
+        seconds: u64,
+        /// The latest there may be.
+        max_seconds: u64,
+    },
+    /// Another device than any VM of this size may have.
+    #[error(
+        "{whence}: device {device} is one more than the {max} of one VM that a replay keeps apart"
+    )]
+    Devices {
+        /// Where its access comes from.
+        whence: String,
+        /// The device.
+        device: u32,
+        /// How many there may be.
+        max: u64,
+    },
     /// What was asked for cannot be replayed.
     #[error("{0}")]
     Asked(String),
+}
+
+impl ReplayError {
+    /// The same, of a trace whose file is known.
+    #[must_use]
+    pub(super) fn of_file(mut self, path: &Path) -> Self {
+        if let Self::Request { file, .. } = &mut self {
+            *file = Some(path.to_owned());
+        }
+        self
+    }
+}
+
+fn named(file: Option<&Path>) -> String {
+    file.map_or_else(String::new, |file| format!("{}, ", file.display()))
 }

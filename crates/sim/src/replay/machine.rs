@@ -4,7 +4,7 @@
 use super::{
     AccessStream, Actor, Capacity, DeviceAccount, Need, ReplayAccess, ReplayError, Service,
     VmAccount,
-    memory::{Found, Memory, Start},
+    memory::{BroughtBack, Found, Memory, Start},
 };
 use pagetide_addr::{DeviceId, SectionNo};
 use pagetide_policy::protect::{Fate, PolicyChoice, ProtectedSections, Protector, Touch};
@@ -13,13 +13,20 @@ use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 /// Time passes for policies this often, as in the daemon.
 const LOOK_ROUND: Duration = Duration::from_secs(1);
-/// From a policy's wish to have a section back until it is there: the log is read in batches, and a
-/// section takes some milliseconds to unpack.
-const BRING_BACK_AFTER: Duration = Duration::from_millis(50);
+/// The daemon serves wishes to have sections back in turns, so long from one to the next.
+const TURN: Duration = Duration::from_millis(50);
+/// It brings about so many pages back in a turn: two sections of 2 MiB.
+const TURN_PAGES: u64 = 1024;
+/// Wishes that may wait. If there are more, those that wait for longest are dropped.
+const WISHES_MAX: usize = 2048;
 /// Touches of a section further apart than this would be a fault, by the paper's estimate (4.2.2).
 pub(super) const LONG_REUSE: Duration = Duration::from_secs(300);
 /// Most sections of a VM: 8 TiB of 2 MiB each.
-const SECTIONS_MAX: u64 = 1 << 22;
+pub(super) const SECTIONS_MAX: u64 = 1 << 22;
+/// Most sections times devices of a VM: what is kept of each is 8 bytes.
+const KEPT_MAX: u64 = 1 << 28;
+/// Devices that any VM may have, and that none may exceed.
+const DEVICES: (u64, u64) = (64, 4096);
 
 /// What a VM is and how it is looked after.
 #[derive(Clone, PartialEq, Debug)]
@@ -56,7 +63,9 @@ pub struct VmReplay {
     protected: Arc<ProtectedSections>,
     devices: Vec<Device>,
     index_of: FxHashMap<DeviceId, usize>,
-    bring_backs: VecDeque<(Duration, SectionNo)>,
+    wishes: VecDeque<SectionNo>,
+    /// When wishes are served next, if there are any.
+    turn_at: Option<Duration>,
     evicted: Vec<SectionNo>,
     now: Duration,
     looked_at: Duration,
@@ -96,7 +105,8 @@ impl VmReplay {
             protector,
             devices: Vec::new(),
             index_of: FxHashMap::default(),
-            bring_backs: VecDeque::new(),
+            wishes: VecDeque::new(),
+            turn_at: None,
             evicted: Vec::new(),
             now: Duration::ZERO,
             looked_at: Duration::ZERO,
@@ -190,6 +200,7 @@ impl VmReplay {
         self.accesses += 1;
         if access.section.0 >= self.params.sections {
             return Err(ReplayError::Outside {
+                whence: self.stream.whence(),
                 access: number,
                 section: access.section.0,
                 sections: self.params.sections,
@@ -197,12 +208,30 @@ impl VmReplay {
         }
         if access.at < self.now {
             return Err(ReplayError::Backwards {
+                whence: self.stream.whence(),
                 access: number,
                 at: access.at,
                 before: self.now,
             });
         }
+        self.check_device(&access)?;
         Ok(Some(access))
+    }
+
+    fn check_device(&self, access: &ReplayAccess) -> Result<(), ReplayError> {
+        let Actor::Device(device, _) = access.actor else {
+            return Ok(());
+        };
+        let (least, most) = DEVICES;
+        let max = (KEPT_MAX / self.params.sections).clamp(least, most);
+        if (self.devices.len() as u64) < max || self.index_of.contains_key(&device) {
+            return Ok(());
+        }
+        Err(ReplayError::Devices {
+            whence: self.stream.whence(),
+            device: device.0,
+            max,
+        })
     }
 
     fn touch(&mut self, access: ReplayAccess) {
@@ -214,10 +243,12 @@ impl VmReplay {
                 self.account.cpu_faults += u64::from(faulted);
             }
             Actor::Device(id, service) => {
+                let is_first = self.memory.touch_by_device(access.section);
                 let device = self.device(id, service);
                 device.touch(&access);
                 if faulted {
                     device.account.faults += 1;
+                    device.account.first_faults += u64::from(is_first);
                     self.protector
                         .fate(access.section, Fate::Faulted, access.at);
                 }
@@ -239,7 +270,6 @@ impl VmReplay {
                 bytes: access.bytes,
             };
             self.protector.touched(id, touch);
-            self.note_wishes();
         }
     }
 
@@ -265,7 +295,9 @@ impl VmReplay {
             self.memory
                 .pass(self.now, &self.protected, &mut self.evicted);
             self.tell_fates();
-            self.bring_back();
+            if self.turn_at.is_some_and(|at| self.now >= at) {
+                self.bring_back();
+            }
             self.find_due();
         }
     }
@@ -275,48 +307,60 @@ impl VmReplay {
         self.look_at = self.now + LOOK_ROUND;
         self.count_time(self.now);
         self.protector.passed(self.now);
-        self.note_wishes();
+        self.take_wishes();
         self.memory
             .keep(self.now, &self.protected, &mut self.evicted);
     }
 
     fn find_due(&mut self) {
-        let wish = self.bring_backs.front().map(|(at, _)| *at);
         let due = self.look_at.min(self.memory.due());
-        self.due = wish.map_or(due, |wish| due.min(wish));
+        self.due = self.turn_at.map_or(due, |at| due.min(at));
     }
 
     fn tell_fates(&mut self) {
-        if self.evicted.is_empty() {
-            return;
-        }
         for section in self.evicted.drain(..) {
             self.protector.fate(section, Fate::Evicted, self.now);
         }
-        self.note_wishes();
     }
 
-    fn note_wishes(&mut self) {
-        let wishes = self.protector.take_bring_backs();
-        if wishes.is_empty() {
-            return;
+    /// Wishes are taken once a second, and served from this turn on.
+    fn take_wishes(&mut self) {
+        self.wishes.extend(self.protector.take_bring_backs());
+        let too_many = self.wishes.len().saturating_sub(WISHES_MAX);
+        let dropped: Vec<SectionNo> = self.wishes.drain(..too_many).collect();
+        for section in dropped {
+            self.refuse(section);
         }
-        let at = self.now + BRING_BACK_AFTER;
-        self.bring_backs
-            .extend(wishes.into_iter().map(|section| (at, section)));
-        self.find_due();
+        if !self.wishes.is_empty() && self.turn_at.is_none() {
+            self.turn_at = Some(self.now);
+        }
     }
 
+    /// One turn: wishes are served in order, and none while little is free. They wait then.
     fn bring_back(&mut self) {
-        while let Some((at, section)) = self.bring_backs.front().copied() {
-            if at > self.now {
-                return;
-            }
-            self.bring_backs.pop_front();
-            self.memory
-                .bring_back(self.now, section, &self.protected, &mut self.evicted);
-            self.tell_fates();
+        let mut left = TURN_PAGES;
+        while left > 0 && !self.memory.is_below_low_mark() {
+            let Some(section) = self.wishes.pop_front() else {
+                break;
+            };
+            let took = match self.memory.bring_back(section) {
+                BroughtBack::Yes => self.memory.section_pages(),
+                BroughtBack::NothingToBring | BroughtBack::NoRoom => {
+                    self.refuse(section);
+                    1
+                }
+            };
+            left = left.saturating_sub(took);
         }
+        self.turn_at = (!self.wishes.is_empty()).then(|| self.now + TURN);
+        self.memory
+            .keep(self.now, &self.protected, &mut self.evicted);
+        self.tell_fates();
+    }
+
+    fn refuse(&mut self, section: SectionNo) {
+        self.account.refused_bring_backs += 1;
+        self.protector.fate(section, Fate::NotBroughtBack, self.now);
     }
 
     /// Adds what was held since the last time to the account.
@@ -327,6 +371,8 @@ impl VmReplay {
         self.account.limit.add(limit.min(self.memory.len()), time);
         self.account.resident.add(self.memory.present(), time);
         self.account.protected.add(self.protected.len(), time);
+        let brought_back = self.memory.counts().brought_back;
+        self.account.brought_back.add(brought_back, time);
         let note = self.params.capacity_every.filter(|every| {
             self.noted_at
                 .is_none_or(|at| now.saturating_sub(at) >= *every)

@@ -7,8 +7,12 @@
 //!   free below the low mark  the passes of one reclaim (`pagetide_policy::victims`), until free is above
 //!                            the high mark
 //! ```
-//! A section rests while it was not touched since the last scan. A fill counts as a touch: the page tables
-//! have the page then.
+//! A section rests while it was not touched since the last scan. A fill counts as a touch of who asked for
+//! it: the page tables have the page then. What comes back at a policy's wish was touched by nobody.
+//!
+//! Nobody tells the evictor of fills, there as here. A section that was evicted and filled is in no set
+//! until a scan finds it touched, or comes to it among those without pages: it looks at some of them each
+//! time, and at all if what rests is not enough.
 
 use pagetide_addr::{PAGE_BYTES, SectionNo};
 use pagetide_policy::{
@@ -19,8 +23,12 @@ use pagetide_policy::{
 };
 use std::time::Duration;
 
+/// Sections without pages that each scan looks at.
+const EMPTY_LOOKED_AT: u64 = 256;
+
 /// What a VM's memory holds when a replay begins.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Start {
     /// All of it is present: the VM has been running for a while.
     AllPresent,
@@ -50,6 +58,8 @@ impl State {
     const EVICTED: Self = Self(4);
     /// A policy had it brought back, and nobody touched it since.
     const BROUGHT_BACK: Self = Self(8);
+    /// A device touched it at any time.
+    const DEVICES: Self = Self(16);
 
     const fn is(self, other: Self) -> bool {
         self.0 & other.0 != 0
@@ -62,6 +72,16 @@ impl State {
     const fn but(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
+}
+
+/// What came of a wish to have a section back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum BroughtBack {
+    Yes,
+    /// It is there, or never held anything.
+    NothingToBring,
+    /// There is no room under the limit.
+    NoRoom,
 }
 
 /// A reclaim that has just scanned, and goes on when pages have rested.
@@ -82,6 +102,8 @@ pub(super) struct Counts {
     pub(super) over_limit_fills: u64,
     pub(super) bring_backs: u64,
     pub(super) wasted_bring_backs: u64,
+    /// Sections that are there since they were brought back, and that nobody touched yet.
+    pub(super) brought_back: u64,
 }
 
 /// See the module.
@@ -92,6 +114,8 @@ pub(super) struct Memory {
     limit: Option<u64>,
     victims: Victims,
     touched: Vec<SectionNo>,
+    /// True if all sections without pages were looked at since the last scan.
+    looked_at_empty: bool,
     scan_at: Duration,
     resting: Option<Resting>,
     counts: Counts,
@@ -118,6 +142,7 @@ impl Memory {
             limit: None,
             victims,
             touched: Vec::new(),
+            looked_at_empty: false,
             scan_at: Duration::ZERO,
             resting: None,
             counts: Counts::default(),
@@ -186,8 +211,17 @@ impl Memory {
         if !state.is(State::TOUCHED) {
             self.touched.push(section);
         }
+        self.counts.brought_back -= u64::from(state.is(State::BROUGHT_BACK));
         *state = state.and(State::TOUCHED).but(State::BROUGHT_BACK);
         Found::Present
+    }
+
+    /// A device touches a section. True if none did before.
+    pub(super) fn touch_by_device(&mut self, section: SectionNo) -> bool {
+        let state = &mut self.sections[section.index()];
+        let is_first = !state.is(State::DEVICES);
+        *state = state.and(State::DEVICES);
+        is_first
     }
 
     /// A section that is not present is made so. If the limit is reached, others go first.
@@ -205,32 +239,36 @@ impl Memory {
             }
         }
         self.present += 1;
-        self.victims.filled(section);
         let state = &mut self.sections[section.index()];
-        if !state.is(State::TOUCHED) {
-            self.touched.push(section);
-        }
-        *state = State::PRESENT.and(State::TOUCHED);
+        *state = state.and(State::PRESENT).but(State::EVICTED);
+        self.touch(section);
         self.keep(now, protected, evicted);
     }
 
-    /// The same at a policy's wish. False if there was nothing to bring.
-    pub(super) fn bring_back(
-        &mut self,
-        now: Duration,
-        section: SectionNo,
-        protected: &ProtectedSections,
-        evicted: &mut Vec<SectionNo>,
-    ) -> bool {
-        let there = self.sections.get(section.index());
-        if !there.is_some_and(|state| state.is(State::EVICTED)) {
-            return false;
+    /// Brings a section back at a policy's wish, if there is room: nothing goes for it.
+    pub(super) fn bring_back(&mut self, section: SectionNo) -> BroughtBack {
+        let has_room = self.free_pages() >= self.section_pages.cast_signed();
+        let Some(state) = self.sections.get_mut(section.index()) else {
+            return BroughtBack::NothingToBring;
+        };
+        if !state.is(State::EVICTED) {
+            return BroughtBack::NothingToBring;
         }
-        self.fill(now, section, protected, evicted);
-        let state = &mut self.sections[section.index()];
-        *state = state.and(State::BROUGHT_BACK);
+        if !has_room {
+            return BroughtBack::NoRoom;
+        }
+        *state = state
+            .and(State::PRESENT)
+            .and(State::BROUGHT_BACK)
+            .but(State::EVICTED);
+        self.present += 1;
         self.counts.bring_backs += 1;
-        true
+        self.counts.brought_back += 1;
+        BroughtBack::Yes
+    }
+
+    pub(super) fn section_pages(&self) -> u64 {
+        self.section_pages
     }
 
     /// Begins to reclaim if too little is free.
@@ -273,7 +311,10 @@ impl Memory {
             match steps.next() {
                 // Not because there is little room under the limit, but only to keep it.
                 Some(Step::Take(Reach::Protected)) if !self.is_below_low_mark() => {}
-                Some(Step::Take(reach)) => self.evict(now, wanted, reach, protected, evicted),
+                Some(Step::Take(reach)) => {
+                    self.evict(now, wanted, reach, protected, evicted);
+                    self.evict_found(now, reach, protected, evicted);
+                }
                 Some(Step::Scan) => {
                     self.scan(now);
                     let again_at = now + UNMAPPED_MIN;
@@ -283,6 +324,30 @@ impl Memory {
                 None => return,
             }
         }
+    }
+
+    /// What rests was not enough: looks at all sections without pages, once after each scan. What it finds
+    /// goes before what is protected.
+    fn evict_found(
+        &mut self,
+        now: Duration,
+        reach: Reach,
+        protected: &ProtectedSections,
+        evicted: &mut Vec<SectionNo>,
+    ) {
+        let wanted = self.pages_to_high_mark();
+        if reach != Reach::AllResting || wanted == 0 || self.looked_at_empty {
+            return;
+        }
+        self.look_at_empty(u64::MAX);
+        self.looked_at_empty = true;
+        self.evict(now, wanted, reach, protected, evicted);
+    }
+
+    fn look_at_empty(&mut self, sections_max: u64) {
+        let sections = &self.sections;
+        let has_pages = |section: SectionNo| sections[section.index()].is(State::PRESENT);
+        self.victims.look_at_empty(sections_max, has_pages);
     }
 
     fn evict(
@@ -304,10 +369,15 @@ impl Memory {
                     then: Then::Next,
                 };
             }
-            counts.wasted_bring_backs += u64::from(state.is(State::BROUGHT_BACK));
+            let is_wasted = u64::from(state.is(State::BROUGHT_BACK));
+            counts.wasted_bring_backs += is_wasted;
+            counts.brought_back -= is_wasted;
             counts.evicted_sections += 1;
             *present -= 1;
-            *state = State::EVICTED;
+            *state = state
+                .but(State::PRESENT)
+                .but(State::BROUGHT_BACK)
+                .and(State::EVICTED);
             evicted.push(section);
             Taken {
                 pages: section_pages,
@@ -326,6 +396,8 @@ impl Memory {
         // As the daemon comes by them.
         self.touched.sort_unstable();
         self.victims.scanned(now, self.touched.drain(..));
+        self.look_at_empty(EMPTY_LOOKED_AT);
+        self.looked_at_empty = false;
         self.scan_at = now + SCAN_ROUND;
         self.counts.scans += 1;
     }
@@ -341,7 +413,7 @@ impl Memory {
             .map_or(i64::MAX, |limit| limit.saturating_sub(present))
     }
 
-    fn is_below_low_mark(&self) -> bool {
+    pub(super) fn is_below_low_mark(&self) -> bool {
         let low = |limit: i64| limit.saturating_mul(LOW_PERMILLE) / 1000;
         self.limit_pages()
             .is_some_and(|limit| self.free_pages() < low(limit))

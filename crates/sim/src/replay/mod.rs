@@ -17,6 +17,11 @@
 //!   counts as one fault here, as in the paper.)
 //! - A fill takes no time. If nothing can be evicted for it, it goes over the limit, which is counted: in
 //!   the daemon such a fill waits, at most 100 ms.
+//! - Bring-backs are as rare as there: wishes are taken once a second, at most 2,048 wait, two sections of
+//!   2 MiB come back every 50 ms, none while free memory is below the low mark, and one for which there is
+//!   no room, or nothing to bring, is refused for good. What is not modelled: they come back at once, also
+//!   where the daemon's store or its cache is busy and it gives up. What they take is
+//!   [`VmAccount::brought_back`]; no pinned share has it.
 //! - An **I/O page fault** is a DMA to a section that was evicted. The first touch of memory that never
 //!   held anything is none. CPU faults are counted apart.
 //! - Beside it stands the paper's own estimate, which needs no evictor: a *long reuse* is a pair of
@@ -30,6 +35,7 @@ mod balance;
 mod direct_pool;
 mod error;
 mod fleet;
+mod footprint;
 mod machine;
 mod memory;
 mod nic_ring;
@@ -87,6 +93,11 @@ pub trait AccessStream: Send {
     /// # Errors
     /// The source's: a broken record, a file that cannot be read.
     fn next(&mut self) -> Result<Option<ReplayAccess>, ReplayError>;
+
+    /// Where the access comes from that was given last, for messages: a file and a record, if there are.
+    fn whence(&self) -> String {
+        "accesses that no trace tells of".to_owned()
+    }
 }
 
 /// Accesses that are there already.

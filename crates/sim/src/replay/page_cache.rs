@@ -83,7 +83,7 @@ impl PageCacheParams {
 /// One request to a disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DiskRequest {
-    /// Its number in the trace, from 0, for messages.
+    /// Number of its record in the trace, for messages.
     pub number: u64,
     /// The disk, as a device of the VM.
     pub disk: DeviceId,
@@ -104,7 +104,8 @@ impl DiskRequest {
         let end = self.offset_bytes.checked_add(self.len_bytes);
         let Some(end) = end.filter(|_| self.len_bytes <= REQUEST_BYTES_MAX) else {
             return Err(ReplayError::Request {
-                request: self.number,
+                file: None,
+                record: self.number,
                 disk: self.disk.0,
                 offset_bytes: self.offset_bytes,
                 len_bytes: self.len_bytes,
@@ -148,9 +149,20 @@ struct Frame {
     /// Neighbours by time of use.
     newer: u32,
     older: u32,
-    /// Since when it is dirty.
-    dirty_at: Option<Duration>,
+    /// Number of the time it became dirty, of those of all frames; none while it is clean.
+    dirtied: Option<u64>,
 }
+
+/// A frame that became dirty.
+#[derive(Clone, Copy, Debug)]
+struct Dirtied {
+    at: Duration,
+    frame: u32,
+    number: u64,
+}
+
+/// So many that were cleaned since cost nothing.
+const CLEANED_KEPT: usize = 1024;
 
 /// See the module. Its pages are those of one guest, whatever the number of its disks.
 #[derive(Debug)]
@@ -161,8 +173,10 @@ pub struct GuestPageCache {
     of_block: FxHashMap<Block, u32>,
     newest: u32,
     oldest: u32,
-    /// Frames in the order in which they became dirty; those that were cleaned since are passed over.
-    dirty: VecDeque<(Duration, u32)>,
+    /// Frames in the order in which they became dirty. Those that were cleaned since are passed over, and
+    /// dropped when they are more than the others.
+    dirty: VecDeque<Dirtied>,
+    dirtied: u64,
     looked_at: Duration,
     counts: PageCacheCounts,
     runs: Runs,
@@ -235,6 +249,7 @@ impl GuestPageCache {
             newest: NONE,
             oldest: NONE,
             dirty: VecDeque::new(),
+            dirtied: 0,
             looked_at: Duration::ZERO,
             counts: PageCacheCounts::default(),
         })
@@ -249,8 +264,7 @@ impl GuestPageCache {
     /// When dirty pages are to be looked for next, if there may be any.
     #[must_use]
     pub fn due(&self) -> Option<Duration> {
-        let (dirty_at, _) = self.dirty.front()?;
-        let expired = *dirty_at + self.params.dirty_expire;
+        let expired = self.dirty.front()?.at + self.params.dirty_expire;
         let every = self.params.writeback_every.as_nanos().max(1);
         let tick = expired.as_nanos().div_ceil(every) * every;
         let tick = Duration::from_nanos(u64::try_from(tick).unwrap_or(u64::MAX));
@@ -261,15 +275,15 @@ impl GuestPageCache {
     pub fn passed(&mut self, now: Duration, out: &mut Vec<ReplayAccess>) {
         self.looked_at = now;
         let mut batch = Vec::new();
-        while let Some(&(dirty_at, frame)) = self.dirty.front() {
-            if dirty_at + self.params.dirty_expire > now {
+        while let Some(&Dirtied { at, frame, number }) = self.dirty.front() {
+            if at + self.params.dirty_expire > now {
                 break;
             }
             self.dirty.pop_front();
             let of_frame = &mut self.frames[frame as usize];
             // Cleaned since, and perhaps made dirty again: then it is further back, too.
-            if of_frame.dirty_at == Some(dirty_at) {
-                of_frame.dirty_at = None;
+            if of_frame.dirtied == Some(number) {
+                of_frame.dirtied = None;
                 batch.push((of_frame.block, frame));
             }
         }
@@ -326,7 +340,7 @@ impl GuestPageCache {
     fn drop_block(&mut self, now: Duration, frame: u32, out: &mut Vec<ReplayAccess>) {
         let of_frame = &mut self.frames[frame as usize];
         let block = std::mem::replace(&mut of_frame.block, NO_BLOCK);
-        let was_dirty = of_frame.dirty_at.take().is_some();
+        let was_dirty = of_frame.dirtied.take().is_some();
         self.of_block.remove(&block);
         if was_dirty {
             self.counts.written_back += 1;
@@ -352,9 +366,23 @@ impl GuestPageCache {
         self.counts.written += 1;
         self.touch_frame(now, Actor::Cpu, Access::Write, frame, out);
         let of_frame = &mut self.frames[frame as usize];
-        if of_frame.dirty_at.is_none() {
-            of_frame.dirty_at = Some(now);
-            self.dirty.push_back((now, frame));
+        if of_frame.dirtied.is_none() {
+            let number = self.dirtied;
+            self.dirtied += 1;
+            of_frame.dirtied = Some(number);
+            let at = now;
+            self.dirty.push_back(Dirtied { at, frame, number });
+            self.drop_cleaned();
+        }
+    }
+
+    /// Else a trace whose writes all come at once would fill memory with pages that were written and
+    /// used again.
+    fn drop_cleaned(&mut self) {
+        if self.dirty.len() > 2 * self.frames.len() + CLEANED_KEPT {
+            let frames = &self.frames;
+            let is_dirty = |it: &Dirtied| frames[it.frame as usize].dirtied == Some(it.number);
+            self.dirty.retain(is_dirty);
         }
     }
 
@@ -376,14 +404,14 @@ impl GuestPageCache {
                 block,
                 newer: NONE,
                 older: NONE,
-                dirty_at: None,
+                dirtied: None,
             });
             fresh
         } else {
             let frame = self.oldest;
             let of_frame = &mut self.frames[frame as usize];
             let before = std::mem::replace(&mut of_frame.block, block);
-            let was_dirty = of_frame.dirty_at.take().is_some();
+            let was_dirty = of_frame.dirtied.take().is_some();
             self.of_block.remove(&before);
             self.counts.recycled += 1;
             if was_dirty {
@@ -470,5 +498,31 @@ pub(super) fn push_merged(out: &mut Vec<ReplayAccess>, touch: ReplayAccess) {
             last.bytes += touch.bytes;
         }
         _ => out.push(touch),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_that_are_used_again_while_dirty_leave_nothing_behind() {
+        let params = PageCacheParams::at_the_end_of(4 << 20, 16 << 10, 2 << 20);
+        let mut cache = GuestPageCache::new(params).unwrap();
+        let mut out = Vec::new();
+        for number in 0..20_000 {
+            let request = DiskRequest {
+                number,
+                disk: DeviceId(1),
+                offset_bytes: number * PAGE_BYTES,
+                len_bytes: PAGE_BYTES,
+                access: Access::Write,
+            };
+            cache.request(Duration::ZERO, &request, &mut out).unwrap();
+            assert!(cache.dirty.len() <= CLEANED_KEPT + 9);
+        }
+        out.clear();
+        cache.passed(Duration::from_secs(40), &mut out);
+        assert_eq!(cache.counts().written_back, 20_000, "each exactly once");
     }
 }

@@ -9,6 +9,7 @@ use pagetide_addr::{Access, SectionNo};
 use std::{
     collections::VecDeque,
     iter::Peekable,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -36,6 +37,9 @@ pub struct DiskStream<I> {
     next: Option<TimedRequest>,
     ready: VecDeque<ReplayAccess>,
     made: Vec<ReplayAccess>,
+    file: PathBuf,
+    /// Number of the request that was asked for last.
+    number: u64,
     counts: Arc<Mutex<PageCacheCounts>>,
 }
 
@@ -43,14 +47,17 @@ impl<I> DiskStream<I>
 where
     I: Iterator<Item = Result<TimedRequest, ReplayError>> + Send,
 {
-    /// The accesses of `requests`, whose times never run backwards.
-    pub fn new(requests: I, path: DiskPath) -> Self {
+    /// The accesses of `requests`, whose times never run backwards. They are those of `file`, which is
+    /// for messages.
+    pub fn new(file: &Path, requests: I, path: DiskPath) -> Self {
         Self {
             requests,
             path,
             next: None,
             ready: VecDeque::new(),
             made: Vec::new(),
+            file: file.to_owned(),
+            number: 0,
             counts: Arc::default(),
         }
     }
@@ -84,21 +91,30 @@ where
                 self.ended();
                 return Ok(None);
             };
+            self.number = request.number;
+            let file = &self.file;
             match &mut self.path {
                 DiskPath::Cached(cache) => match cache.due().filter(|due| *due <= at) {
                     Some(due) => cache.passed(due, &mut self.made),
                     None => {
                         self.next = None;
-                        cache.request(at, &request, &mut self.made)?;
+                        cache
+                            .request(at, &request, &mut self.made)
+                            .map_err(|error| error.of_file(file))?;
                     }
                 },
                 DiskPath::Direct(pool) => {
                     self.next = None;
-                    pool.request(at, &request, &mut self.made)?;
+                    pool.request(at, &request, &mut self.made)
+                        .map_err(|error| error.of_file(file))?;
                 }
             }
             self.ready.extend(self.made.drain(..));
         }
+    }
+
+    fn whence(&self) -> String {
+        format!("{}, record {}", self.file.display(), self.number)
     }
 }
 
@@ -138,6 +154,10 @@ where
         };
         let other = self.others.next_if(|other| other.at <= at);
         Ok(other.or_else(|| self.next.take()))
+    }
+
+    fn whence(&self) -> String {
+        self.stream.whence()
     }
 }
 
@@ -197,7 +217,11 @@ mod tests {
             request(2, 0, Access::Write),
             request(36, 8192, Access::Read),
         ];
-        let stream = DiskStream::new(requests.into_iter(), DiskPath::Cached(Box::new(cache)));
+        let stream = DiskStream::new(
+            Path::new("trace"),
+            requests.into_iter(),
+            DiskPath::Cached(Box::new(cache)),
+        );
         let counts = stream.counts();
         let disk = Actor::Device(DeviceId(1), crate::replay::Service::Block);
         let seen: Vec<_> = drain(stream)

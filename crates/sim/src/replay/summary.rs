@@ -14,6 +14,9 @@ pub struct Summary {
     pub vm_pinned_share: f64,
     /// The most of one VM at any look.
     pub vm_pinned_max_share: f64,
+    /// Memory brought back and not touched since: mean over time, then over VMs. It is in no pinned share,
+    /// and RPR leaves it out.
+    pub vm_brought_back_share: f64,
     /// Memory that was there: mean over time, then over VMs.
     pub resident_share: f64,
     /// The limit, likewise.
@@ -30,6 +33,8 @@ pub struct Summary {
     pub bring_backs: u64,
     /// Of those, evicted again before anybody touched them.
     pub wasted_bring_backs: u64,
+    /// Wishes to have a section back that came to nothing.
+    pub refused_bring_backs: u64,
     /// By kind of device; kinds that are not there are left out.
     pub services: Vec<ServiceSummary>,
 }
@@ -45,6 +50,8 @@ pub struct ServiceSummary {
     pub touches: u64,
     /// I/O page faults.
     pub faults: u64,
+    /// Of those, faults on sections that no device had touched before.
+    pub first_faults: u64,
     /// Consecutive touches of one section more than 300 s apart.
     pub long_reuses: u64,
     /// Memory ever touched, mean over devices.
@@ -57,7 +64,7 @@ pub struct ServiceSummary {
     pub dropped_sections: u64,
     /// Part of the faults without protection that are no more; if that is known, and there were any.
     pub reduction: Option<f64>,
-    /// [`Self::reduction`] over [`Self::pinned_share`].
+    /// [`Self::reduction`] over [`Self::pinned_share`], which leaves out what was brought back.
     pub rpr: Option<f64>,
 }
 
@@ -90,6 +97,9 @@ impl Summary {
         Self {
             vms: accounts.len() as u64,
             vm_pinned_share: mean(|vm| vm.protected.mean_sections(vm.time) / number(vm.sections)),
+            vm_brought_back_share: mean(|vm| {
+                vm.brought_back.mean_sections(vm.time) / number(vm.sections)
+            }),
             vm_pinned_max_share: accounts.iter().map(protected_max).fold(0.0, f64::max),
             resident_share: mean(|vm| vm.resident.mean_sections(vm.time) / number(vm.sections)),
             limit_share: mean(|vm| vm.limit.mean_sections(vm.time) / number(vm.sections)),
@@ -99,6 +109,7 @@ impl Summary {
             over_limit_fills: sum(|vm| vm.over_limit_fills),
             bring_backs: sum(|vm| vm.bring_backs),
             wasted_bring_backs: sum(|vm| vm.wasted_bring_backs),
+            refused_bring_backs: sum(|vm| vm.refused_bring_backs),
             services: services.collect(),
         }
     }
@@ -158,6 +169,7 @@ impl ServiceSummary {
             devices: devices.len() as u64,
             touches: sum(|device| device.touches),
             faults: sum(|device| device.faults),
+            first_faults: sum(|device| device.first_faults),
             long_reuses: sum(|device| device.long_reuses),
             footprint_share: mean(footprint),
             pinned_share: mean(pinned),

@@ -13,12 +13,12 @@
 
 use super::{
     AccessStream, Actor, Beside, CachedReads, DirectPool, DiskPath, DiskRequest, DiskStream,
-    GuestPageCache, NicRing, PageCacheParams, ReplayAccess, ReplayError, TimedRequest, spread,
-    working_set,
+    GuestPageCache, NicRing, PageCacheParams, ReplayAccess, ReplayError, TimedRequest,
+    footprint::Footprint, machine::SECTIONS_MAX, spread, working_set,
 };
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
 use pagetide_trace::{
-    AccessLog, AccessRecord, BlockAbout, BlockOptions, BlockRequest, open_block_trace,
+    AccessLog, AccessRecord, BlockAbout, BlockOptions, BlockRequest, BlockTrace, open_block_trace,
 };
 use rustc_hash::FxHashSet;
 use serde::Serialize;
@@ -85,6 +85,8 @@ pub struct VmOrigin {
     pub memory_bytes: u64,
     /// Memory that CPUs keep in use.
     pub cpu_bytes: u64,
+    /// Receive buffers of the NIC that is made up: what was asked for, as far as there is memory for it.
+    pub nic_bytes: u64,
     /// What the guest is like.
     pub guest: Guest,
 }
@@ -126,6 +128,8 @@ pub struct TracedVm {
     /// When the last access is, since the first.
     pub end: Duration,
     files: Vec<PathBuf>,
+    /// When an access log was begun: names do not tell logs apart, since one VM may have many.
+    started_unix_ns: u64,
     options: TraceOptions,
     others: Others,
 }
@@ -154,10 +158,16 @@ impl Others {
     fn cpu_bytes(&self, options: &TraceOptions) -> u64 {
         self.working_set.len() as u64 * options.section_bytes
     }
+
+    fn nic_bytes(&self, options: &TraceOptions) -> u64 {
+        self.nic_pool.len() as u64 * options.section_bytes
+    }
 }
 
 /// Memory of a VM that is made for a trace, at least: less has no room for its marks.
 const SECTIONS_MIN: u64 = 64;
+/// Longest replay: somewhat more than a year. Each of its seconds is lived through.
+const SPAN_MAX: Duration = Duration::from_secs(400 * 24 * 3600);
 /// First bytes of a Parquet file.
 const PARQUET: [u8; 4] = *b"PAR1";
 
@@ -242,12 +252,8 @@ impl TracedVm {
                 DiskPath::Direct(DirectPool::new(base, pool_bytes, section_bytes)?)
             }
         };
-        let trace = open_block_trace(file, &self.options.block)?;
-        let scale = self.options.time_scale;
-        let requests = trace
-            .enumerate()
-            .map(move |(number, request)| Ok(disk_request(number as u64, request?, scale)));
-        Ok(self.with_others(DiskStream::new(requests, path)))
+        let requests = Requests::open(file, &self.options)?;
+        Ok(self.with_others(DiskStream::new(file, requests, path)))
     }
 
     fn with_others(&self, stream: impl AccessStream + 'static) -> Box<dyn AccessStream> {
@@ -262,9 +268,12 @@ impl TracedVm {
     }
 
     fn open_log(&self) -> Result<AccessLog, ReplayError> {
-        let named = |log: &AccessLog| log.meta().vm == self.origin.name;
+        let is_this = |log: &AccessLog| {
+            let meta = log.meta();
+            meta.vm == self.origin.name && meta.started_unix_ns == self.started_unix_ns
+        };
         let logs = AccessLog::open_all(&self.files)?;
-        let log = logs.into_iter().find(named);
+        let log = logs.into_iter().find(is_this);
         log.ok_or_else(|| {
             ReplayError::Asked(format!(
                 "the log of {} is not there any more",
@@ -272,6 +281,55 @@ impl TracedVm {
             ))
         })
     }
+}
+
+/// The requests of a block trace, with times in the replay.
+struct Requests {
+    trace: BlockTrace,
+    file: PathBuf,
+    scale: f64,
+}
+
+impl Requests {
+    fn open(file: &Path, options: &TraceOptions) -> Result<Self, ReplayError> {
+        Ok(Self {
+            trace: open_block_trace(file, &options.block)?,
+            file: file.to_owned(),
+            scale: options.time_scale,
+        })
+    }
+}
+
+impl Iterator for Requests {
+    type Item = Result<TimedRequest, ReplayError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let request = match self.trace.next()? {
+            Ok(request) => request,
+            Err(error) => return Some(Err(error.into())),
+        };
+        let record = self.trace.record();
+        if request.time_ns.is_none() {
+            return Some(Err(ReplayError::Asked(format!(
+                "{} has no times; say how long it is from one request to the next",
+                self.file.display()
+            ))));
+        }
+        let timed = disk_request(record, request, self.scale);
+        let whence = || format!("{}, record {record}", self.file.display());
+        Some(check_span(timed.0, whence).map(|()| timed))
+    }
+}
+
+fn check_span(at: Duration, whence: impl Fn() -> String) -> Result<(), ReplayError> {
+    if at <= SPAN_MAX {
+        return Ok(());
+    }
+    Err(ReplayError::TooLate {
+        whence: whence(),
+        seconds: at.as_secs(),
+        max_seconds: SPAN_MAX.as_secs(),
+    })
 }
 
 /// A request of a trace for a disk of the VM. One that does not tell its direction reads.
@@ -301,24 +359,18 @@ fn stretched(time_ns: u64, scale: f64) -> Duration {
 }
 
 fn survey_block(file: &Path, options: &TraceOptions) -> Result<TracedVm, ReplayError> {
-    let mut trace = open_block_trace(file, &options.block)?;
-    let mut blocks: FxHashSet<(u32, u64)> = FxHashSet::default();
+    let mut requests = Requests::open(file, options)?;
+    let mut footprint = Footprint::default();
     let (mut records, mut end, mut last) = (0, Duration::ZERO, DeviceId(0));
-    while let Some(request) = trace.next().transpose()? {
-        if request.time_ns.is_none() {
-            return Err(ReplayError::Asked(format!(
-                "{} has no times; say how long it is from one request to the next",
-                file.display()
-            )));
-        }
-        let (at, disk) = disk_request(records, request, options.time_scale);
-        blocks.extend(disk.blocks()?.map(|block| (disk.disk.0, block)));
+    while let Some((at, request)) = requests.next().transpose()? {
+        let blocks = request.blocks().map_err(|error| error.of_file(file))?;
+        footprint.add(request.disk, blocks);
         records += 1;
         end = at;
-        last = last.max(disk.disk);
+        last = last.max(request.disk);
     }
-    let about = trace.about();
-    let footprint_bytes = blocks.len() as u64 * PAGE_BYTES;
+    let about = requests.trace.about();
+    let footprint_bytes = footprint.blocks().saturating_mul(PAGE_BYTES);
     let (cache_bytes, memory_bytes) = sizes(footprint_bytes, options)?;
     let kind = match options.through {
         Through::PageCache(_) => OriginKind::PageCache {
@@ -339,11 +391,13 @@ fn survey_block(file: &Path, options: &TraceOptions) -> Result<TracedVm, ReplayE
             span_seconds: end.as_secs_f64(),
             memory_bytes,
             cpu_bytes: others.cpu_bytes(options),
+            nic_bytes: others.nic_bytes(options),
             guest: options.guest,
         },
         sections,
         end,
         files: vec![file.to_owned()],
+        started_unix_ns: 0,
         options: options.clone(),
         others,
     })
@@ -366,9 +420,7 @@ fn sizes(footprint_bytes: u64, options: &TraceOptions) -> Result<(u64, u64), Rep
         }
     };
     let used = used / PAGE_BYTES * PAGE_BYTES;
-    let memory = memory
-        .checked_next_multiple_of(section)
-        .unwrap_or(memory / section * section);
+    let memory = sections_of(memory, section)? * section;
     if used > memory || used == 0 {
         return Err(ReplayError::Asked(format!(
             "{used} bytes of page cache or buffers do not fit into {memory} bytes of memory; \
@@ -376,6 +428,18 @@ fn sizes(footprint_bytes: u64, options: &TraceOptions) -> Result<(u64, u64), Rep
         )));
     }
     Ok((used, memory))
+}
+
+/// Sections of a VM with so much memory, in whole ones; not more than can be replayed.
+fn sections_of(memory_bytes: u64, section_bytes: u64) -> Result<u64, ReplayError> {
+    let sections = memory_bytes.div_ceil(section_bytes).max(1);
+    if sections > SECTIONS_MAX || sections.checked_mul(section_bytes).is_none() {
+        return Err(ReplayError::Asked(format!(
+            "a VM with {memory_bytes} bytes of memory in sections of {section_bytes} bytes cannot be \
+             replayed: it has at most {SECTIONS_MAX} sections, and less than 2^64 bytes; give its memory"
+        )));
+    }
+    Ok(sections)
 }
 
 fn survey_log(
@@ -386,8 +450,9 @@ fn survey_log(
     let meta = log.meta().clone();
     let memory = options.memory_bytes.unwrap_or(meta.memory_bytes);
     let section = options.section_bytes;
-    let sections = memory.div_ceil(section).max(1);
-    let mut stream = LogStream::new(log, sections.saturating_mul(section), options);
+    let sections = sections_of(memory, section)
+        .map_err(|error| ReplayError::Asked(format!("the log of {}: {error}", meta.vm)))?;
+    let mut stream = LogStream::new(log, sections * section, options);
     let mut touched: FxHashSet<SectionNo> = FxHashSet::default();
     let (mut end, mut last) = (Duration::ZERO, DeviceId(0));
     while let Some(access) = stream.next()? {
@@ -411,11 +476,13 @@ fn survey_log(
             span_seconds: end.as_secs_f64(),
             memory_bytes: sections * section,
             cpu_bytes: others.cpu_bytes(options),
+            nic_bytes: others.nic_bytes(options),
             guest: options.guest,
         },
         sections,
         end,
         files: files.to_vec(),
+        started_unix_ns: meta.started_unix_ns,
         options: options.clone(),
         others,
     })
@@ -453,6 +520,7 @@ impl LogStream {
         self.records += 1;
         let first = *self.first_ns.get_or_insert(record.time_ns);
         let at = stretched(record.time_ns.saturating_sub(first), self.time_scale);
+        check_span(at, || format!("record {number} of the log of {}", self.vm))?;
         let end = record.address.checked_add(record.len_bytes.into());
         let Some(end) = end.filter(|end| *end <= self.memory_bytes) else {
             return Err(ReplayError::Address {
@@ -491,5 +559,10 @@ impl AccessStream for LogStream {
                 None => return Ok(None),
             }
         }
+    }
+
+    fn whence(&self) -> String {
+        let record = self.records.saturating_sub(1);
+        format!("log of {}, record {record}", self.vm)
     }
 }

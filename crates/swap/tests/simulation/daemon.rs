@@ -20,7 +20,7 @@ use pagetide_policy::protect::{Protector, Touch};
 use pagetide_swap::{
     Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer,
     evictor::EvictorError,
-    reclaim::{Reach, ReclaimStop, UNMAPPED_MIN},
+    reclaim::{Reach, ReclaimStop, Took, UNMAPPED_MIN},
     store::PutError,
     tier::PAGE,
 };
@@ -132,7 +132,7 @@ pub struct Daemon {
     reclaimer: Mutex<Reclaimer>,
     protector: Mutex<Protector>,
     /// Sections that the reclaimer has taken pages of.
-    taken: Arc<Mutex<Vec<SectionNo>>>,
+    taken: Arc<Mutex<Vec<(SectionNo, Took)>>>,
     /// Content of others that takes up the room.
     pub hogs: Mutex<Vec<Content>>,
 }
@@ -204,11 +204,11 @@ impl Daemon {
         let choice = POLICY.parse().expect("a policy");
         let protector = Protector::new(&choice, POLICY_SECTIONS);
         reclaimer.spare(protector.protected().clone());
-        let taken: Arc<Mutex<Vec<SectionNo>>> = Arc::default();
+        let taken: Arc<Mutex<Vec<(SectionNo, Took)>>> = Arc::default();
         let told = taken.clone();
-        reclaimer.tell(move |section| {
+        reclaimer.tell(move |section, took| {
             let mut taken = told.lock().unwrap_or_else(PoisonError::into_inner);
-            taken.push(section);
+            taken.push((section, took));
         });
         let daemon = Arc::new(Self {
             reclaimer: Mutex::new(reclaimer),
@@ -436,7 +436,11 @@ impl Daemon {
         let protector = (self.protector.lock()).unwrap_or_else(PoisonError::into_inner);
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         let coverage = &mut self.life.world.lock().coverage;
-        for section in taken.drain(..) {
+        for (section, took) in taken.drain(..) {
+            match took {
+                Took::Whole => coverage.sections_taken_whole += 1,
+                Took::Part => coverage.sections_taken_in_part += 1,
+            }
             let was_protected = protector.protected().contains(section);
             assert_eq!(was_protected, reach == Reach::Protected, "{section:?}");
             if was_protected {

@@ -13,7 +13,10 @@ use pagetide_gmem::{
     ContentStore, PageWord, State, WordArray,
     recovery::{RecoveryError, recover_words},
 };
-use pagetide_swap::PoolWords;
+use pagetide_swap::{
+    PoolWords,
+    reclaim::{Reach, UNMAPPED_MIN},
+};
 use std::{path::PathBuf, sync::Arc};
 
 const PAGE: PageNo = PageNo(7);
@@ -119,4 +122,33 @@ fn evicted_page_comes_back_as_it_was() {
         .daemon
         .perform(Task::Vcpu(Message { page: PAGE, access }));
     assert_eq!(stage.world.lock().page(PAGE).content, Some(OLD));
+}
+
+#[test]
+fn page_that_came_back_untouched_to_an_emptied_section_goes_before_another_pass_is_needed() {
+    let stage = Stage::with_an_evicted_page();
+    let elsewhere = PageNo(PAGE.section().pages(u64::MAX / 2).end.0);
+    stage.world.lock().knobs.active = vec![elsewhere];
+    let rest = |task| {
+        stage.daemon.perform(task);
+        let ms = UNMAPPED_MIN.as_millis();
+        let ms = u64::try_from(ms).expect("some milliseconds");
+        stage.world.lock().pass_time(ms);
+    };
+    let reclaim = || Task::Reclaim {
+        pages: 1,
+        reach: Reach::AllResting,
+    };
+    rest(Task::Scan);
+    stage.daemon.perform(reclaim());
+    rest(Task::Scan);
+    // The scan has seen nothing of it: a device asked for it, and did not use it.
+    let access = Access::Read;
+    stage
+        .daemon
+        .perform(Task::Vcpu(Message { page: PAGE, access }));
+    stage.world.lock().page(PAGE).mapped = false;
+    assert_eq!(stage.world.lock().page(PAGE).content, Some(OLD));
+    stage.daemon.perform(reclaim());
+    assert_eq!(stage.world.lock().page(PAGE).content, None);
 }

@@ -92,6 +92,8 @@ coverage! {
     evicted_pages
     evicted_beside_protected
     evicted_though_protected
+    sections_taken_whole
+    sections_taken_in_part
     cancelled_pages
     joined_faults
     neighbour_pages

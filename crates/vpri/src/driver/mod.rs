@@ -548,4 +548,9 @@ impl AccessSource for Records {
     fn lost(&self) -> u64 {
         self.0.counts.look().lost_records
     }
+
+    /// Sessions so far, and whether the last one goes on.
+    fn epoch(&self) -> u64 {
+        2 * self.0.counts.look().sessions + u64::from(self.0.session().is_some())
+    }
 }

@@ -1,9 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Guesses about absent sections: which are absent, which were brought back on a guess, and
 //! whether that was any good.
+//!
+//! ```text
+//!   wished back ──► touched without a fault   good, by as much as such sections are really absent
+//!                   evicted again             bad: another went for it, and nobody asked
+//!                   an hour goes by           bad
+//!                   faulted on                it came too late, or never: says nothing
+//!                   not brought back, gone    says nothing
+//!                   16,384 newer wishes       says nothing
+//! ```
+//! Not each section that was evicted is absent still: CPUs fetch them back, and nobody says so. Bringing
+//! one of those back would seem good though it does nothing. How many they are is seen by the device's
+//! touches of evicted sections that were *not* wished back: those that do not fault were there.
 
 use pagetide_addr::SectionNo;
 use rustc_hash::FxHashMap;
+use std::{collections::VecDeque, time::Duration};
 
 /// Why a section was brought back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -12,8 +25,17 @@ pub(super) enum Kind {
     Age,
     /// It followed last time.
     Order,
-    /// It lies behind a section that was touched.
+    /// It lies beside a section that was touched.
     Neighbour,
+}
+
+/// What was thought of a section before it was touched.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Thought {
+    /// It was evicted, and not wished back.
+    Absent,
+    /// Anything else.
+    Other,
 }
 
 /// Sections that were evicted and not heard of since: a bit each.
@@ -35,14 +57,22 @@ impl Absent {
         *self.0.entry(word).or_insert(0) |= bit;
     }
 
-    pub(super) fn remove(&mut self, section: SectionNo) {
+    /// Tells whether it was among them.
+    pub(super) fn remove(&mut self, section: SectionNo) -> Thought {
         let (word, bit) = Self::place(section);
-        if let Some(bits) = self.0.get_mut(&word) {
-            *bits &= !bit;
-            if *bits == 0 {
-                self.0.remove(&word);
-            }
+        let Some(bits) = self.0.get_mut(&word) else {
+            return Thought::Other;
+        };
+        let was = if *bits & bit == 0 {
+            Thought::Other
+        } else {
+            Thought::Absent
+        };
+        *bits &= !bit;
+        if *bits == 0 {
+            self.0.remove(&word);
         }
+        was
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -50,92 +80,205 @@ impl Absent {
     }
 }
 
-/// Most guesses whose end is waited for.
+/// Most guesses whose end is waited for. Beyond, the oldest is forgotten.
 const WAITING_MAX: usize = 1 << 14;
+/// One that was neither touched nor evicted for so long was bad: it took a place all the time.
+/// As long as evictions are watched, with which guesses are compared.
+const WAITING_TIME: Duration = super::regret::WATCHED_TIME;
 /// Sections that are guessed ahead at most.
 const DEPTH_MAX: u64 = 16;
-/// Share of guesses that must have been good for more to be made.
+/// Share of guesses ahead that must have been good for more to be made.
 const GOOD: f64 = 0.4;
+/// Least and most bring-backs for a section's age that may be made from one weighing to the next. The
+/// most is as good as any number: the policy's allowance is below.
+const AGE_LEAST: u64 = 4;
+const AGE_MAX: u64 = 1 << 20;
+const AGE_FIRST: u64 = 1 << 10;
+/// What was given up is tried again after so many weighings.
+const TRY_AGAIN: u64 = 16;
+/// How much of what was learnt is left each time it is weighed.
+const KEPT: f64 = 0.9;
+/// Fewer guesses whose end is known say nothing.
+const KNOWN_LEAST: f64 = 4.0;
+/// Touches that the belief counts for that evicted sections are absent.
+const ABSENT_BELIEF: f64 = 4.0;
 
 #[derive(Clone, Copy, Debug)]
 struct Record {
     good: f64,
     bad: f64,
+    /// What may be made: sections ahead; for [`Kind::Age`], bring-backs until the next weighing.
     depth: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    kind: Kind,
+    number: u64,
 }
 
 /// How good guesses were.
 #[derive(Debug)]
 pub(super) struct Guesses {
-    waiting: FxHashMap<SectionNo, Kind>,
+    waiting: FxHashMap<SectionNo, Waiting>,
+    /// When each was made, and its number, oldest first; those that have ended too.
+    order: VecDeque<(Duration, u64, SectionNo)>,
+    made: u64,
+    /// Touched since the last weighing: good, unless it is told yet that they were not brought back.
+    touched: FxHashMap<SectionNo, Kind>,
     records: [Record; 3],
+    /// Bring-backs of [`Kind::Age`] that may be made before the next weighing.
+    age_left: u64,
     turns: u64,
+    now: Duration,
+    /// Touches of sections that were thought absent and not wished back: in all, and those that faulted.
+    thought_absent: f64,
+    were_absent: f64,
 }
 
 impl Default for Guesses {
     fn default() -> Self {
-        let record = Record {
+        let record = |depth| Record {
             good: 0.0,
             bad: 0.0,
-            depth: 2,
+            depth,
         };
         Self {
             waiting: FxHashMap::default(),
-            records: [record; 3],
+            order: VecDeque::new(),
+            made: 0,
+            touched: FxHashMap::default(),
+            records: [record(AGE_FIRST), record(2), record(2)],
+            age_left: AGE_FIRST,
             turns: 0,
+            now: Duration::ZERO,
+            thought_absent: 0.0,
+            were_absent: 0.0,
         }
     }
 }
 
 impl Guesses {
-    /// How many sections ahead to guess.
+    /// How many sections ahead to guess; of [`Kind::Age`], how many more may be brought back for now.
     pub(super) fn depth(&self, kind: Kind) -> u64 {
-        self.records[kind as usize].depth
+        match kind {
+            Kind::Age => self.age_left,
+            Kind::Order | Kind::Neighbour => self.records[kind as usize].depth,
+        }
     }
 
     pub(super) fn made(&mut self, section: SectionNo, kind: Kind) {
-        if self.waiting.len() < WAITING_MAX {
-            self.waiting.insert(section, kind);
+        if kind == Kind::Age {
+            self.age_left = self.age_left.saturating_sub(1);
+        }
+        self.made += 1;
+        let number = self.made;
+        self.waiting.insert(section, Waiting { kind, number });
+        if self.order.len() == WAITING_MAX {
+            self.take_oldest();
+        }
+        self.order.push_back((self.now, number, section));
+    }
+
+    /// The oldest that was made, if its end is still waited for.
+    fn take_oldest(&mut self) -> Option<Kind> {
+        let (_, number, section) = self.order.pop_front()?;
+        let is_it = |waiting: &Waiting| waiting.number == number;
+        if !self.waiting.get(&section).is_some_and(is_it) {
+            return None;
+        }
+        self.waiting.remove(&section).map(|waiting| waiting.kind)
+    }
+
+    /// The device touched it, without a fault. It was thought absent if `thought` says so.
+    pub(super) fn touched(&mut self, section: SectionNo, thought: Thought) {
+        if thought == Thought::Absent {
+            self.thought_absent += 1.0;
+        }
+        if let Some(waiting) = self.waiting.remove(&section) {
+            self.touched.insert(section, waiting.kind);
         }
     }
 
-    pub(super) fn touched(&mut self, section: SectionNo) {
-        if self.waiting.is_empty() {
-            return;
+    /// A device touched it, and it was away.
+    pub(super) fn faulted(&mut self, section: SectionNo, thought: Thought) {
+        if thought == Thought::Absent {
+            self.thought_absent += 1.0;
+            self.were_absent += 1.0;
         }
-        if let Some(kind) = self.waiting.remove(&section) {
-            self.records[kind as usize].good += 1.0;
-        }
+        self.waiting.remove(&section);
     }
 
     pub(super) fn evicted(&mut self, section: SectionNo) {
-        if let Some(kind) = self.waiting.remove(&section) {
-            self.records[kind as usize].bad += 1.0;
+        if let Some(waiting) = self.waiting.remove(&section) {
+            self.records[waiting.kind as usize].bad += 1.0;
         }
     }
 
-    /// Makes more guesses of the kinds that were good.
-    pub(super) fn weigh(&mut self) {
+    /// It was not brought back, or is no more. True if it was to be.
+    pub(super) fn came_to_nothing(&mut self, section: SectionNo) -> bool {
+        self.waiting.remove(&section).is_some() || self.touched.remove(&section).is_some()
+    }
+
+    /// It is `now`.
+    pub(super) fn passed(&mut self, now: Duration) {
+        self.now = now;
+        while let Some((at, number, section)) = self.order.front() {
+            let ended = self
+                .waiting
+                .get(section)
+                .is_none_or(|waiting| waiting.number != *number);
+            if !ended && now.saturating_sub(*at) < WAITING_TIME {
+                break;
+            }
+            if let Some(kind) = self.take_oldest() {
+                self.records[kind as usize].bad += 1.0;
+            }
+        }
+    }
+
+    /// Makes more guesses of the kinds that were good, which at least `least` of them must be.
+    pub(super) fn weigh(&mut self, least: f64) {
         self.turns += 1;
-        for record in &mut self.records {
+        let good = self.absent_share();
+        for kind in self.touched.drain().map(|(_, kind)| kind) {
+            self.records[kind as usize].good += good;
+        }
+        for (index, record) in self.records.iter_mut().enumerate() {
+            let (first, most, wanted) = if index == Kind::Age as usize {
+                (AGE_LEAST, AGE_MAX, least)
+            } else {
+                (1, DEPTH_MAX, least.max(GOOD))
+            };
             let known = record.good + record.bad;
-            if known >= 4.0 {
-                record.depth = if record.good > GOOD * known {
-                    (record.depth * 2).clamp(1, DEPTH_MAX)
+            if known >= KNOWN_LEAST {
+                record.depth = if record.good > wanted * known {
+                    (record.depth * 2).clamp(first, most)
                 } else {
                     record.depth / 2
                 };
             }
             // One that was given up is tried again now and then.
-            if record.depth == 0 && self.turns.is_multiple_of(16) {
-                record.depth = 1;
+            if record.depth == 0 && self.turns.is_multiple_of(TRY_AGAIN) {
+                record.depth = first;
             }
-            record.good *= 0.9;
-            record.bad *= 0.9;
+            record.good *= KEPT;
+            record.bad *= KEPT;
         }
+        self.age_left = self.records[Kind::Age as usize].depth;
+        self.thought_absent *= KEPT;
+        self.were_absent *= KEPT;
+    }
+
+    /// Share of the sections thought absent that are.
+    fn absent_share(&self) -> f64 {
+        (self.were_absent + ABSENT_BELIEF) / (self.thought_absent + ABSENT_BELIEF)
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        (self.waiting.capacity() * 17) as u64
+        let waiting = self.waiting.capacity() * (size_of::<(SectionNo, Waiting)>() + 1) * 8 / 7;
+        let touched = self.touched.capacity() * (size_of::<(SectionNo, Kind)>() + 1) * 8 / 7;
+        let order = self.order.capacity() * size_of::<(Duration, u64, SectionNo)>();
+        (waiting + touched + order) as u64
     }
 }

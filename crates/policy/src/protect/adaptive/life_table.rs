@@ -160,3 +160,83 @@ pub(super) fn interval_of(age_s: u64) -> usize {
         .partition_point(|start| *start <= age_s)
         .saturating_sub(1)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+
+    /// A share of a thousand, never whole.
+    fn share(random: &mut Random) -> f64 {
+        seconds(random.below(900)) / 1_000.0
+    }
+
+    #[test]
+    fn rate_equals_the_best_of_cohorts_given_up_at_each_age() {
+        let mut random = Random::new(7);
+        for _ in 0..50 {
+            let touched: [f64; INTERVALS] = std::array::from_fn(|_| share(&mut random));
+            let from = random.index(24);
+            let mut rate = 0.0_f64;
+            for give_up in from..INTERVALS {
+                let (mut alive, mut saved, mut time_s) = (1_000.0, 0.0, 0.0);
+                for interval in from..=give_up {
+                    let go = alive * touched[interval];
+                    saved += go;
+                    time_s += (alive - go) * length_s(interval) + go * length_s(interval) / 2.0;
+                    alive -= go;
+                }
+                rate = rate.max(saved / time_s);
+            }
+            assert!((best_rate(&touched[from..], from) - rate).abs() < 1e-9);
+        }
+    }
+
+    #[test]
+    fn share_touched_within_a_time_equals_that_of_a_cohort_followed_interval_by_interval() {
+        let mut random = Random::new(8);
+        for _ in 0..200 {
+            let touched: [f64; INTERVALS] = std::array::from_fn(|_| share(&mut random));
+            let (from, within_s) = (random.index(20), random.below(3_000));
+            let begin_s = start_s(from) + length_s(from) / 2.0;
+            let end_s = begin_s + seconds(within_s);
+            let rests = (from..INTERVALS).map(|interval| {
+                let (start, end) = (start_s(interval), start_s(interval) + length_s(interval));
+                let seen_s = (end.min(end_s) - start.max(begin_s)).max(0.0);
+                1.0 - touched[interval] * seen_s / (end - start)
+            });
+            let naive = 1.0 - rests.product::<f64>();
+            let told = within(&touched[from..], from, seconds(within_s));
+            assert!((told - naive).abs() < 1e-9, "{told} {naive}");
+        }
+    }
+
+    #[test]
+    fn touched_shares_equal_counts_and_belief_over_random_lives() {
+        let mut random = Random::new(9);
+        let mut table = LifeTable::new();
+        let mut lives: Vec<(usize, Option<usize>)> = Vec::new();
+        for _ in 0..500 {
+            let last = random.index(24);
+            let ended = (random.below(3) > 0).then_some(last);
+            (0..=last).for_each(|interval| table.reached(3, interval));
+            if let Some(interval) = ended {
+                table.ended(3, interval);
+            }
+            lives.push((last, ended));
+        }
+        for interval in 0..INTERVALS {
+            let count = |test: &dyn Fn(&(usize, Option<usize>)) -> bool| {
+                f64::from(u32::try_from(lives.iter().filter(|life| test(life)).count()).unwrap())
+            };
+            let reached = count(&|life| life.0 >= interval);
+            let ended = count(&|life| life.1 == Some(interval));
+            let believed = (0.3 * length_s(interval) / start_s(interval).max(15.0)).min(0.5);
+            let naive = (ended + 2.0 * believed) / (reached + 2.0);
+            assert!((table.touched_share(3, interval) - naive).abs() < 1e-9);
+            // Another class has learnt nothing of it.
+            let other = table.touched_share(4, interval);
+            assert!((other - believed).abs() < 1e-9);
+        }
+    }
+}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `adaptive` before an evictor that takes whatever rested for too long.
 
-use super::*;
+use super::{guess::Thought, *};
 use crate::random::Random;
 use pagetide_addr::Access;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,6 +17,10 @@ struct Vm {
     held: BTreeSet<u64>,
     faults: u64,
     bring_backs: u64,
+    /// Wishes that the policy may make, and the least worth it may protect, worked out here once more.
+    allowance: f64,
+    price: f64,
+    weighed_s: u64,
     log: Vec<String>,
 }
 
@@ -31,6 +35,9 @@ impl Vm {
             held: BTreeSet::new(),
             faults: 0,
             bring_backs: 0,
+            allowance: 0.0,
+            price: PRICE_MIN,
+            weighed_s: 0,
             log: Vec::new(),
         }
     }
@@ -47,6 +54,8 @@ impl Vm {
                     assert!(self.held.remove(&section.0), "{section:?} is not held");
                 }
                 Change::BringBack(section) => {
+                    self.allowance -= 1.0;
+                    assert!(self.allowance > -1e-6, "more wishes than are allowed");
                     if self.evicted.remove(&section.0) {
                         self.bring_backs += 1;
                         self.present.insert(section.0, now);
@@ -80,8 +89,15 @@ impl Vm {
 
     fn second(&mut self, now: u64) {
         let (at, mut changes) = (Duration::from_secs(now), Vec::new());
+        // A tenth of the sections in a minute, and at most a quarter of that at once.
+        let minute = seconds(self.sections / 10);
+        if now > 0 {
+            self.allowance = (self.allowance + minute / 60.0).min(minute / 4.0 + 1.0);
+        }
         self.policy.passed(at, &mut changes);
         self.obey(now, changes);
+        self.check_price(now);
+        assert!((self.policy.allowance - self.allowance).abs() < 1e-6);
         let rested = |touched: u64| now.saturating_sub(touched) >= self.reach_s;
         let old = self.present.iter().filter(|(_, at)| rested(**at));
         let victims: Vec<u64> = old
@@ -96,6 +112,41 @@ impl Vm {
                 .fate(SectionNo(section), Fate::Evicted, at, &mut changes);
             self.obey(now, changes);
         }
+    }
+
+    /// The price moves every 20 s, by what was protected when it was weighed; that is after the releases
+    /// and decisions of that second, so by what is held now.
+    fn check_price(&mut self, now: u64) {
+        if now - self.weighed_s >= 20 {
+            self.weighed_s = now;
+            let step = if self.held.len() as u64 > self.sections / 25 {
+                1.15
+            } else {
+                1.0 / 1.15
+            };
+            self.price = (self.price * step).clamp(PRICE_MIN, 1.0);
+        }
+        let share = self.policy.price / self.price;
+        assert!((share - 1.0).abs() < 1e-6, "{share}");
+    }
+
+    /// The evictor takes the sections, whatever they are.
+    fn evict(&mut self, now: u64, sections: std::ops::Range<u64>) {
+        for section in sections {
+            self.tell(now, section, Fate::Evicted);
+        }
+    }
+
+    /// Tells a fate, of a section that nothing else is done with.
+    fn tell(&mut self, now: u64, section: u64, fate: Fate) -> Vec<Change> {
+        let mut changes = Vec::new();
+        let at = Duration::from_secs(now);
+        self.policy.fate(SectionNo(section), fate, at, &mut changes);
+        if fate == Fate::NotBroughtBack {
+            self.allowance = self.policy.allowance;
+        }
+        self.obey(now, changes.clone());
+        changes
     }
 
     /// Faults of a stretch in which `count` sections, wide apart, are touched in turn every `turn_s`.
@@ -244,4 +295,152 @@ fn vm_that_shrinks_is_within_its_new_caps_at_once() {
     vm.sections = 40;
     vm.policy.resized(40, &mut changes);
     vm.obey(6_000, changes);
+}
+
+#[test]
+fn dma_over_memory_that_is_all_present_wishes_nothing_back() {
+    let mut vm = Vm::new(4_000, 1_000_000);
+    for now in 0..2_000 {
+        vm.touch(now, 2 * now % 4_000);
+        vm.second(now);
+    }
+    assert_eq!(vm.log, [""; 0]);
+}
+
+/// CPUs fetch back what the evictor takes, again and again, and the device finds all of it there.
+fn dma_over_what_cpus_fetched_back(tells: impl Fn(&mut Vm, u64, u64)) -> u64 {
+    let mut vm = Vm::new(4_000, 1_000_000);
+    for now in 0..4_000 {
+        if now % 1_000 == 0 {
+            vm.evict(now, 0..4_000);
+        }
+        let wished = vm.log.len();
+        for section in [4 * now % 4_000, (4 * now + 2) % 4_000] {
+            vm.touch(now, section);
+        }
+        let wishes: Vec<String> = vm.log[wished..].to_vec();
+        for wish in wishes {
+            let section = wish.split(['(', ')']).nth(2).and_then(|it| it.parse().ok());
+            tells(&mut vm, now, section.unwrap_or(0));
+        }
+        vm.second(now);
+    }
+    vm.policy.guesses.depth(Kind::Neighbour)
+}
+
+#[test]
+fn guesses_that_brought_nothing_are_not_good() {
+    let silent = dma_over_what_cpus_fetched_back(|_, _, _| {});
+    assert!(silent <= 2, "{silent}");
+    let told = dma_over_what_cpus_fetched_back(|vm, now, section| {
+        vm.tell(now, section, Fate::NotBroughtBack);
+    });
+    assert!(told <= 2, "{told}");
+}
+
+#[test]
+fn wish_that_came_to_nothing_may_be_made_anew_elsewhere() {
+    let mut vm = Vm::new(4_000, 200);
+    vm.cycle(0, 1_000, 60, 500);
+    let before = vm.policy.allowance;
+    let wished = SectionNo(2_001);
+    vm.policy.absent.insert(wished);
+    assert!(vm.policy.bring_back(wished, Kind::Order, &mut Vec::new()));
+    assert!(vm.policy.allowance < before);
+    vm.allowance -= 1.0;
+    for _ in 0..2 {
+        // The second time it is nobody's wish any more.
+        vm.allowance = before;
+        vm.tell(1_000, 2_001, Fate::NotBroughtBack);
+        assert!((vm.policy.allowance - before).abs() < 1e-6);
+    }
+}
+
+#[test]
+fn absent_section_worth_protecting_is_protected_once_there_is_an_allowance() {
+    let mut vm = Vm::new(4_000, 200);
+    vm.cycle(0, 6_000, 60, 500);
+    vm.policy.allowance = 0.0;
+    vm.allowance = 0.0;
+    let held = vm.held.iter().copied().find(|section| {
+        let slot = vm.policy.links.find(SectionNo(*section));
+        slot.is_some_and(|slot| vm.policy.links.value(slot).interval > VISIT_INTERVAL + 2)
+    });
+    let section = held.expect("some section is protected and near its touch");
+    // It goes all the same, and its protection with it; then a decision comes at the wrong moment.
+    let slot = vm
+        .policy
+        .links
+        .find(SectionNo(section))
+        .expect("remembered");
+    vm.policy.links.value_mut(slot).protected = false;
+    vm.policy.protected -= 1;
+    vm.held.remove(&section);
+    vm.present.remove(&section);
+    vm.evicted.insert(section);
+    let changes = vm.tell(6_000, section, Fate::Evicted);
+    assert!(changes.is_empty(), "{changes:?}");
+    vm.second(6_000);
+    assert!(vm.held.contains(&section) && !vm.evicted.contains(&section));
+}
+
+#[test]
+fn waiting_guesses_are_bounded_and_the_newest_still_count() {
+    let mut guesses = Guesses::default();
+    for section in 0..100_000 {
+        guesses.made(SectionNo(section), Kind::Neighbour);
+    }
+    let bytes = guesses.bytes();
+    assert!(bytes < 2 << 20, "{bytes}");
+    for section in 99_000..100_000 {
+        guesses.touched(SectionNo(section), Thought::Other);
+    }
+    guesses.weigh(0.0);
+    assert_eq!(guesses.depth(Kind::Neighbour), 4);
+    // Those whose end never comes are bad after an hour.
+    guesses.passed(Duration::from_secs(3_600));
+    guesses.weigh(0.0);
+    assert_eq!(guesses.depth(Kind::Neighbour), 2);
+    assert!(!guesses.came_to_nothing(SectionNo(98_000)));
+}
+
+#[test]
+fn section_that_is_gone_is_neither_guessed_at_nor_waited_for() {
+    let mut vm = Vm::new(4_000, 1_000_000);
+    vm.evict(0, 100..110);
+    vm.tell(0, 101, Fate::Gone);
+    for now in 0..10 {
+        vm.second(now);
+    }
+    vm.touch(10, 100);
+    assert!(!vm.log.contains(&"10 BringBack(SectionNo(101))".to_owned()));
+    assert!(vm.log.contains(&"10 BringBack(SectionNo(102))".to_owned()));
+    assert!(!vm.policy.guesses.came_to_nothing(SectionNo(101)));
+}
+
+#[test]
+fn sections_are_guessed_beyond_their_count_and_never_in_gaps() {
+    // 1,000 sections, half of which were plugged far above the others.
+    let mut vm = Vm::new(1_000, 1_000_000);
+    let high = 1 << 20;
+    vm.evict(0, high..high + 3);
+    for now in 0..10 {
+        vm.second(now);
+    }
+    vm.touch(10, high);
+    assert_eq!(
+        vm.log,
+        [
+            format!("10 BringBack(SectionNo({}))", high + 1),
+            format!("10 BringBack(SectionNo({}))", high + 2),
+        ]
+    );
+}
+
+#[test]
+fn report_counts_releases_that_are_due_later() {
+    let mut policy = Adaptive::new(AdaptiveParams::default(), 100);
+    let before = policy.report().bytes;
+    policy.releases.reserve_exact(1_000);
+    assert!(policy.report().bytes >= before + 1_000 * 24);
 }

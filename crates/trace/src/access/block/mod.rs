@@ -271,6 +271,12 @@ impl BlockTrace {
         self.about
     }
 
+    /// Number of the record that was read last, as errors have it; 0 at the end.
+    #[must_use]
+    pub fn record(&self) -> u64 {
+        self.decoder.as_ref().map_or(0, |decoder| decoder.record())
+    }
+
     /// Requests handed out.
     #[must_use]
     pub const fn requests(&self) -> u64 {

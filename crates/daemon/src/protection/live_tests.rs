@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Pages that policies wish back, in memory that is a set of numbers.
+
+use super::vm::{Limbs, VmProtection};
+use pagetide_addr::{PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo, Va};
+use pagetide_gmem::{
+    Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Incidents, Installed,
+    MemoryParts, Mode, PageTable, PagedMemory, Place, PlaceError, RegionRequest, StoreError,
+    Unlimited, VolatileWords,
+};
+use pagetide_swap::Limit;
+use pagetide_sys::memory_file::GuestFile;
+use pagetide_vpri::{DPU, DmaMmu, DomainTable, Doorbell, FaultService, IoSpace};
+use std::{
+    collections::BTreeSet,
+    os::fd::AsFd,
+    sync::{Arc, Mutex},
+};
+
+const SECTIONS: u64 = 4;
+const PAGES: u64 = SECTIONS * SECTION_PAGES;
+
+/// Which pages are there. What is not is zero.
+#[derive(Default)]
+struct Ram(Mutex<BTreeSet<u64>>);
+
+impl Place for Ram {
+    fn install(&self, page: PageNo, _: &[u8; 4096]) -> Result<Installed, PlaceError> {
+        self.install_zero(page)
+    }
+
+    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
+        match self.0.lock().unwrap().insert(page.0) {
+            true => Ok(Installed::Installed),
+            false => Ok(Installed::AlreadyThere),
+        }
+    }
+
+    fn install_run(&self, pages: PageRange, _: &[u8]) -> Result<u64, PlaceError> {
+        self.0.lock().unwrap().extend(pages.start.0..pages.end.0);
+        Ok(pages.len())
+    }
+
+    fn read(&self, _: PageRange, _: &mut [u8]) -> Result<(), PlaceError> {
+        unreachable!("nothing is evicted")
+    }
+
+    fn discard(&self, _: PageRange) -> Result<(), PlaceError> {
+        unreachable!("nothing is evicted")
+    }
+
+    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
+        Ok(self.0.lock().unwrap().contains(&page.0))
+    }
+
+    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
+        let present = self.0.lock().unwrap();
+        let within = present.range(pages.start.0..pages.end.0);
+        Ok(within.map(|page| PageNo(*page).single()).collect())
+    }
+
+    fn wake(&self, _: PageRange) -> Result<(), PlaceError> {
+        Ok(())
+    }
+
+    fn poison(&self, _: PageNo) -> Result<(), PlaceError> {
+        unreachable!("nothing could be damaged")
+    }
+}
+
+impl ContentStore for Ram {
+    fn load(&self, _: PageNo, _: Content, _: &mut [u8; 4096]) -> Result<(), StoreError> {
+        unreachable!("all is zero")
+    }
+
+    fn free(&self, _: Content) {
+        unreachable!("all is zero")
+    }
+}
+
+impl Incidents for Ram {
+    fn intruder(&self, page: PageNo) {
+        panic!("an intruder in {page}");
+    }
+
+    fn poisoned(&self, page: PageNo, why: &StoreError) {
+        panic!("{page}: {why}");
+    }
+
+    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
+        panic!("{page}: {why}");
+    }
+
+    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
+        panic!("{page}: {why}");
+    }
+}
+
+/// A VM all of whose pages are away.
+struct Rig {
+    protection: VmProtection,
+    ram: Arc<Ram>,
+    limit: Arc<Limit>,
+    _service: Arc<FaultService>,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let bytes = PAGES * PAGE_BYTES;
+        let file = GuestFile::new_memfd("live", bytes).unwrap();
+        let table = DomainTable::new(1);
+        let domain = table.open(file.as_fd(), file.key().unwrap(), bytes);
+        let domain = domain.unwrap();
+        domain.attach().unwrap();
+        IoSpace::unmap_all(&*domain);
+        let ram = Arc::new(Ram::default());
+        let memory = PagedMemory::new(MemoryParts {
+            table: PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES))),
+            place: Arc::clone(&ram) as _,
+            store: Arc::clone(&ram) as _,
+            admission: Arc::new(Unlimited),
+            incidents: Arc::clone(&ram) as _,
+            neighbours_max: 0,
+        });
+        let all = PageRange::new(PageNo(0), PageNo(PAGES));
+        let mmu = Arc::new(DmaMmu::new([(domain as Arc<dyn IoSpace>, all)]));
+        let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default()).unwrap();
+        let dpu = Device::with_id(DPU, Arc::clone(&mmu) as _);
+        space.attach(&dpu, Mode::Coherent, Activation::Now).unwrap();
+        space.alloc(&RegionRequest::of_bytes(bytes)).unwrap();
+        let service = FaultService::new(Vec::new(), Arc::new(Doorbell::new().unwrap()));
+        let tenant = service.add_tenant(Arc::clone(&space), Arc::clone(&mmu));
+        let limit = Arc::new(Limit::new());
+        let limbs = Limbs {
+            space,
+            limit: Arc::clone(&limit),
+            tenant: tenant.unwrap(),
+        };
+        let policy = "adaptive".parse().unwrap();
+        Self {
+            protection: VmProtection::new(&policy, mmu, vec![all], Some(limbs)),
+            ram,
+            limit,
+            _service: service,
+        }
+    }
+
+    fn present(&self) -> Vec<u64> {
+        self.ram.0.lock().unwrap().iter().copied().collect()
+    }
+}
+
+#[test]
+fn wished_sections_come_back_a_budget_at_a_time_oldest_wish_first() {
+    let rig = Rig::new();
+    rig.protection.wish(SectionNo(2));
+    rig.protection.wish(SectionNo(0));
+    rig.protection.bring_back(500);
+    let begin = 2 * SECTION_PAGES;
+    assert_eq!(rig.present(), (begin..begin + 512).collect::<Vec<_>>());
+    assert!(rig.protection.has_wishes());
+    rig.protection.bring_back(100);
+    assert_eq!(rig.present().len(), 512 + 112);
+    rig.protection.bring_back(1000);
+    assert_eq!(rig.present().len(), 1024);
+    assert!(!rig.protection.has_wishes());
+    assert_eq!(rig.protection.report().brought_pages, 1024);
+}
+
+#[test]
+fn wishes_below_the_low_mark_come_to_nothing_and_do_not_wait_for_room() {
+    let rig = Rig::new();
+    rig.limit.set(Some(1000), 1000);
+    rig.protection.wish(SectionNo(1));
+    rig.protection.bring_back(500);
+    assert!(!rig.protection.has_wishes());
+    rig.limit.set(None, 0);
+    rig.protection.bring_back(500);
+    assert!(rig.present().is_empty());
+}
