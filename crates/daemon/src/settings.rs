@@ -236,7 +236,7 @@ settings! {
     /// Most pages that a vCPU's fault brings along when it reads in sequence, at most 16; 0 for none
     neighbours: u32 = "8",
     /// Policy that keeps sections which devices are about to touch from being evicted, of VMs attached from now on: none, lru, adp or adaptive, with parameters such as adp:promote-after=120s
-    dma_protector: ProtectorChoice = "adp",
+    dma_protector: ProtectorChoice = "none",
     /// Records of the access log that are looked at in a second, at most; engines lose the others. While accesses are recorded all are looked at, whatever this is
     access_log_rate: u32 = "100000",
     /// Form of the log on stderr: text or json
