@@ -166,6 +166,9 @@ mod tests {
     use super::*;
     use crate::random::Random;
 
+    /// The last interval that is reached, and that in which it is touched.
+    type Life = (usize, Option<usize>);
+
     /// A share of a thousand, never whole.
     fn share(random: &mut Random) -> f64 {
         seconds(random.below(900)) / 1_000.0
@@ -180,8 +183,8 @@ mod tests {
             let mut rate = 0.0_f64;
             for give_up in from..INTERVALS {
                 let (mut alive, mut saved, mut time_s) = (1_000.0, 0.0, 0.0);
-                for interval in from..=give_up {
-                    let go = alive * touched[interval];
+                for (interval, share) in (from..=give_up).zip(&touched[from..]) {
+                    let go = alive * share;
                     saved += go;
                     time_s += (alive - go) * length_s(interval) + go * length_s(interval) / 2.0;
                     alive -= go;
@@ -215,7 +218,7 @@ mod tests {
     fn touched_shares_equal_counts_and_belief_over_random_lives() {
         let mut random = Random::new(9);
         let mut table = LifeTable::new();
-        let mut lives: Vec<(usize, Option<usize>)> = Vec::new();
+        let mut lives: Vec<Life> = Vec::new();
         for _ in 0..500 {
             let last = random.index(24);
             let ended = (random.below(3) > 0).then_some(last);
@@ -226,7 +229,7 @@ mod tests {
             lives.push((last, ended));
         }
         for interval in 0..INTERVALS {
-            let count = |test: &dyn Fn(&(usize, Option<usize>)) -> bool| {
+            let count = |test: &dyn Fn(&Life) -> bool| {
                 f64::from(u32::try_from(lives.iter().filter(|life| test(life)).count()).unwrap())
             };
             let reached = count(&|life| life.0 >= interval);
