@@ -274,8 +274,10 @@ impl Disk {
     }
 
     fn cached(&self, chunk: u64) -> Option<usize> {
-        let place = *self.place.get(usize::try_from(chunk).ok()?)?;
-        (place != NOWHERE).then_some(place as usize)
+        let place = self.place.get(index_of(chunk)).copied();
+        place
+            .filter(|place| *place != NOWHERE)
+            .map(|place| place as usize)
     }
 
     fn section(&self, slot: usize) -> u64 {
@@ -284,9 +286,11 @@ impl Disk {
 
     /// A free slot for `chunk`.
     fn take(&mut self, chunk: u64) -> Option<usize> {
+        let place = self.place.get_mut(index_of(chunk))?;
         let slot = self.free.pop_front()?;
-        let chunk = u32::try_from(chunk).ok()?;
-        *self.place.get_mut(chunk as usize)? = slot;
+        *place = slot;
+        // There are fewer chunks than places can be numbered.
+        let chunk = u32::try_from(chunk).unwrap_or(NOWHERE);
         let queued = self.slots[slot as usize].queued;
         self.slots[slot as usize] = Slot {
             chunk,
@@ -337,4 +341,8 @@ impl Disk {
             }
         }
     }
+}
+/// A number past every index stands for one that is too large for this machine: there is nothing there.
+fn index_of(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
 }
