@@ -303,7 +303,7 @@ report! {
         iopf_waited_us: LatencyUs => histogram,
         /// Time from handing a page request to a worker that slept until that ran on the CPU chosen for it.
         iopf_preempt_us: LatencyUs => histogram,
-        /// I/O page faults on pages that were away; the others found theirs present.
+        /// I/O page faults that a request waited for and whose pages were away; the others found theirs present, or were asked for ahead.
         absent_iopfs: u64 => counter,
         /// I/O page faults on pages that were away, in the last minute.
         absent_iopfs_per_minute: u64 => gauge,
@@ -313,8 +313,10 @@ report! {
         protected_sections: u64 => gauge,
         /// Sections that the policies of all devices remember.
         tracked_sections: u64 => gauge,
-        /// Sections that left protection because there were too many.
+        /// Sections that left protection, or were refused it, because there were too many.
         dropped_sections: u64 => counter,
+        /// Pages of protected sections evicted because the limit could not be kept by others that rested.
+        evicted_protected_pages: u64 => counter,
         /// Memory that the policies of all devices take.
         policy_bytes: u64 => gauge,
         /// Accesses of devices that policies heard of.

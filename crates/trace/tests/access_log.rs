@@ -3,6 +3,7 @@
 //! is broken is told with the file and the record.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use pagetide_addr::{Access, DeviceId, DomainId};
@@ -229,6 +230,16 @@ fn oldest_files_go_and_a_later_log_goes_on_with_the_numbers() {
         assert!(present[0].ends_with(&names[0]) && present[1].ends_with(&names[1]));
         assert!(present[2].ends_with("web-notes.parquet"));
     }
+}
+
+#[test]
+fn files_of_a_log_are_for_their_owner_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("web-000001.parquet");
+    let writer = AccessLogWriter::create(&path, meta()).unwrap();
+    writer.finish().unwrap();
+    let mode = fs::metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
 }
 
 #[test]

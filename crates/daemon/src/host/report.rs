@@ -114,6 +114,7 @@ fn with_protection(report: VmReport, protection: ProtectionReport) -> VmReport {
         protected_sections: protection.protected_sections,
         tracked_sections: devices.iter().map(|d| d.tracked_sections).sum(),
         dropped_sections: protection.dropped_sections,
+        evicted_protected_pages: protection.evicted_pages,
         policy_bytes: devices.iter().map(|d| d.policy_bytes).sum(),
         heard_accesses: protection.taken_records,
         refused_accesses: protection.refused_records,

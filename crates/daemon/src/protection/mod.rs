@@ -20,8 +20,8 @@
 //! The log is a sample; nothing that must be right rests on it. A device that floods it
 //! loses records, its own as well as others', for as long as it does. One that lies
 //! about addresses is counted; one that lies about who it is takes one of
-//! [`vm::DEVICES_MAX`] places in the VM whose memory it names, each of which protects a
-//! bounded share. What is protected is only not chosen: a page that must go for another
+//! [`vm::DEVICES_MAX`] places in the VM whose memory it names; what all of them protect
+//! together is bounded. What is protected is only not chosen: a page that must go for another
 //! reason (a detach, an unplug) goes.
 
 pub(crate) mod feed;

@@ -137,6 +137,8 @@ pub(crate) struct ProtectionReport {
     pub(crate) protected_sections: u64,
     /// Since the start, by devices and policies that are no more too.
     pub(crate) dropped_sections: u64,
+    /// Pages that went although they were protected.
+    pub(crate) evicted_pages: u64,
     pub(crate) devices: Vec<DeviceProtection>,
     pub(crate) taken_records: u64,
     pub(crate) refused_records: u64,
@@ -340,6 +342,7 @@ impl VmProtection {
             policy: inner.protector.choice().to_string(),
             protected_sections: self.protected.len(),
             dropped_sections: inner.protector.dropped_sections(),
+            evicted_pages: self.protected.taken_pages(),
             devices: reports.into_iter().map(device).collect(),
             taken_records: self.counts.taken.load(Relaxed),
             refused_records: self.counts.refused.load(Relaxed),
@@ -677,6 +680,14 @@ mod tests {
         let report = rig.protection.report();
         assert_eq!(report.refused_records, wrong.len() as u64);
         assert_eq!((report.taken_records, report.protected_sections), (0, 0));
+    }
+
+    #[test]
+    fn pages_that_went_although_protected_are_told_whatever_the_policy_is_then() {
+        let rig = Rig::new("lru:share=1");
+        rig.protection.protected.count_taken(3);
+        rig.protection.choose(&PolicyChoice::None);
+        assert_eq!(rig.protection.report().evicted_pages, 3);
     }
 
     #[test]

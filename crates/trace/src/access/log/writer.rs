@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Writes one file of an access log. Nothing is at its path until it is complete.
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::BufWriter;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -50,12 +51,18 @@ pub struct AccessLogWriter {
 }
 
 impl AccessLogWriter {
-    /// Begins a file that will be at `path`.
+    /// Begins a file that will be at `path`. It tells where a guest's data lies and when it was used,
+    /// so only its owner may read it.
     ///
     /// # Errors
     /// If no file can be made beside `path`.
     pub fn create(path: &Path, meta: AccessLogMeta) -> Result<Self, TraceError> {
         let (partial, file) = PartialFile::create(path)?;
+        file.set_permissions(Permissions::from_mode(0o600))
+            .map_err(|source| TraceError::Io {
+                path: path.to_owned(),
+                source,
+            })?;
         let writer = parse_message_type(SCHEMA)
             .and_then(|schema| {
                 SerializedFileWriter::new(
