@@ -44,7 +44,7 @@ mod source;
 mod summary;
 mod traces;
 
-pub use account::{Capacity, DeviceAccount, Share, VmAccount};
+pub use account::{Capacity, DeviceAccount, FaultAges, Share, VmAccount};
 pub use balance::{Need, balance};
 pub use direct_pool::DirectPool;
 pub use error::ReplayError;
