@@ -343,7 +343,7 @@ impl VmProtection {
             protected_sections: self.protected.len(),
             dropped_sections: inner.protector.dropped_sections(),
             evicted_pages: self.protected.taken_pages(),
-            devices: reports.into_iter().map(device).collect(),
+            devices: reports.map(device).collect(),
             taken_records: self.counts.taken.load(Relaxed),
             refused_records: self.counts.refused.load(Relaxed),
             brought_pages: self.counts.brought_pages.load(Relaxed),
