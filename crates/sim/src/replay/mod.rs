@@ -36,6 +36,7 @@ mod direct_pool;
 mod error;
 mod fleet;
 mod footprint;
+mod log_stream;
 mod machine;
 mod memory;
 mod nic_ring;
