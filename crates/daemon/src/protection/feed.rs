@@ -829,6 +829,34 @@ mod tests {
         assert!(last.exists() && dir.path().join("vm-000004.parquet").exists());
     }
 
+    #[test]
+    fn two_daemons_that_record_into_one_directory_take_turns_and_lose_no_file() {
+        let (one, other) = (Rig::new("none"), Rig::new("none"));
+        let dir = tempfile::tempdir().unwrap();
+        let begin = |rig: &Rig| {
+            rig.feed
+                .start_recording(request(dir.path()), None, BTreeMap::new())
+        };
+        let record = |rig: &Rig| {
+            rig.put(rig.space, 1, 0);
+            eventually("the record", || rig.feed.recording().unwrap().records == 1);
+        };
+        begin(&one).unwrap();
+        record(&one);
+        let refused = begin(&other).unwrap_err().message;
+        assert!(refused.contains("another daemon"), "{refused}");
+        assert!(other.feed.recording().is_err(), "it has not begun");
+        // A daemon that ends, as when it is started again, completes its file and lets go.
+        drop(one);
+        begin(&other).unwrap();
+        record(&other);
+        other.feed.stop_recording().unwrap();
+        let log = |name: &str| AccessLogReader::open(&dir.path().join(name)).unwrap();
+        let logs = ["vm-000001.parquet", "vm-000002.parquet"].map(log);
+        assert!(logs.iter().all(|log| log.records() == 1));
+        assert!(logs[0].meta().started_unix_ns < logs[1].meta().started_unix_ns);
+    }
+
     fn request(dir: &std::path::Path) -> RecordingRequest {
         RecordingRequest {
             dir: dir.to_owned(),

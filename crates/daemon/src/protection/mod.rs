@@ -27,6 +27,7 @@
 pub(crate) mod feed;
 #[cfg(test)]
 mod live_tests;
+mod log_dir;
 pub mod recording;
 pub(crate) mod vm;
 

@@ -12,6 +12,8 @@
 
 use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{AddressSpace, Fault, State};
+#[cfg(test)]
+use pagetide_policy::protect::ProtectionPolicy;
 use pagetide_policy::protect::{
     Fate, PolicyChoice, PolicyReport, ProtectedSections, Protector, Touch,
 };
@@ -327,6 +329,12 @@ impl VmProtection {
             section,
             is_begun: false,
         });
+    }
+
+    /// Has `device` follow `policy`.
+    #[cfg(test)]
+    pub(super) fn enter(&self, device: DeviceId, policy: Box<dyn ProtectionPolicy>) {
+        self.lock().protector.enter(device, policy);
     }
 
     /// How it stands.

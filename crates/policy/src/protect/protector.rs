@@ -49,6 +49,14 @@ struct Domain {
 }
 
 impl Domain {
+    fn new(policy: Box<dyn ProtectionPolicy>) -> Self {
+        Self {
+            policy,
+            held: FxHashSet::default(),
+            refused: 0,
+        }
+    }
+
     fn report(&self) -> PolicyReport {
         let mut report = self.policy.report();
         // The policy does not know what was refused.
@@ -130,13 +138,19 @@ impl Protector {
 
     /// `device` has touched a section. Its first touch makes its policy.
     pub fn touched(&mut self, device: DeviceId, touch: Touch) {
-        let domain = self.domains.entry(device).or_insert_with(|| Domain {
-            policy: self.choice.policy(self.vm_sections),
-            held: FxHashSet::default(),
-            refused: 0,
+        let domain = self.domains.entry(device).or_insert_with(|| {
+            let policy = self.choice.policy(self.vm_sections);
+            Domain::new(policy)
         });
         domain.policy.touched(touch, &mut self.outcome.changes);
         self.outcome.apply(domain);
+    }
+
+    /// From now on `device` follows `policy`, whatever the others do, until another is chosen for all: what
+    /// no [`PolicyChoice`] names can be tried like this.
+    pub fn enter(&mut self, device: DeviceId, policy: Box<dyn ProtectionPolicy>) {
+        self.device_left(device);
+        self.domains.insert(device, Domain::new(policy));
     }
 
     /// It is `now`. To be called about once a second; cheap when nothing is due.
@@ -334,12 +348,7 @@ mod tests {
     fn wish_that_gives_way_to_newer_ones_is_told_when_time_passes() {
         let mut protector = Protector::new(&PolicyChoice::None, 10_000);
         let in_vain = Arc::default();
-        let domain = Domain {
-            policy: Box::new(Wishing(Arc::clone(&in_vain))),
-            held: FxHashSet::default(),
-            refused: 0,
-        };
-        protector.domains.insert(DeviceId(1), domain);
+        protector.enter(DeviceId(1), Box::new(Wishing(Arc::clone(&in_vain))));
         let wishes = BRING_BACKS_MAX as u64 + 2;
         for section in (0..wishes).map(SectionNo) {
             let touch = Touch {
