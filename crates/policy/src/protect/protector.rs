@@ -49,14 +49,6 @@ struct Domain {
 }
 
 impl Domain {
-    fn new(policy: Box<dyn ProtectionPolicy>) -> Self {
-        Self {
-            policy,
-            held: FxHashSet::default(),
-            refused: 0,
-        }
-    }
-
     fn report(&self) -> PolicyReport {
         let mut report = self.policy.report();
         // The policy does not know what was refused.
@@ -138,9 +130,10 @@ impl Protector {
 
     /// `device` has touched a section. Its first touch makes its policy.
     pub fn touched(&mut self, device: DeviceId, touch: Touch) {
-        let domain = self.domains.entry(device).or_insert_with(|| {
-            let policy = self.choice.policy(self.vm_sections);
-            Domain::new(policy)
+        let domain = self.domains.entry(device).or_insert_with(|| Domain {
+            policy: self.choice.policy(self.vm_sections),
+            held: FxHashSet::default(),
+            refused: 0,
         });
         domain.policy.touched(touch, &mut self.outcome.changes);
         self.outcome.apply(domain);
@@ -150,7 +143,12 @@ impl Protector {
     /// no [`PolicyChoice`] names can be tried like this.
     pub fn enter(&mut self, device: DeviceId, policy: Box<dyn ProtectionPolicy>) {
         self.device_left(device);
-        self.domains.insert(device, Domain::new(policy));
+        let domain = Domain {
+            policy,
+            held: Default::default(),
+            refused: 0,
+        };
+        self.domains.insert(device, domain);
     }
 
     /// It is `now`. To be called about once a second; cheap when nothing is due.
@@ -348,7 +346,12 @@ mod tests {
     fn wish_that_gives_way_to_newer_ones_is_told_when_time_passes() {
         let mut protector = Protector::new(&PolicyChoice::None, 10_000);
         let in_vain = Arc::default();
-        protector.enter(DeviceId(1), Box::new(Wishing(Arc::clone(&in_vain))));
+        let domain = Domain {
+            policy: Box::new(Wishing(Arc::clone(&in_vain))),
+            held: FxHashSet::default(),
+            refused: 0,
+        };
+        protector.domains.insert(DeviceId(1), domain);
         let wishes = BRING_BACKS_MAX as u64 + 2;
         for section in (0..wishes).map(SectionNo) {
             let touch = Touch {
