@@ -15,7 +15,7 @@
 //!   alternation = for each cell:  N F, in the next one F N    (oN, oFf; a second and more each)
 //!   logging_on_over_off_CELL = IOPS of N / IOPS of F, geometric mean over alternations
 //! ```
-//! One process serves both, so nothing but the switch tells them apart. `_low95` is the
+//! One process serves both, so nothing but the switch tells them apart; what the policy knows it keeps. `_low95` is the
 //! lower end of the two-sided 95% interval of the mean over alternations, by Student's
 //! distribution. Without a cell's name both are the lowest of any cell.
 //!
@@ -242,7 +242,8 @@ impl Heard {
         }
         if self.tracked_sections < TRACKED_MIN {
             return Err(failed(format!(
-                "the policy remembers {} sections at the end of a slice, too few to tell what it costs;                  it should be {TRACKED_MIN} at least",
+                "the policy remembers {} sections at the end of a slice, too few to tell what it costs; \
+                 it should be {TRACKED_MIN} at least",
                 self.tracked_sections
             )));
         }

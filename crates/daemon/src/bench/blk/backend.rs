@@ -90,26 +90,23 @@ impl Listener {
         let config = FeedConfig { rate: RATE };
         let feed = Feed::start(log, &config)?;
         let mmu = Arc::new(DmaMmu::new([]));
-        let none = PolicyChoice::None;
-        let protection = VmProtection::new(&none, Arc::clone(&mmu), Vec::new(), None);
-        let protection = Arc::new(protection);
-        feed.add("bench", &protection);
+        let adp = PolicyChoice::Adp(AdpParams::default());
+        let protection = VmProtection::new(&adp, Arc::clone(&mmu), Vec::new(), None);
         Ok(Self {
             feed,
-            protection,
+            protection: Arc::new(protection),
             mmu,
             domains: Arc::clone(domains),
         })
     }
 
+    /// What the policy knows stays while it is off, so that it need not learn anew each time.
     fn switch(&self, switch: LogSwitch) {
         self.follow_memory();
-        let choice = match switch {
-            LogSwitch::On => PolicyChoice::Adp(AdpParams::default()),
-            LogSwitch::Off => PolicyChoice::None,
-        };
-        self.protection.choose(&choice);
-        self.feed.look_again();
+        self.feed.remove(&self.protection);
+        if switch == LogSwitch::On {
+            self.feed.add("bench", &self.protection);
+        }
     }
 
     /// Memory that the front end has brought since is the VM's, which has [`VM_PAGES`] in all: the
@@ -221,10 +218,8 @@ pub fn serve(options: BackendOptions) -> Result<(), BackendError> {
                 let Some(switch) = switches.into_iter().find(|it| it.line() == line) else {
                     continue;
                 };
-                // What the policy knows is forgotten by the switch.
-                let before = report(&dpu, &listener);
                 listener.switch(switch);
-                before
+                report(&dpu, &listener)
             }
         };
         let mut out = std::io::stdout().lock();

@@ -263,7 +263,7 @@ impl Backend {
         }
     }
 
-    /// Switches the access log of ours; what it said of itself before.
+    /// Switches the access log of ours; what it says of itself then.
     ///
     /// # Errors
     /// [`PartError`].
