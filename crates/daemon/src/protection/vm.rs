@@ -10,6 +10,7 @@
 //! engine, and a device may write any time at all. So a record's time is brought between
 //! that of what was heard last and now.
 
+use super::recently::Recently;
 use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{AddressSpace, Fault, State};
 #[cfg(test)]
@@ -89,6 +90,7 @@ struct Heard {
 
 struct Inner {
     protector: Protector,
+    recently: Recently,
     heard: BTreeMap<DeviceId, Heard>,
     at: Duration,
     ram: Vec<PageRange>,
@@ -167,6 +169,7 @@ impl VmProtection {
             is_active: AtomicBool::new(*choice != PolicyChoice::None),
             inner: Mutex::new(Inner {
                 protector,
+                recently: Recently::default(),
                 heard: BTreeMap::new(),
                 at: Duration::ZERO,
                 ram,
@@ -208,6 +211,7 @@ impl VmProtection {
     pub(crate) fn choose(&self, choice: &PolicyChoice) {
         let mut inner = self.lock();
         inner.protector.choose(choice);
+        inner.recently.forget();
         inner.heard.clear();
         inner.bring_backs.clear();
         self.is_active.store(*choice != PolicyChoice::None, Relaxed);
@@ -245,6 +249,8 @@ impl VmProtection {
         Listening {
             inner: self.lock(),
             protection: self,
+            taken: 0,
+            refused: 0,
         }
     }
 
@@ -372,6 +378,17 @@ impl VmProtection {
 pub(crate) struct Listening<'a> {
     inner: MutexGuard<'a, Inner>,
     protection: &'a VmProtection,
+    /// Counted here, and told at the end.
+    taken: u64,
+    refused: u64,
+}
+
+impl Drop for Listening<'_> {
+    fn drop(&mut self) {
+        let counts = &self.protection.counts;
+        counts.taken.fetch_add(self.taken, Relaxed);
+        counts.refused.fetch_add(self.refused, Relaxed);
+    }
 }
 
 /// An access that is believed: all of it is in the VM's memory, and its device has a place.
@@ -388,12 +405,10 @@ impl Listening<'_> {
     /// policies nor by who records: `None` if it cannot be, or its device is one too many.
     pub(crate) fn record(&mut self, record: &LogRecord, now: Duration) -> Option<Believed> {
         let believed = self.believe(record, now);
-        let counts = &self.protection.counts;
-        let count = match believed {
-            Some(_) => &counts.taken,
-            None => &counts.refused,
-        };
-        count.fetch_add(1, Relaxed);
+        match believed {
+            Some(_) => self.taken += 1,
+            None => self.refused += 1,
+        }
         believed
     }
 
@@ -410,6 +425,13 @@ impl Listening<'_> {
         }
         if self.protection.is_active() {
             for (section, bytes) in touches(address, record.len_bytes) {
+                if !self
+                    .inner
+                    .recently
+                    .is_first(record.device, section, told_at)
+                {
+                    continue;
+                }
                 let touch = Touch {
                     section,
                     at: told_at,
@@ -472,6 +494,7 @@ impl Inner {
     /// Takes the device's place, and what it protects.
     fn release(&mut self, device: DeviceId) {
         self.heard.remove(&device);
+        self.recently.forget();
         self.protector.device_left(device);
     }
 
@@ -525,6 +548,7 @@ impl Inner {
                 .retain(|waiting| waiting.section != section);
         }
         self.protector.resized(sections_of(&ram));
+        self.recently.forget();
         self.ram = ram;
     }
 }
