@@ -29,6 +29,7 @@ pub(crate) mod feed;
 #[cfg(test)]
 mod live_tests;
 mod log_dir;
+mod minute;
 mod recently;
 pub mod recording;
 pub(crate) mod vm;

@@ -10,7 +10,7 @@
 //! engine, and a device may write any time at all. So a record's time is brought between
 //! that of what was heard last and now.
 
-use super::recently::Recently;
+use super::{minute::Minute, recently::Recently};
 use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{AddressSpace, Fault, State};
 #[cfg(test)]
@@ -46,8 +46,6 @@ const FATES_MAX: usize = 65_536;
 const BRING_BACKS_MAX: usize = 2048;
 /// Pages of one fault that is served without waiting.
 const FAULT_PAGES: u64 = 16;
-/// Seconds over which faults are counted.
-const SECONDS: usize = 60;
 
 /// Bytes of a section.
 const SECTION_BYTES: u64 = SECTION_PAGES * PAGE_BYTES;
@@ -106,27 +104,6 @@ struct Wish {
     is_begun: bool,
 }
 
-/// Faults of the last minute, second by second.
-#[derive(Default)]
-struct Minute {
-    before: u64,
-    seconds: VecDeque<u64>,
-}
-
-impl Minute {
-    fn second_ends(&mut self, faults: u64) {
-        self.seconds.push_back(faults.saturating_sub(self.before));
-        self.before = faults;
-        if self.seconds.len() > SECONDS {
-            self.seconds.pop_front();
-        }
-    }
-
-    fn total(&self) -> u64 {
-        self.seconds.iter().sum()
-    }
-}
-
 /// One device's share of a [`ProtectionReport`].
 pub(crate) struct DeviceProtection {
     pub(crate) device: DeviceId,
@@ -174,10 +151,7 @@ impl VmProtection {
                 at: Duration::ZERO,
                 ram,
                 bring_backs: VecDeque::new(),
-                minute: Minute {
-                    before,
-                    ..Minute::default()
-                },
+                minute: Minute::beginning_at(before),
             }),
             fates: Mutex::default(),
             ram: Mutex::default(),
@@ -839,14 +813,5 @@ mod tests {
         assert!(rig.protected().is_empty());
         rig.hear(&rig.record(0, 0, 512));
         assert_eq!(rig.protected(), [0]);
-    }
-
-    #[test]
-    fn minute_holds_the_faults_of_sixty_seconds() {
-        let mut minute = Minute::default();
-        for second in 1..=100 {
-            minute.second_ends(second * 2);
-        }
-        assert_eq!(minute.total(), 120);
     }
 }
