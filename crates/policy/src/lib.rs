@@ -11,11 +11,15 @@
 //! - [`sets`]: how hot each section is; [`victims`]: which one is evicted next.
 //! - [`protect`]: what devices touch, and which sections the evictor spares for it.
 
+mod cells;
+mod chunks;
+mod dense_links;
 mod links;
 pub mod marks;
 pub mod protect;
 #[cfg(test)]
 mod random;
+mod section_set;
 pub mod sets;
 #[cfg(test)]
 mod sets_tests;

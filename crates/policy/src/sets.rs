@@ -38,7 +38,10 @@
 //! for; it is remembered, and Active again when it is touched or has pages again
 //! ([`HotColdSets::emptied`], [`HotColdSets::filled`]).
 
-use crate::links::{Links, List, Slot};
+use crate::{
+    cells::{List, Slot},
+    dense_links::DenseLinks,
+};
 use pagetide_addr::SectionNo;
 
 /// The sets, coldest first.
@@ -75,8 +78,8 @@ impl Level {
     }
 
     /// Drifts from here to Cold.
-    const fn drifts_to_cold(self) -> u64 {
-        self as u64
+    const fn drifts_to_cold(self) -> u32 {
+        self as u32
     }
 }
 
@@ -90,15 +93,17 @@ pub enum Drift {
 }
 
 /// What is kept of a section.
-#[derive(Debug)]
+#[derive(Clone, Copy, Default, Debug)]
 struct Standing {
     /// The drift after which it is cold; [`NEVER`] if it has no pages.
-    cold_after: u64,
-    /// The last scan that saw it touched, or the last look that found it there.
-    mark: u64,
+    cold_after: u32,
+    /// The last scan that saw it touched, or the last look that found it there. The numbers come round
+    /// after 2^32 scans, which are years; a section would be wrong for one scan if it was not touched
+    /// in all that time.
+    mark: u32,
 }
 
-const NEVER: u64 = u64::MAX;
+const NEVER: u32 = u32::MAX;
 
 /// Lists of those that are not cold yet. A scan puts sections into its own future, before the drift.
 const RIPENING: usize = 6;
@@ -106,17 +111,18 @@ const COLD: usize = 0;
 const EMPTY: usize = 1;
 const RIPENING_FIRST: usize = 2;
 
-/// The sets of one VM. A section takes at most 48 bytes (see `links.rs`).
+/// The sets of one VM. A section takes some 16 bytes (see `dense_links.rs`).
 #[derive(Debug, Default)]
 pub struct HotColdSets {
-    sections: Links<Standing>,
+    sections: DenseLinks<Standing>,
     lists: [List; RIPENING_FIRST + RIPENING],
-    drifts: u64,
-    marks: u64,
+    /// At most one a second: there are enough numbers for 136 years.
+    drifts: u32,
+    marks: u32,
 }
 
 /// The list of those that are cold after drift `cold_after`, when there were `drifts`.
-fn list_of(cold_after: u64, drifts: u64) -> usize {
+fn list_of(cold_after: u32, drifts: u32) -> usize {
     if cold_after == NEVER {
         EMPTY
     } else if cold_after <= drifts {
@@ -126,9 +132,8 @@ fn list_of(cold_after: u64, drifts: u64) -> usize {
     }
 }
 
-fn ripening(cold_after: u64) -> usize {
-    let place = cold_after % RIPENING as u64;
-    RIPENING_FIRST + usize::try_from(place).expect("one of six")
+fn ripening(cold_after: u32) -> usize {
+    RIPENING_FIRST + cold_after as usize % RIPENING
 }
 
 impl HotColdSets {
@@ -143,7 +148,7 @@ impl HotColdSets {
     /// From now on there are just these sections. Those that are new are Active: nothing is known of
     /// them yet.
     pub fn follow(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
-        self.marks += 1;
+        self.marks = self.marks.wrapping_add(1);
         let mark = self.marks;
         let mut there: u64 = 0;
         for section in sections {
@@ -179,8 +184,8 @@ impl HotColdSets {
     /// Moves all sections by what a scan saw. A section that is not followed stays in no set, and one
     /// that is named twice was touched once.
     pub fn scanned(&mut self, touched: impl IntoIterator<Item = SectionNo>, drift: Drift) {
-        self.marks += 1;
-        let after = self.drifts + u64::from(drift == Drift::OneSet);
+        self.marks = self.marks.wrapping_add(1);
+        let after = self.drifts + u32::from(drift == Drift::OneSet);
         for section in touched {
             let Some(slot) = self.sections.find(section) else {
                 continue;
@@ -201,7 +206,7 @@ impl HotColdSets {
         }
     }
 
-    fn put(&mut self, slot: Slot, cold_after: u64) {
+    fn put(&mut self, slot: Slot, cold_after: u32) {
         let standing = self.sections.value_mut(slot);
         let before = std::mem::replace(&mut standing.cold_after, cold_after);
         if before != cold_after {
@@ -236,18 +241,21 @@ impl HotColdSets {
         sections_max: u64,
         mut has_pages: impl FnMut(SectionNo) -> bool,
     ) {
-        let empty = self.lists[EMPTY].len().min(sections_max);
-        for _ in 0..empty {
-            let Some(slot) = self.lists[EMPTY].first() else {
+        let empty = self.lists[EMPTY].len();
+        let mut next = self.lists[EMPTY].first();
+        for _ in 0..empty.min(sections_max) {
+            let Some(slot) = next else {
                 return;
             };
+            next = self.sections.after(slot);
             let section = self.sections.section(slot);
             if has_pages(section) {
-                self.filled(section);
-            } else {
-                self.sections.take_out(&mut self.lists[EMPTY], slot);
-                self.sections.put_last(&mut self.lists[EMPTY], slot);
+                self.put(slot, self.drifts + Level::Active.drifts_to_cold());
             }
+        }
+        // Those that were looked at and stay come last.
+        if let Some(slot) = next {
+            self.sections.turn(&mut self.lists[EMPTY], slot);
         }
     }
 
@@ -260,8 +268,7 @@ impl HotColdSets {
     pub(crate) fn level_at(&self, slot: Slot) -> Option<Level> {
         let cold_after = self.sections.value(slot).cold_after;
         let drifts = cold_after.saturating_sub(self.drifts);
-        let level = |level: &&Level| level.drifts_to_cold() == drifts;
-        LEVELS.iter().find(level).copied()
+        LEVELS.get(drifts as usize).copied()
     }
 
     pub(crate) fn section(&self, slot: Slot) -> SectionNo {
@@ -309,6 +316,11 @@ impl HotColdSets {
 
     fn list_at(&self, level: Level) -> &List {
         &self.lists[list_of(self.drifts + level.drifts_to_cold(), self.drifts)]
+    }
+
+    /// Brings what is kept into the processor's cache, for one who has many VMs and now turns to this one.
+    pub fn warm_up(&self) {
+        self.sections.warm_up();
     }
 
     /// Memory the sets take, in bytes.

@@ -4,12 +4,11 @@
 //! ```text
 //! cargo run --release -p pagetide-sim --example replay_day -- [POLICY] [VMS] [HOURS]
 //! ```
-//! The load is plain on purpose, so that the machine is timed and not its making: each second, one VM's disk
-//! touches four sections, half of them anywhere, its NIC four of 200, its CPUs eight of a half.
+//! The load is plain on purpose ([`SteadyLoad`]), so that the machine is timed and not its making. `bench adp`
+//! has the same fleet for one policy, and one of made-up guests.
 
-use pagetide_addr::{Access, DeviceId, SectionNo};
 use pagetide_sim::replay::{
-    AccessStream, Actor, FleetParams, FleetReplay, ReplayAccess, Service, Start, Summary, VmParams,
+    AccessStream, FleetParams, FleetReplay, Start, SteadyLoad, Summary, VmParams,
 };
 use std::{
     io::Write as _,
@@ -18,49 +17,6 @@ use std::{
 };
 
 const SECTIONS: u64 = 8192;
-const NIC_SECTIONS: u64 = 200;
-const PER_SECOND: u64 = 16;
-
-struct Load {
-    state: u64,
-    count: u64,
-}
-
-impl Load {
-    fn below(&mut self, end: u64) -> u64 {
-        self.state ^= self.state << 13;
-        self.state ^= self.state >> 7;
-        self.state ^= self.state << 17;
-        (self.state >> 33) % end
-    }
-}
-
-impl Iterator for Load {
-    type Item = ReplayAccess;
-
-    fn next(&mut self) -> Option<ReplayAccess> {
-        let at = Duration::from_nanos(self.count * (1_000_000_000 / PER_SECOND));
-        let turn = self.count % PER_SECOND;
-        self.count += 1;
-        let disk = Actor::Device(DeviceId(1), Service::Block);
-        let (actor, section) = match turn % 4 {
-            0 if turn < PER_SECOND / 2 => (disk, self.below(SECTIONS)),
-            0 => (disk, SECTIONS / 2 + self.below(SECTIONS / 16)),
-            1 => (
-                Actor::Device(DeviceId(2), Service::Network),
-                SECTIONS - 1 - self.below(NIC_SECTIONS),
-            ),
-            _ => (Actor::Cpu, self.below(SECTIONS / 2)),
-        };
-        Some(ReplayAccess {
-            at,
-            actor,
-            section: SectionNo(section),
-            access: Access::Write,
-            bytes: 4096,
-        })
-    }
-}
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
@@ -68,10 +24,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let vms: u64 = args.next().map_or(Ok(500), |vms| vms.parse())?;
     let hours: u64 = args.next().map_or(Ok(24), |hours| hours.parse())?;
     let guest = |seed: u64| {
-        let load = Load {
-            state: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
-            count: 0,
-        };
         let params = VmParams {
             sections: SECTIONS,
             section_bytes: 2 << 20,
@@ -79,6 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             policy: Clone::clone(&policy),
             capacity_every: None,
         };
+        let load = SteadyLoad::new(SECTIONS, seed);
         (params, Box::new(load) as Box<dyn AccessStream>)
     };
     let params = FleetParams {
@@ -89,7 +42,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let begun = Instant::now();
     fleet.run_until(Duration::from_secs(hours * 3600))?;
     let took = begun.elapsed();
-    let accesses = vms * hours * 3600 * PER_SECOND;
+    let accesses = vms * hours * 3600 * SteadyLoad::PER_SECOND;
     let summary = Summary::of(&fleet.accounts(), None);
     let mut out = std::io::stdout().lock();
     writeln!(

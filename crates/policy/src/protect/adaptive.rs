@@ -44,12 +44,18 @@
 mod guess;
 mod life_table;
 mod params;
+mod pending;
 mod regret;
 
 pub use params::AdaptiveParams;
 
-use super::{Change, Fate, PolicyReport, ProtectionPolicy, Touch, parameters::Share};
-use crate::links::{Links, List, Slot};
+use super::{
+    Change, Fate, PolicyReport, ProtectionPolicy, Touch, parameters::Share, recency::nanos,
+};
+use crate::{
+    cells::{Halves, List, Slot},
+    links::Links,
+};
 use guess::{Absent, Guesses, Kind};
 use life_table::{AGES_S, CLASSES, INTERVALS, LifeTable, interval_of};
 use pagetide_addr::SectionNo;
@@ -81,7 +87,7 @@ const STRANGER: usize = CLASSES - 1;
 /// What is known of a section.
 #[derive(Clone, Copy, Debug)]
 struct Mark {
-    touched_ns: u64,
+    touched_ns: Halves,
     /// The section whose visit began next, the last time; itself for none.
     next: Option<Slot>,
     /// Interval of its age.
@@ -95,6 +101,10 @@ struct Mark {
 }
 
 impl Mark {
+    fn touched_at(&self) -> Duration {
+        Duration::from_nanos(self.touched_ns.into())
+    }
+
     fn class(&self) -> usize {
         if self.visits == 0 {
             return STRANGER;
@@ -130,8 +140,8 @@ pub struct Adaptive {
     /// Least worth that is protected.
     price: f64,
     protected: u64,
-    /// Protected sections that were touched: to be released.
-    releases: VecDeque<(Duration, SectionNo)>,
+    /// Protected sections that were touched: to be released, by when, in nanoseconds.
+    releases: VecDeque<(u64, SectionNo)>,
     /// Age at which the evictor takes sections, its lower end, in seconds.
     reach_s: f64,
     /// Visits begun.
@@ -283,7 +293,7 @@ impl Adaptive {
             return;
         }
         let mark = Mark {
-            touched_ns: u64::try_from(now.as_nanos()).unwrap_or(u64::MAX),
+            touched_ns: nanos(now).into(),
             next: None,
             interval: 0,
             rested: NEVER,
@@ -311,7 +321,7 @@ impl Adaptive {
             let reached = Duration::from_secs(AGES_S[interval + 1]);
             while let Some(slot) = self.ages[interval].first() {
                 let mark = *self.links.value(slot);
-                let age = now.saturating_sub(Duration::from_nanos(mark.touched_ns));
+                let age = now.saturating_sub(mark.touched_at());
                 if age < reached {
                     break;
                 }
@@ -328,7 +338,12 @@ impl Adaptive {
     }
 
     fn release_due(&mut self, now: Duration, changes: &mut Vec<Change>) {
-        while self.releases.front().is_some_and(|(due, _)| *due <= now) {
+        let now_ns = nanos(now);
+        while self
+            .releases
+            .front()
+            .is_some_and(|(due_ns, _)| *due_ns <= now_ns)
+        {
             let Some((_, section)) = self.releases.pop_front() else {
                 return;
             };
@@ -418,13 +433,14 @@ fn seconds(whole: u64) -> f64 {
 
 impl ProtectionPolicy for Adaptive {
     fn touched(&mut self, touch: Touch, changes: &mut Vec<Change>) {
-        let touched_ns = u64::try_from(touch.at.as_nanos()).unwrap_or(u64::MAX);
+        let touched_ns = nanos(touch.at);
         let thought = self.absent.remove(touch.section);
         self.guesses.touched(touch.section, thought);
         self.regret.touched(touch.section);
         if let Some(slot) = self.links.find(touch.section) {
             let mark = *self.links.value(slot);
-            let age_s = touched_ns.saturating_sub(mark.touched_ns) / 1_000_000_000;
+            let touched_before_ns = u64::from(mark.touched_ns);
+            let age_s = touched_ns.saturating_sub(touched_before_ns) / 1_000_000_000;
             let visits = age_s >= VISIT_GAP_S || mark.visits == 0;
             if mark.interval >= VISIT_INTERVAL {
                 self.table.ended(mark.class(), usize::from(mark.interval));
@@ -433,7 +449,7 @@ impl ProtectionPolicy for Adaptive {
                 .take_out(&mut self.ages[usize::from(mark.interval)], slot);
             self.links.put_last(&mut self.ages[0], slot);
             let kept = self.links.value_mut(slot);
-            kept.touched_ns = touched_ns.max(mark.touched_ns);
+            kept.touched_ns = touched_ns.max(touched_before_ns).into();
             kept.interval = 0;
             if visits {
                 kept.rested = if mark.visits == 0 {
@@ -445,14 +461,14 @@ impl ProtectionPolicy for Adaptive {
             }
             if mark.protected && mark.interval >= VISIT_INTERVAL {
                 self.releases
-                    .push_back((touch.at + RELEASE_AFTER, touch.section));
+                    .push_back((nanos(touch.at + RELEASE_AFTER), touch.section));
             }
             if visits {
                 self.visit(slot, changes);
             }
         } else {
             let mark = Mark {
-                touched_ns,
+                touched_ns: touched_ns.into(),
                 next: None,
                 interval: 0,
                 rested: NEVER,
@@ -507,7 +523,7 @@ impl ProtectionPolicy for Adaptive {
                 if let Some(slot) = slot {
                     let mark = self.links.value_mut(slot);
                     mark.cold = true;
-                    let age = now.saturating_sub(Duration::from_nanos(mark.touched_ns));
+                    let age = now.saturating_sub(mark.touched_at());
                     self.learn_reach(age.as_secs_f64());
                     self.decide(slot, changes);
                 } else {
@@ -556,7 +572,7 @@ impl ProtectionPolicy for Adaptive {
                 + self.absent.bytes()
                 + self.guesses.bytes()
                 + self.regret.bytes()
-                + (self.releases.capacity() * size_of::<(Duration, SectionNo)>()) as u64
+                + (self.releases.capacity() * size_of::<(u64, SectionNo)>()) as u64
                 + (self.deferred.capacity() * size_of::<SectionNo>()) as u64,
         }
     }

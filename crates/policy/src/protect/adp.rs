@@ -48,7 +48,7 @@
 use super::{
     Change, Fate, PolicyReport, ProtectionPolicy, Touch,
     parameters::{Field, Parameters, Share},
-    recency::{Recency, Slot},
+    recency::{Recency, Slot, nanos},
 };
 use pagetide_addr::SectionNo;
 use std::{collections::VecDeque, time::Duration};
@@ -109,14 +109,40 @@ impl Parameters for AdpParams {
 enum Block {
     Active,
     Resting,
-    /// With the number of its entry in [`Adp::leaving`].
+    /// With the number of its entry in [`Adp::demotions`], which is at least [`FIRST_DEMOTION`].
     Leaving(u32),
+}
+
+/// A [`Block`] in four bytes.
+#[derive(Clone, Copy, Debug)]
+struct PackedBlock(u32);
+
+const FIRST_DEMOTION: u32 = 2;
+
+impl From<Block> for PackedBlock {
+    fn from(block: Block) -> Self {
+        Self(match block {
+            Block::Active => 0,
+            Block::Resting => 1,
+            Block::Leaving(number) => number,
+        })
+    }
+}
+
+impl From<PackedBlock> for Block {
+    fn from(packed: PackedBlock) -> Self {
+        match packed.0 {
+            0 => Self::Active,
+            1 => Self::Resting,
+            number => Self::Leaving(number),
+        }
+    }
 }
 
 /// A demotion to come. Void if the section is not `Leaving` with this number any more.
 #[derive(Debug)]
 struct Demotion {
-    due: Duration,
+    due_ns: u64,
     slot: Slot,
     number: u32,
 }
@@ -130,7 +156,7 @@ pub struct Adp {
     params: AdpParams,
     active_max: u64,
     inactive_max: u64,
-    order: Recency<Block>,
+    order: Recency<PackedBlock>,
     newest_resting: Option<Slot>,
     active: u64,
     leaving: u64,
@@ -154,7 +180,7 @@ impl Adp {
             active: 0,
             leaving: 0,
             demotions: VecDeque::new(),
-            demotion_number: 0,
+            demotion_number: FIRST_DEMOTION,
             scanned_at: None,
             dropped: 0,
         }
@@ -170,6 +196,15 @@ impl Adp {
     #[must_use]
     pub fn inactive_sections(&self) -> u64 {
         self.order.len() - self.active
+    }
+
+    fn block(&self, slot: Slot) -> Block {
+        (*self.order.state(slot)).into()
+    }
+
+    /// Puts the section at `slot` into another block; returns that in which it was.
+    fn move_to(&mut self, slot: Slot, block: Block) -> Block {
+        std::mem::replace(self.order.state_mut(slot), block.into()).into()
     }
 
     fn oldest_recent(&self) -> Option<Slot> {
@@ -188,7 +223,7 @@ impl Adp {
 
     /// Takes the oldest recent section over the border.
     fn promote(&mut self, slot: Slot, changes: &mut Vec<Change>) {
-        match std::mem::replace(self.order.state_mut(slot), Block::Resting) {
+        match self.move_to(slot, Block::Resting) {
             Block::Active => {
                 self.active -= 1;
                 changes.push(Change::Protect(self.order.section(slot)));
@@ -201,34 +236,36 @@ impl Adp {
 
     fn begin_leaving(&mut self, slot: Slot, at: Duration) {
         self.move_border_off(slot);
-        self.demotion_number = self.demotion_number.wrapping_add(1);
+        self.demotion_number = self.demotion_number.wrapping_add(1).max(FIRST_DEMOTION);
         let number = self.demotion_number;
-        *self.order.state_mut(slot) = Block::Leaving(number);
+        self.move_to(slot, Block::Leaving(number));
         self.leaving += 1;
         self.demotions.push_back(Demotion {
-            due: at.saturating_add(self.params.demote_after),
+            due_ns: nanos(at.saturating_add(self.params.demote_after)),
             slot,
             number,
         });
         if self.demotions.len() as u64 > 2 * self.leaving + VOID_DEMOTIONS_MIN {
             let order = &self.order;
+            let block = |slot| Block::from(*order.state(slot));
             self.demotions
-                .retain(|demotion| *order.state(demotion.slot) == Block::Leaving(demotion.number));
+                .retain(|demotion| block(demotion.slot) == Block::Leaving(demotion.number));
         }
     }
 
     fn demote_due(&mut self, now: Duration, changes: &mut Vec<Change>) {
+        let now_ns = nanos(now);
         while let Some(demotion) = self.demotions.front()
-            && demotion.due <= now
+            && demotion.due_ns <= now_ns
         {
-            let slot = demotion.slot;
-            if *self.order.state(slot) == Block::Leaving(demotion.number) {
-                *self.order.state_mut(slot) = Block::Active;
+            let (slot, number) = (demotion.slot, demotion.number);
+            self.demotions.pop_front();
+            if self.block(slot) == Block::Leaving(number) {
+                self.move_to(slot, Block::Active);
                 self.leaving -= 1;
                 self.active += 1;
                 changes.push(Change::Release(self.order.section(slot)));
             }
-            self.demotions.pop_front();
         }
     }
 
@@ -259,13 +296,13 @@ impl Adp {
     fn oldest_inactive(&self) -> Option<Slot> {
         self.order
             .oldest_first()
-            .find(|slot| *self.order.state(*slot) != Block::Active)
+            .find(|slot| self.block(*slot) != Block::Active)
     }
 
     fn forget(&mut self, slot: Slot, changes: &mut Vec<Change>) {
         self.move_border_off(slot);
         // A demotion of this section must find nothing at its slot.
-        match std::mem::replace(self.order.state_mut(slot), Block::Active) {
+        match self.move_to(slot, Block::Active) {
             Block::Active => {
                 self.active -= 1;
                 self.order.remove(slot);
@@ -284,12 +321,12 @@ impl ProtectionPolicy for Adp {
         let newest = self.order.newest().map(|slot| self.order.touched_at(slot));
         let at = newest.map_or(touch.at, |newest| newest.max(touch.at));
         if let Some(slot) = self.order.find(touch.section) {
-            if *self.order.state(slot) == Block::Resting {
+            if self.block(slot) == Block::Resting {
                 self.begin_leaving(slot, at);
             }
             self.order.touch(slot, at);
         } else {
-            self.order.insert(touch.section, at, Block::Active);
+            self.order.insert(touch.section, at, Block::Active.into());
             self.active += 1;
             self.end_overflow(changes);
         }

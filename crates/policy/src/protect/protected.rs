@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`ProtectedSections`]: what must not be chosen for eviction, as the evictor reads it.
 
+use crate::section_set::SectionSet;
 use pagetide_addr::SectionNo;
 use rustc_hash::FxHashMap;
 use std::sync::{
@@ -13,10 +14,16 @@ use std::sync::{
 /// it a moment late: it protects from being chosen, and a section chosen a moment ago goes.
 #[derive(Debug, Default)]
 pub struct ProtectedSections {
-    /// Numbers of sections may lie far apart. With the number of devices that protect each.
-    devices: RwLock<FxHashMap<SectionNo, u32>>,
+    protected: RwLock<Protected>,
     len: AtomicU64,
     taken_pages: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Protected {
+    sections: SectionSet,
+    /// Sections that more than one device protects, and how many devices beside the first.
+    again: FxHashMap<SectionNo, u32>,
 }
 
 impl ProtectedSections {
@@ -24,7 +31,7 @@ impl ProtectedSections {
     #[must_use]
     pub fn contains(&self, section: SectionNo) -> bool {
         // Mostly there are none, or no device of this VM has a policy.
-        !self.is_empty() && self.read().contains_key(&section)
+        !self.is_empty() && self.read().sections.contains(section)
     }
 
     /// Number of sections that are protected, each counted once.
@@ -52,29 +59,38 @@ impl ProtectedSections {
 
     /// One more device protects `section`.
     pub(super) fn add(&self, section: SectionNo) {
-        let mut devices = self.write();
-        *devices.entry(section).or_insert(0) += 1;
-        self.len.store(devices.len() as u64, Relaxed);
+        let mut protected = self.write();
+        if !protected.sections.insert(section) {
+            *protected.again.entry(section).or_insert(0) += 1;
+        }
+        self.len.store(protected.sections.len(), Relaxed);
     }
 
     /// One device less protects `section`.
     pub(super) fn remove(&self, section: SectionNo) {
-        let mut devices = self.write();
-        if let Some(count) = devices.get_mut(&section) {
-            *count -= 1;
-            if *count == 0 {
-                devices.remove(&section);
+        let mut protected = self.write();
+        match protected.again.get_mut(&section) {
+            Some(1) => {
+                protected.again.remove(&section);
+            }
+            Some(count) => *count -= 1,
+            None => {
+                protected.sections.remove(section);
             }
         }
-        self.len.store(devices.len() as u64, Relaxed);
+        self.len.store(protected.sections.len(), Relaxed);
     }
 
     // Nothing between two changes can panic, so what a lock guards is whole even if its holder did.
-    fn read(&self) -> RwLockReadGuard<'_, FxHashMap<SectionNo, u32>> {
-        self.devices.read().unwrap_or_else(PoisonError::into_inner)
+    fn read(&self) -> RwLockReadGuard<'_, Protected> {
+        self.protected
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, FxHashMap<SectionNo, u32>> {
-        self.devices.write().unwrap_or_else(PoisonError::into_inner)
+    fn write(&self) -> RwLockWriteGuard<'_, Protected> {
+        self.protected
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -13,12 +13,13 @@
 //! another holds, only keep it from growing. A device that came too late has page faults, as
 //! without a policy.
 
+use crate::section_set::SectionSet;
+
 use super::{
     Change, Fate, PolicyChoice, PolicyReport, ProtectedSections, ProtectionPolicy, Touch,
     parameters::Share,
 };
 use pagetide_addr::{DeviceId, SectionNo};
-use rustc_hash::FxHashSet;
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::Arc,
@@ -36,14 +37,10 @@ const TOGETHER_MIN: Share = Share::percent(10);
 /// paper's `lru` of 10 % a device held 12 % of a VM.
 const WHOLE_SHARES: u64 = 2;
 
-/// What a place for a section costs that a device holds: in its own table, and in the one that the evictor
-/// reads. A table has a byte and the entry for each place, and eight places for seven entries.
-const HELD_BYTES: u64 = ((8 + 1) + (16 + 1)) * 8 / 7;
-
 /// One device: the paper's *protection domain*.
 struct Domain {
     policy: Box<dyn ProtectionPolicy>,
-    held: FxHashSet<SectionNo>,
+    held: SectionSet,
     /// Sections that it was not let protect, since the start.
     refused: u64,
 }
@@ -52,9 +49,10 @@ impl Domain {
     fn report(&self) -> PolicyReport {
         let mut report = self.policy.report();
         // The policy does not know what was refused.
-        report.protected_sections = self.held.len() as u64;
+        report.protected_sections = self.held.len();
         report.dropped_sections += self.refused;
-        report.bytes += HELD_BYTES * self.held.capacity() as u64;
+        // In the set here, and in the one that the evictor reads, which is no larger than those of all devices.
+        report.bytes += 2 * self.held.bytes();
         report
     }
 }
@@ -132,11 +130,23 @@ impl Protector {
     pub fn touched(&mut self, device: DeviceId, touch: Touch) {
         let domain = self.domains.entry(device).or_insert_with(|| Domain {
             policy: self.choice.policy(self.vm_sections),
-            held: FxHashSet::default(),
+            held: SectionSet::default(),
             refused: 0,
         });
         domain.policy.touched(touch, &mut self.outcome.changes);
         self.outcome.apply(domain);
+    }
+
+    /// From now on `device` follows `policy`, whatever the others do, until another is chosen for all: what
+    /// no [`PolicyChoice`] names can be tried like this.
+    pub fn enter(&mut self, device: DeviceId, policy: Box<dyn ProtectionPolicy>) {
+        self.device_left(device);
+        let domain = Domain {
+            policy,
+            held: Default::default(),
+            refused: 0,
+        };
+        self.domains.insert(device, domain);
     }
 
     /// It is `now`. To be called about once a second; cheap when nothing is due.
@@ -190,10 +200,9 @@ impl Protector {
     }
 
     /// What each device's policy holds, with the memory that is taken here on its behalf.
-    #[must_use]
-    pub fn reports(&self) -> Vec<(DeviceId, PolicyReport)> {
+    pub fn reports(&self) -> impl Iterator<Item = (DeviceId, PolicyReport)> + '_ {
         let report = |(device, domain): (&DeviceId, &Domain)| (*device, domain.report());
-        self.domains.iter().map(report).collect()
+        self.domains.iter().map(report)
     }
 
     /// Sections that left protection, or were refused it, because there were too many; since the start, by
@@ -221,7 +230,7 @@ impl Protector {
 
     fn leave(&mut self, domain: Domain) {
         self.dropped_before += domain.report().dropped_sections;
-        for section in domain.held {
+        for section in domain.held.iter() {
             self.outcome.protected.remove(section);
         }
     }
@@ -235,7 +244,7 @@ impl Protector {
                 return;
             };
             let surplus = usize::try_from(surplus).unwrap_or(usize::MAX);
-            let given: Vec<SectionNo> = domain.held.iter().copied().take(surplus).collect();
+            let given: Vec<SectionNo> = domain.held.iter().take(surplus).collect();
             for section in given {
                 self.outcome.refuse(domain, section);
             }
@@ -253,8 +262,12 @@ impl Drop for Protector {
 impl Outcome {
     /// Does what the policy of `domain` has just decided.
     fn apply(&mut self, domain: &mut Domain) {
+        if self.changes.is_empty() {
+            return;
+        }
+        let mut changes = std::mem::take(&mut self.changes);
         let mut added = Vec::new();
-        for change in std::mem::take(&mut self.changes) {
+        for change in changes.drain(..) {
             match change {
                 Change::Protect(section) => {
                     if domain.held.insert(section) {
@@ -263,13 +276,14 @@ impl Outcome {
                     }
                 }
                 Change::Release(section) => {
-                    if domain.held.remove(&section) {
+                    if domain.held.remove(section) {
                         self.protected.remove(section);
                     }
                 }
                 Change::BringBack(section) => self.wish(section),
             }
         }
+        self.changes = changes;
         // Only now: a policy may protect a section first, and then release another for it.
         while self.surplus() > 0
             && let Some(newest) = added.pop()
@@ -295,7 +309,7 @@ impl Outcome {
 
     /// `section` is not protected, though the policy of `domain` wants it to be.
     fn refuse(&mut self, domain: &mut Domain, section: SectionNo) {
-        if domain.held.remove(&section) {
+        if domain.held.remove(section) {
             self.protected.remove(section);
             domain.refused += 1;
         }
@@ -336,7 +350,7 @@ mod tests {
         let in_vain = Arc::default();
         let domain = Domain {
             policy: Box::new(Wishing(Arc::clone(&in_vain))),
-            held: FxHashSet::default(),
+            held: SectionSet::default(),
             refused: 0,
         };
         protector.domains.insert(DeviceId(1), domain);

@@ -123,6 +123,7 @@ impl VmReplay {
     /// # Errors
     /// The stream's; an access outside the VM or before the one before.
     pub fn run_until(&mut self, end: Duration) -> Result<(), ReplayError> {
+        self.memory.warm_up();
         while let Some(access) = self.next_access()? {
             if access.at >= end {
                 self.waiting = Some(access);

@@ -14,6 +14,7 @@
 //! until a scan finds it touched, or comes to it among those without pages: it looks at some of them each
 //! time, and at all if what rests is not enough.
 
+use super::touched::TouchedSections;
 use pagetide_addr::{PAGE_BYTES, SectionNo};
 use pagetide_policy::{
     marks::{HIGH_PERMILLE, LOW_PERMILLE, SCAN_ROUND},
@@ -113,7 +114,7 @@ pub(super) struct Memory {
     present: u64,
     limit: Option<u64>,
     victims: Victims,
-    touched: Vec<SectionNo>,
+    touched: TouchedSections,
     /// True if all sections without pages were looked at since the last scan.
     looked_at_empty: bool,
     scan_at: Duration,
@@ -141,7 +142,7 @@ impl Memory {
             present: if present { sections } else { 0 },
             limit: None,
             victims,
-            touched: Vec::new(),
+            touched: TouchedSections::default(),
             looked_at_empty: false,
             scan_at: Duration::ZERO,
             resting: None,
@@ -173,6 +174,12 @@ impl Memory {
 
     pub(super) fn set_limit(&mut self, sections: Option<u64>) {
         self.limit = sections;
+    }
+
+    /// A replay has many VMs and turns to this one now: what it is about to touch here and there is read in
+    /// order first.
+    pub(super) fn warm_up(&self) {
+        self.victims.sets().warm_up();
     }
 
     /// When something is to be done next: [`Self::pass`].
@@ -209,7 +216,7 @@ impl Memory {
             };
         }
         if !state.is(State::TOUCHED) {
-            self.touched.push(section);
+            self.touched.insert(section);
         }
         self.counts.brought_back -= u64::from(state.is(State::BROUGHT_BACK));
         *state = state.and(State::TOUCHED).but(State::BROUGHT_BACK);
@@ -389,13 +396,13 @@ impl Memory {
     }
 
     fn scan(&mut self, now: Duration) {
-        for section in &self.touched {
-            let state = &mut self.sections[section.index()];
+        let sections = &mut self.sections;
+        let touched = self.touched.drain().inspect(|section| {
+            let state = &mut sections[section.index()];
             *state = state.but(State::TOUCHED);
-        }
-        // As the daemon comes by them.
-        self.touched.sort_unstable();
-        self.victims.scanned(now, self.touched.drain(..));
+        });
+        // In order of memory, as the daemon comes by them.
+        self.victims.scanned(now, touched);
         self.look_at_empty(EMPTY_LOOKED_AT);
         self.looked_at_empty = false;
         self.scan_at = now + SCAN_ROUND;

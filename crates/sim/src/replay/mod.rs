@@ -36,12 +36,15 @@ mod direct_pool;
 mod error;
 mod fleet;
 mod footprint;
+mod log_stream;
 mod machine;
 mod memory;
 mod nic_ring;
 mod page_cache;
 mod source;
+mod steady_load;
 mod summary;
+mod touched;
 mod traces;
 
 pub use account::{Capacity, DeviceAccount, FaultAges, Share, VmAccount};
@@ -54,6 +57,7 @@ pub use memory::Start;
 pub use nic_ring::NicRing;
 pub use page_cache::{CachedReads, DiskRequest, GuestPageCache, PageCacheCounts, PageCacheParams};
 pub use source::{Beside, DiskPath, DiskStream, TimedRequest, spread, working_set};
+pub use steady_load::SteadyLoad;
 pub use summary::{DeviceSummary, ServiceSummary, Summary};
 pub use traces::{Guest, OriginKind, Through, TraceOptions, TracedVm, VmOrigin, survey};
 

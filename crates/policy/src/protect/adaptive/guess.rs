@@ -14,9 +14,11 @@
 //! one of those back would seem good though it does nothing. How many they are is seen by the device's
 //! touches of evicted sections that were *not* wished back: those that do not fault were there.
 
+use super::pending::Pending;
+use crate::section_set::SectionSet;
 use pagetide_addr::SectionNo;
 use rustc_hash::FxHashMap;
-use std::{collections::VecDeque, time::Duration};
+use std::time::Duration;
 
 /// Why a section was brought back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,43 +42,28 @@ pub(super) enum Thought {
 
 /// Sections that were evicted and not heard of since: a bit each.
 #[derive(Debug, Default)]
-pub(super) struct Absent(FxHashMap<u64, u64>);
+pub(super) struct Absent(SectionSet);
 
 impl Absent {
-    fn place(section: SectionNo) -> (u64, u64) {
-        (section.0 / 64, 1 << (section.0 % 64))
-    }
-
     pub(super) fn contains(&self, section: SectionNo) -> bool {
-        let (word, bit) = Self::place(section);
-        self.0.get(&word).is_some_and(|bits| bits & bit != 0)
+        self.0.contains(section)
     }
 
     pub(super) fn insert(&mut self, section: SectionNo) {
-        let (word, bit) = Self::place(section);
-        *self.0.entry(word).or_insert(0) |= bit;
+        self.0.insert(section);
     }
 
     /// Tells whether it was among them.
     pub(super) fn remove(&mut self, section: SectionNo) -> Thought {
-        let (word, bit) = Self::place(section);
-        let Some(bits) = self.0.get_mut(&word) else {
-            return Thought::Other;
-        };
-        let was = if *bits & bit == 0 {
-            Thought::Other
-        } else {
+        if self.0.remove(section) {
             Thought::Absent
-        };
-        *bits &= !bit;
-        if *bits == 0 {
-            self.0.remove(&word);
+        } else {
+            Thought::Other
         }
-        was
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        (self.0.capacity() * 17) as u64
+        self.0.bytes()
     }
 }
 
@@ -111,19 +98,10 @@ struct Record {
     depth: u64,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Waiting {
-    kind: Kind,
-    number: u64,
-}
-
 /// How good guesses were.
 #[derive(Debug)]
 pub(super) struct Guesses {
-    waiting: FxHashMap<SectionNo, Waiting>,
-    /// When each was made, and its number, oldest first; those that have ended too.
-    order: VecDeque<(Duration, u64, SectionNo)>,
-    made: u64,
+    waiting: Pending<Kind>,
     /// Touched since the last weighing: good, unless it is told yet that they were not brought back.
     touched: FxHashMap<SectionNo, Kind>,
     records: [Record; 3],
@@ -144,9 +122,7 @@ impl Default for Guesses {
             depth,
         };
         Self {
-            waiting: FxHashMap::default(),
-            order: VecDeque::new(),
-            made: 0,
+            waiting: Pending::default(),
             touched: FxHashMap::default(),
             records: [record(AGE_FIRST), record(2), record(2)],
             age_left: AGE_FIRST,
@@ -171,23 +147,10 @@ impl Guesses {
         if kind == Kind::Age {
             self.age_left = self.age_left.saturating_sub(1);
         }
-        self.made += 1;
-        let number = self.made;
-        self.waiting.insert(section, Waiting { kind, number });
-        if self.order.len() == WAITING_MAX {
-            self.take_oldest();
+        if self.waiting.len() == WAITING_MAX {
+            self.waiting.take_oldest();
         }
-        self.order.push_back((self.now, number, section));
-    }
-
-    /// The oldest that was made, if its end is still waited for.
-    fn take_oldest(&mut self) -> Option<Kind> {
-        let (_, number, section) = self.order.pop_front()?;
-        let is_it = |waiting: &Waiting| waiting.number == number;
-        if !self.waiting.get(&section).is_some_and(is_it) {
-            return None;
-        }
-        self.waiting.remove(&section).map(|waiting| waiting.kind)
+        self.waiting.begin(section, self.now, kind);
     }
 
     /// The device touched it, without a fault. It was thought absent if `thought` says so.
@@ -195,8 +158,8 @@ impl Guesses {
         if thought == Thought::Absent {
             self.thought_absent += 1.0;
         }
-        if let Some(waiting) = self.waiting.remove(&section) {
-            self.touched.insert(section, waiting.kind);
+        if let Some(kind) = self.waiting.end(section) {
+            self.touched.insert(section, kind);
         }
     }
 
@@ -206,32 +169,28 @@ impl Guesses {
             self.thought_absent += 1.0;
             self.were_absent += 1.0;
         }
-        self.waiting.remove(&section);
+        self.waiting.end(section);
     }
 
     pub(super) fn evicted(&mut self, section: SectionNo) {
-        if let Some(waiting) = self.waiting.remove(&section) {
-            self.records[waiting.kind as usize].bad += 1.0;
+        if let Some(kind) = self.waiting.end(section) {
+            self.records[kind as usize].bad += 1.0;
         }
     }
 
     /// It was not brought back, or is no more. True if it was to be.
     pub(super) fn came_to_nothing(&mut self, section: SectionNo) -> bool {
-        self.waiting.remove(&section).is_some() || self.touched.remove(&section).is_some()
+        self.waiting.end(section).is_some() || self.touched.remove(&section).is_some()
     }
 
     /// It is `now`.
     pub(super) fn passed(&mut self, now: Duration) {
         self.now = now;
-        while let Some((at, number, section)) = self.order.front() {
-            let ended = self
-                .waiting
-                .get(section)
-                .is_none_or(|waiting| waiting.number != *number);
-            if !ended && now.saturating_sub(*at) < WAITING_TIME {
+        while let Some((at, ended)) = self.waiting.oldest() {
+            if !ended && now.saturating_sub(at) < WAITING_TIME {
                 break;
             }
-            if let Some(kind) = self.take_oldest() {
+            if let Some(kind) = self.waiting.take_oldest() {
                 self.records[kind as usize].bad += 1.0;
             }
         }
@@ -276,9 +235,7 @@ impl Guesses {
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        let waiting = self.waiting.capacity() * (size_of::<(SectionNo, Waiting)>() + 1) * 8 / 7;
         let touched = self.touched.capacity() * (size_of::<(SectionNo, Kind)>() + 1) * 8 / 7;
-        let order = self.order.capacity() * size_of::<(Duration, u64, SectionNo)>();
-        (waiting + touched + order) as u64
+        self.waiting.bytes() + touched as u64
     }
 }

@@ -15,9 +15,9 @@
 //! An eviction counts at once and the regret when it comes, so that the first hour is not lost; until then the
 //! share is too low, and never too high.
 
+use super::pending::Pending;
 use pagetide_addr::SectionNo;
-use rustc_hash::FxHashMap;
-use std::{collections::VecDeque, time::Duration};
+use std::time::Duration;
 
 /// A section that is touched so long after its eviction is another matter.
 pub(super) const WATCHED_TIME: Duration = Duration::from_secs(3_600);
@@ -34,43 +34,37 @@ const MARGIN_LEAST: f64 = 0.05;
 /// See the module.
 #[derive(Debug, Default)]
 pub(super) struct Regret {
-    /// When each was evicted, oldest first; those that were touched since, too.
-    watched: VecDeque<(Duration, SectionNo)>,
-    /// Those that were not touched since, and when they were evicted.
-    untouched: FxHashMap<SectionNo, Duration>,
+    /// Evicted sections; their end is the touch.
+    watched: Pending<()>,
     regretted: f64,
     evictions: f64,
 }
 
 impl Regret {
     pub(super) fn evicted(&mut self, section: SectionNo, now: Duration) {
-        if self.watched.len() < WATCHED_MAX && !self.untouched.contains_key(&section) {
-            self.watched.push_back((now, section));
-            self.untouched.insert(section, now);
+        if self.watched.len() < WATCHED_MAX && !self.watched.contains(section) {
+            self.watched.begin(section, now, ());
             self.evictions += 1.0;
         }
     }
 
     pub(super) fn touched(&mut self, section: SectionNo) {
-        if self.untouched.remove(&section).is_some() {
+        if self.watched.end(section).is_some() {
             self.regretted += 1.0;
         }
     }
 
     /// It is no more, and will not be touched.
     pub(super) fn gone(&mut self, section: SectionNo) {
-        self.untouched.remove(&section);
+        self.watched.end(section);
     }
 
     /// Does not watch any more what was evicted an hour ago.
     pub(super) fn passed(&mut self, now: Duration) {
-        while let Some((at, section)) = self.watched.front().copied()
+        while let Some((at, _)) = self.watched.oldest()
             && now.saturating_sub(at) >= WATCHED_TIME
         {
-            self.watched.pop_front();
-            if self.untouched.get(&section) == Some(&at) {
-                self.untouched.remove(&section);
-            }
+            self.watched.take_oldest();
         }
     }
 
@@ -97,9 +91,7 @@ impl Regret {
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        let watched = self.watched.capacity() * size_of::<(Duration, SectionNo)>();
-        (watched + self.untouched.capacity() * (size_of::<(SectionNo, Duration)>() + 1) * 8 / 7)
-            as u64
+        self.watched.bytes()
     }
 }
 
@@ -127,7 +119,7 @@ mod tests {
         assert!(regret.watched.len() <= 361);
         regret.gone(SectionNo(9_999));
         regret.passed(Duration::from_secs(999_999));
-        assert!(regret.watched.is_empty() && regret.untouched.is_empty());
+        assert_eq!(regret.watched.len(), 0);
     }
 
     #[test]
@@ -137,6 +129,6 @@ mod tests {
             regret.evicted(SectionNo(number), Duration::ZERO);
         }
         assert_eq!(regret.watched.len(), WATCHED_MAX);
-        assert!(regret.bytes() < 1 << 20, "{}", regret.bytes());
+        assert!(regret.bytes() < 40 << 10, "{}", regret.bytes());
     }
 }

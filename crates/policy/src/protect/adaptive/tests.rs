@@ -442,5 +442,5 @@ fn report_counts_releases_that_are_due_later() {
     let mut policy = Adaptive::new(AdaptiveParams::default(), 100);
     let before = policy.report().bytes;
     policy.releases.reserve_exact(1_000);
-    assert!(policy.report().bytes >= before + 1_000 * 24);
+    assert!(policy.report().bytes >= before + 1_000 * 16);
 }
