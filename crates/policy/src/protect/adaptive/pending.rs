@@ -49,11 +49,6 @@ impl<K: Copy> Pending<K> {
         self.order.len()
     }
 
-    pub(super) fn contains(&self, section: SectionNo) -> bool {
-        let is_it = |number: &u32| self.section(*number) == section;
-        !self.live.is_empty() && self.live.find(hash(section), is_it).is_some()
-    }
-
     /// Something is waited for from `now` on. What was waited for of this section before has ended.
     pub(super) fn begin(&mut self, section: SectionNo, now: Duration, kind: K) {
         self.end(section);
@@ -112,10 +107,6 @@ impl<K: Copy> Pending<K> {
         let order = self.order.capacity() * size_of::<Entry<K>>();
         (order + self.live.allocation_size()) as u64
     }
-
-    fn section(&self, number: u32) -> SectionNo {
-        section_of(&self.order, self.first, number)
-    }
 }
 
 fn place(first: u32, number: u32) -> usize {
@@ -149,7 +140,6 @@ mod tests {
             let waits =
                 |entry: &&mut (u64, u64, Option<u64>)| entry.1 == section && entry.2.is_some();
             let live = model.iter_mut().find(waits);
-            assert_eq!(pending.contains(SectionNo(section)), live.is_some());
             let ended = live.map(|entry| entry.2.take());
             match random.below(3) {
                 0 => {
