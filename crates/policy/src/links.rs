@@ -57,6 +57,11 @@ impl<T> Links<T> {
         self.cells.bytes() + self.slots.allocation_size() as u64
     }
 
+    /// Brings the cells into the processor's cache.
+    pub(crate) fn warm_up(&self) {
+        self.cells.warm_up();
+    }
+
     pub(crate) fn find(&self, section: SectionNo) -> Option<Slot> {
         let is_it = |slot: &Slot| self.section(*slot) == section;
         self.slots.find(hash(section), is_it).copied()

@@ -95,12 +95,25 @@ struct Mark {
     /// Interval of the rest before its last visit.
     rested: u8,
     visits: u8,
-    protected: bool,
+    stance: Stance,
+}
+
+/// Whether a section may be protected, and is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stance {
+    /// The evictor never took it: its CPUs may be using it.
+    Unproven,
     /// The evictor took it once: its CPUs let it go cold.
-    cold: bool,
+    Cold,
+    /// It did, and the section is protected.
+    Protected,
 }
 
 impl Mark {
+    fn is_protected(&self) -> bool {
+        self.stance == Stance::Protected
+    }
+
     fn touched_at(&self) -> Duration {
         Duration::from_nanos(self.touched_ns.into())
     }
@@ -238,11 +251,11 @@ impl Adaptive {
         let near = end_s.is_none_or(|end| seconds(end) > self.reach_s);
         let wanted = mark.interval >= VISIT_INTERVAL
             && near
-            && mark.cold
+            && mark.stance != Stance::Unproven
             && worth >= self.least_worth(mark.interval)
             && (!self.absent.contains(section) || self.regret.is_paid_by(worth));
         if wanted
-            && !mark.protected
+            && !mark.is_protected()
             && self.protected >= self.params.protected_max.of(self.sections)
         {
             self.fetch(slot, changes);
@@ -251,7 +264,7 @@ impl Adaptive {
         if !wanted {
             self.fetch(slot, changes);
         }
-        if wanted == mark.protected {
+        if wanted == mark.is_protected() {
             return;
         }
         if wanted {
@@ -264,7 +277,11 @@ impl Adaptive {
             self.protected -= 1;
             changes.push(Change::Release(section));
         }
-        self.links.value_mut(slot).protected = wanted;
+        self.links.value_mut(slot).stance = if wanted {
+            Stance::Protected
+        } else {
+            Stance::Cold
+        };
     }
 
     /// Brings the section at `slot` back if it is absent and will probably be touched before the
@@ -298,8 +315,7 @@ impl Adaptive {
             interval: 0,
             rested: NEVER,
             visits: 0,
-            protected: false,
-            cold: true,
+            stance: Stance::Cold,
         };
         let slot = self.links.insert_last(&mut self.ages[0], section, mark);
         self.fetch(slot, changes);
@@ -351,8 +367,8 @@ impl Adaptive {
                 continue;
             };
             let mark = self.links.value_mut(slot);
-            if mark.protected && mark.interval < VISIT_INTERVAL {
-                mark.protected = false;
+            if mark.is_protected() && mark.interval < VISIT_INTERVAL {
+                mark.stance = Stance::Cold;
                 self.protected -= 1;
                 changes.push(Change::Release(section));
             }
@@ -388,7 +404,7 @@ impl Adaptive {
         if self.last_visit == Some(slot) {
             self.last_visit = None;
         }
-        if mark.protected {
+        if mark.is_protected() {
             self.protected -= 1;
             changes.push(Change::Release(section));
         }
@@ -459,7 +475,7 @@ impl ProtectionPolicy for Adaptive {
                 };
                 kept.visits = mark.visits.saturating_add(1);
             }
-            if mark.protected && mark.interval >= VISIT_INTERVAL {
+            if mark.is_protected() && mark.interval >= VISIT_INTERVAL {
                 self.releases
                     .push_back((nanos(touch.at + RELEASE_AFTER), touch.section));
             }
@@ -473,8 +489,7 @@ impl ProtectionPolicy for Adaptive {
                 interval: 0,
                 rested: NEVER,
                 visits: 1,
-                protected: false,
-                cold: false,
+                stance: Stance::Unproven,
             };
             let slot = self
                 .links
@@ -522,7 +537,9 @@ impl ProtectionPolicy for Adaptive {
                 self.absent.insert(section);
                 if let Some(slot) = slot {
                     let mark = self.links.value_mut(slot);
-                    mark.cold = true;
+                    if mark.stance == Stance::Unproven {
+                        mark.stance = Stance::Cold;
+                    }
                     let age = now.saturating_sub(mark.touched_at());
                     self.learn_reach(age.as_secs_f64());
                     self.decide(slot, changes);
@@ -562,6 +579,10 @@ impl ProtectionPolicy for Adaptive {
         }
     }
 
+    fn warm_up(&self) {
+        self.links.warm_up();
+    }
+
     fn report(&self) -> PolicyReport {
         PolicyReport {
             tracked_sections: self.links.len(),
@@ -583,7 +604,7 @@ impl Adaptive {
     fn oldest_protected(&self) -> Option<Slot> {
         self.ages.iter().rev().find_map(|list| {
             std::iter::successors(list.first(), |slot| self.links.after(*slot))
-                .find(|slot| self.links.value(*slot).protected)
+                .find(|slot| self.links.value(*slot).is_protected())
         })
     }
 }

@@ -51,8 +51,7 @@ impl Domain {
         // The policy does not know what was refused.
         report.protected_sections = self.held.len();
         report.dropped_sections += self.refused;
-        // In the set here, and in the one that the evictor reads, which is no larger than those of all devices.
-        report.bytes += 2 * self.held.bytes();
+        report.bytes += self.held.bytes();
         report
     }
 }
@@ -187,9 +186,23 @@ impl Protector {
         self.outcome.bring_backs.drain(..).collect()
     }
 
-    /// What each device's policy holds, with the memory that is taken here on its behalf.
+    /// See [`ProtectionPolicy::warm_up`].
+    pub fn warm_up(&self) {
+        for domain in self.domains.values() {
+            domain.policy.warm_up();
+        }
+    }
+
+    /// What each device's policy holds, with the memory that is taken here on its behalf: its own, and its part
+    /// of what the evictor reads.
     pub fn reports(&self) -> impl Iterator<Item = (DeviceId, PolicyReport)> + '_ {
-        let report = |(device, domain): (&DeviceId, &Domain)| (*device, domain.report());
+        let devices = self.domains.len().max(1) as u64;
+        let shared_bytes = self.outcome.protected.bytes().div_ceil(devices);
+        let report = move |(device, domain): (&DeviceId, &Domain)| {
+            let mut report = domain.report();
+            report.bytes += shared_bytes;
+            (*device, report)
+        };
         self.domains.iter().map(report)
     }
 

@@ -14,7 +14,7 @@
 //! one of those back would seem good though it does nothing. How many they are is seen by the device's
 //! touches of evicted sections that were *not* wished back: those that do not fault were there.
 
-use super::pending::Pending;
+use super::pending::{Code, Pending};
 use crate::section_set::SectionSet;
 use pagetide_addr::SectionNo;
 use rustc_hash::FxHashMap;
@@ -29,6 +29,18 @@ pub(super) enum Kind {
     Order,
     /// It lies beside a section that was touched.
     Neighbour,
+}
+
+impl Code for Kind {
+    fn code(&self) -> u32 {
+        *self as u32 + 1
+    }
+
+    fn of(code: u32) -> Option<Self> {
+        [Self::Age, Self::Order, Self::Neighbour]
+            .into_iter()
+            .find(|kind| kind.code() == code)
+    }
 }
 
 /// What was thought of a section before it was touched.
@@ -150,7 +162,7 @@ impl Guesses {
         if self.waiting.len() == WAITING_MAX {
             self.waiting.take_oldest();
         }
-        self.waiting.begin(section, self.now, kind);
+        self.waiting.begin(section, self.now, &kind);
     }
 
     /// The device touched it, without a fault. It was thought absent if `thought` says so.
@@ -186,8 +198,8 @@ impl Guesses {
     /// It is `now`.
     pub(super) fn passed(&mut self, now: Duration) {
         self.now = now;
-        while let Some((at, ended)) = self.waiting.oldest() {
-            if !ended && now.saturating_sub(at) < WAITING_TIME {
+        while let Some((age, ended)) = self.waiting.oldest(now) {
+            if !ended && age < WAITING_TIME {
                 break;
             }
             if let Some(kind) = self.waiting.take_oldest() {

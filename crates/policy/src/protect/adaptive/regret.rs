@@ -15,7 +15,7 @@
 //! An eviction counts at once and the regret when it comes, so that the first hour is not lost; until then the
 //! share is too low, and never too high.
 
-use super::pending::Pending;
+use super::pending::{Code, Pending};
 use pagetide_addr::SectionNo;
 use std::time::Duration;
 
@@ -31,11 +31,25 @@ const BELIEF: f64 = 2.0;
 const MARGIN: f64 = 1.25;
 const MARGIN_LEAST: f64 = 0.05;
 
+/// The one reason to wait.
+#[derive(Debug)]
+struct Watched;
+
+impl Code for Watched {
+    fn code(&self) -> u32 {
+        1
+    }
+
+    fn of(code: u32) -> Option<Self> {
+        (code == 1).then_some(Self)
+    }
+}
+
 /// See the module.
 #[derive(Debug, Default)]
 pub(super) struct Regret {
     /// Evicted sections; their end is the touch.
-    watched: Pending<()>,
+    watched: Pending<Watched>,
     regretted: f64,
     evictions: f64,
 }
@@ -43,7 +57,7 @@ pub(super) struct Regret {
 impl Regret {
     pub(super) fn evicted(&mut self, section: SectionNo, now: Duration) {
         if self.watched.len() < WATCHED_MAX && !self.watched.contains(section) {
-            self.watched.begin(section, now, ());
+            self.watched.begin(section, now, &Watched);
             self.evictions += 1.0;
         }
     }
@@ -61,8 +75,8 @@ impl Regret {
 
     /// Does not watch any more what was evicted an hour ago.
     pub(super) fn passed(&mut self, now: Duration) {
-        while let Some((at, _)) = self.watched.oldest()
-            && now.saturating_sub(at) >= WATCHED_TIME
+        while let Some((age, _)) = self.watched.oldest(now)
+            && age >= WATCHED_TIME
         {
             self.watched.take_oldest();
         }
@@ -129,6 +143,6 @@ mod tests {
             regret.evicted(SectionNo(number), Duration::ZERO);
         }
         assert_eq!(regret.watched.len(), WATCHED_MAX);
-        assert!(regret.bytes() < 40 << 10, "{}", regret.bytes());
+        assert!(regret.bytes() < 24 << 10, "{}", regret.bytes());
     }
 }

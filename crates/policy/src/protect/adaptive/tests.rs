@@ -373,7 +373,7 @@ fn absent_section_worth_protecting_is_protected_once_there_is_an_allowance() {
         .links
         .find(SectionNo(section))
         .expect("remembered");
-    vm.policy.links.value_mut(slot).protected = false;
+    vm.policy.links.value_mut(slot).stance = Stance::Cold;
     vm.policy.protected -= 1;
     vm.held.remove(&section);
     vm.present.remove(&section);
