@@ -57,9 +57,12 @@ impl<T> Links<T> {
         self.cells.bytes() + self.slots.allocation_size() as u64
     }
 
-    /// Brings the cells into the processor's cache.
+    /// Brings all of it into the processor's cache.
     pub(crate) fn warm_up(&self) {
         self.cells.warm_up();
+        for slot in &self.slots {
+            std::hint::black_box(*slot);
+        }
     }
 
     pub(crate) fn find(&self, section: SectionNo) -> Option<Slot> {

@@ -87,6 +87,8 @@ struct Outcome {
     forgotten: Vec<SectionNo>,
     /// Decided just now, not done yet.
     changes: Vec<Change>,
+    /// Protected by those; empty between two steps.
+    added: Vec<SectionNo>,
 }
 
 impl Protector {
@@ -267,13 +269,12 @@ impl Outcome {
             return;
         }
         let mut changes = std::mem::take(&mut self.changes);
-        let mut added = Vec::new();
         for change in changes.drain(..) {
             match change {
                 Change::Protect(section) => {
                     if domain.held.insert(section) {
                         self.protected.add(section);
-                        added.push(section);
+                        self.added.push(section);
                     }
                 }
                 Change::Release(section) => {
@@ -287,10 +288,11 @@ impl Outcome {
         self.changes = changes;
         // Only now: a policy may protect a section first, and then release another for it.
         while self.surplus() > 0
-            && let Some(newest) = added.pop()
+            && let Some(newest) = self.added.pop()
         {
             self.refuse(domain, newest);
         }
+        self.added.clear();
     }
 
     fn wish(&mut self, section: SectionNo) {
