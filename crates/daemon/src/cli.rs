@@ -434,6 +434,9 @@ pub enum BenchPart {
         /// Longest time the engine polls before it sleeps, in microseconds
         #[arg(long, default_value_t = 60)]
         poll_us: u64,
+        /// Queues of the device
+        #[arg(long, default_value_t = 1)]
+        queues: u16,
         /// Whether the engine looks pages up before each DMA
         #[arg(long, value_enum, default_value_t = crate::bench::blk::backend::LookUpMode::On)]
         look_up: crate::bench::blk::backend::LookUpMode,

@@ -355,6 +355,7 @@ fn bench_part(part: BenchPart) -> Result<(), CommandError> {
             image,
             state_dir,
             poll_us,
+            queues,
             look_up,
             look_up_extra_ns,
         } => {
@@ -363,6 +364,7 @@ fn bench_part(part: BenchPart) -> Result<(), CommandError> {
                 image,
                 state_dir,
                 poll_max: std::time::Duration::from_micros(poll_us),
+                queue_count: queues,
                 look_up: look_up.with_extra(std::time::Duration::from_nanos(look_up_extra_ns)),
             };
             bench::blk::backend::serve(options).map_err(CommandError::failed)

@@ -125,6 +125,54 @@ fn daemon_killed_in_the_middle_the_dpu_parks_what_faults_and_goes_on_when_it_is_
     let_go(&stage, &mut guest);
 }
 
+/// The protector of the paper, but in seconds and not in minutes.
+const QUICK: &str =
+    "adp:promote-after=2s,scan-every=1s,demote-after=1s,active-max=0.5,protected-max=0.2";
+
+/// Waits until more than `heard` accesses were heard of and sections are protected; how many were.
+fn protected(stage: &Stage, heard: u64) -> u64 {
+    let is_so = || {
+        let vm = stage.product.show(VM)?;
+        Ok(number(&vm, "heard_accesses") > heard && number(&vm, "protected_sections") > 0)
+    };
+    stage
+        .until("the disk's sections to be protected", PATIENCE, is_so)
+        .expect("protection");
+    number(&stage.product.show(VM).expect("show"), "heard_accesses")
+}
+
+#[test]
+fn disk_of_a_dpu_process_is_protected_live_and_again_by_that_processs_successor() {
+    let Some((_turn, mut stage)) = take_turn(Stage::set_with_dpu_process) else {
+        return;
+    };
+    let (mut guest, socket) = squeezed(&mut stage);
+    let words = ["vm", "protector", VM, QUICK];
+    let chosen = stage.product.client(words).expect("a client");
+    chosen.success().expect("a policy");
+    disk_work(&mut guest, 16 << 20);
+    protected(&stage, 0);
+    stage.dpu.as_mut().expect("a DPU process").kill();
+    let released = || Ok(number(&stage.product.show(VM)?, "protected_sections") == 0);
+    stage
+        .until("release of a dead device's sections", PATIENCE, released)
+        .expect("release");
+    let heard = number(&stage.product.show(VM).expect("show"), "heard_accesses");
+    let dpu = stage.dpu.as_mut().expect("a DPU process");
+    dpu.run().expect("a successor");
+    let listening = || is_listening(&socket);
+    stage
+        .until("the disk's socket open again", PATIENCE, listening)
+        .expect("a disk");
+    disk_work(&mut guest, 16 << 20);
+    protected(&stage, heard);
+    let vm = stage.product.show(VM).expect("show");
+    let devices = vm["protected_devices"].as_array().expect("devices");
+    assert_eq!(devices.len(), 1, "the dead one's place is free: {vm}");
+    assert_eq!(number(&vm, "refused_accesses"), 0, "{vm}");
+    let_go(&stage, &mut guest);
+}
+
 /// Which of the two starts first after both were killed.
 #[derive(Debug, Clone, Copy)]
 enum First {

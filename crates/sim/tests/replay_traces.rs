@@ -15,6 +15,7 @@ fn options() -> TraceOptions {
     TraceOptions {
         block: BlockOptions::default(),
         through: Through::PageCache(None),
+        space: None,
         memory_bytes: None,
         section_bytes: SECTION,
         time_scale: 1.0,
@@ -152,4 +153,66 @@ fn nic_is_told_with_the_memory_that_it_got() {
     options.guest.nic_bytes = Some(100 * SECTION);
     let vms = survey(&[file], &options).unwrap();
     assert_eq!(vms[0].origin.nic_bytes, 15 * SECTION);
+}
+
+#[test]
+fn log_of_several_address_spaces_is_replayed_one_at_a_time_and_never_mixed() {
+    let dir = tempfile::tempdir().unwrap();
+    let within = |space, record: AccessRecord| AccessRecord {
+        space: DomainId(space),
+        ..record
+    };
+    // Of space 9 an address that the VM does not have: it is not its memory's.
+    let records = [
+        within(3, record(1, SECTION)),
+        within(9, record(2, 99 * SECTION)),
+        within(3, record(3, 2 * SECTION)),
+        within(4, record(4, SECTION)),
+    ];
+    let file = [log(&dir.path().join("a"), 16 * SECTION, 1, &records)];
+    let of = |space| TraceOptions { space, ..options() };
+    let said = |space| survey(&file, &of(space)).unwrap_err().to_string();
+    let several = said(None);
+    assert!(several.contains("(3, 4, 9)"), "{several}");
+    assert!(several.contains("--space"), "{several}");
+    let none = said(Some(DomainId(7)));
+    assert!(none.contains("space 7; it has 3, 4, 9"), "{none}");
+    let vms = survey(&file, &of(Some(DomainId(3)))).unwrap();
+    assert_eq!(vms[0].origin.records, 2);
+    let mut stream = vms[0].stream().unwrap();
+    let next = || stream.next().unwrap().map(|access| access.section.0);
+    assert_eq!(std::iter::from_fn(next).collect::<Vec<_>>(), [1, 2]);
+}
+
+#[test]
+fn log_of_more_address_spaces_than_a_sentence_holds_names_some_and_says_that_there_are_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let of_space = |space| AccessRecord {
+        space: DomainId(space),
+        ..record(u64::from(space), 0)
+    };
+    let records: Vec<_> = (0..5000).map(of_space).collect();
+    let file = [log(&dir.path().join("a"), 16 * SECTION, 1, &records)];
+    let said = survey(&file, &options()).unwrap_err().to_string();
+    assert!(
+        said.contains("(0, 1, 2, 3, 4, 5, 6, 7 and others)"),
+        "{said}"
+    );
+}
+
+#[test]
+fn pipe_that_nobody_writes_to_is_refused_and_not_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let pipe = dir.path().join("pipe");
+    rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+    let (told, answer) = std::sync::mpsc::channel();
+    let reader = pipe.clone();
+    std::thread::spawn(move || told.send(survey(&[reader], &options()).map(drop)));
+    let answered = answer.recv_timeout(std::time::Duration::from_secs(60));
+    let said = answered
+        .expect("it waits for the pipe")
+        .unwrap_err()
+        .to_string();
+    assert!(said.contains(&*pipe.to_string_lossy()), "{said}");
+    assert!(said.contains("is a pipe"), "{said}");
 }

@@ -40,8 +40,17 @@ impl LentMemory {
     /// # Errors
     /// What the kernel says.
     pub fn new(name: &str, bytes: u64) -> Result<Self, LentError> {
+        let memory = Self::sparse(name, bytes)?;
+        memory.file.allocate(0, bytes)?;
+        Ok(memory)
+    }
+
+    /// The same, but a page takes memory only when it is touched.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn sparse(name: &str, bytes: u64) -> Result<Self, LentError> {
         let file = GuestFile::new_memfd(name, bytes)?;
-        file.allocate(0, bytes)?;
         let mapping = SharedMapping::new(file.as_fd(), bytes)?;
         Ok(Self { file, mapping })
     }
@@ -84,5 +93,16 @@ mod tests {
         memory.file.read_at(5000, &mut back).unwrap();
         assert_eq!(&back, b"tide");
         assert!(memory.bytes_mut(8190, 3).is_none());
+    }
+
+    #[test]
+    fn sparse_memory_takes_what_was_touched() {
+        let mut memory = LentMemory::sparse("lent", 1 << 40).unwrap();
+        memory.bytes_mut(1 << 39, 1).unwrap().fill(7);
+        let mut back = [0; 2];
+        memory.file.read_at(1 << 39, &mut back).unwrap();
+        assert_eq!(back, [7, 0]);
+        let held = memory.file.allocated_bytes().unwrap();
+        assert!((1..1 << 30).contains(&held), "{held}");
     }
 }

@@ -19,7 +19,7 @@ use pagetide_policy::{
     marks::SCAN_ROUND,
     victims::{Need, Reach, Step, UNMAPPED_MIN, passes},
 };
-use pagetide_swap::{Reclaimer, limit::Wake, reclaim::Reclaimed};
+use pagetide_swap::{Limit, Reclaimer, limit::Wake, reclaim::Reclaimed};
 use pagetide_sys::cpu;
 use pagetide_vmm::threads;
 use pagetide_vpri::{TenantCpus, VcpuPlace};
@@ -171,19 +171,16 @@ impl Rounds {
             if pages == 0 || !self.may_evict_now() {
                 break;
             }
+            if turn_of(step, &total, &self.vm.limit) == Turn::LeftOut {
+                continue;
+            }
             match step {
-                // What rests has not all been looked at: that comes before the cost of a scan.
-                Step::Scan if total.has_more => {}
                 Step::Scan => {
                     self.scan();
                     if self.vm.limit.rest(UNMAPPED_MIN) == Wake::Stopped {
                         break;
                     }
                 }
-                // What is protected goes only if the limit cannot be kept with the rest, not because
-                // there is little room under it or because a pass had no time for the rest.
-                Step::Take(Reach::Protected)
-                    if total.has_more || !self.vm.limit.is_below_low_mark() => {}
                 Step::Take(reach) => {
                     total.add(self.take(pages, reach));
                     if let Some(stop) = &total.stopped {
@@ -230,6 +227,29 @@ impl Rounds {
     }
 }
 
+/// What becomes of a step of a reclaim when it is its turn and there is not enough yet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Turn {
+    Done,
+    LeftOut,
+}
+
+/// Of a reclaim that has brought `so_far`.
+fn turn_of(step: Step, so_far: &Reclaimed, limit: &Limit) -> Turn {
+    let leave_out = match step {
+        // What rests has not all been looked at: that comes before the cost of a scan.
+        Step::Scan => so_far.has_more,
+        // What is protected goes only if the limit cannot be kept with the rest, not because
+        // there is little room under it or because a pass had no time for the rest.
+        Step::Take(Reach::Protected) => so_far.has_more || !limit.is_below_low_mark(),
+        Step::Take(Reach::ColdOnly | Reach::AllResting) => false,
+    };
+    match leave_out {
+        true => Turn::LeftOut,
+        false => Turn::Done,
+    }
+}
+
 /// The CPUs of the VM's vCPUs, by the VMM's threads as they are now.
 fn cpus_of(pid: u32) -> TenantCpus {
     let place = |vcpu: threads::VcpuThread| VcpuPlace {
@@ -248,4 +268,60 @@ fn cpus_of(pid: u32) -> TenantCpus {
 
 fn is_due(last: Option<Instant>, every: Duration) -> bool {
     last.is_none_or(|at| at.elapsed() >= every)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Free memory under the limit, as the marks see it.
+    #[derive(Clone, Copy, Debug)]
+    enum Free {
+        Little,
+        Enough,
+    }
+
+    /// The steps of a reclaim that are done when each pass leaves some unlooked at, or none.
+    fn done(free: Free, has_more: &Reclaimed) -> Vec<Step> {
+        let limit = Limit::new();
+        match free {
+            Free::Little => limit.set(Some(100_000), 100_000),
+            Free::Enough => limit.set(Some(100_000), 0),
+        }
+        let is_done = |step: &Step| turn_of(*step, has_more, &limit) == Turn::Done;
+        passes(Need::Limit).filter(is_done).collect()
+    }
+
+    #[test]
+    fn scan_and_what_is_protected_wait_while_there_is_more_of_what_rests() {
+        let more = Reclaimed {
+            has_more: true,
+            ..Reclaimed::default()
+        };
+        for free in [Free::Little, Free::Enough] {
+            let steps = done(free, &more);
+            let resting = [Step::Take(Reach::ColdOnly), Step::Take(Reach::AllResting)];
+            assert!(
+                steps.iter().all(|step| resting.contains(step)),
+                "{free:?}: {steps:?}"
+            );
+            assert_eq!(&steps[..2], resting);
+        }
+    }
+
+    #[test]
+    fn without_more_that_rests_there_are_scans_and_what_is_protected_goes_below_the_low_mark_only()
+    {
+        let none = Reclaimed::default();
+        let all: Vec<_> = passes(Need::Limit).collect();
+        assert_eq!(done(Free::Little, &none), all);
+        let protected = Step::Take(Reach::Protected);
+        let others: Vec<_> = all
+            .iter()
+            .copied()
+            .filter(|step| *step != protected)
+            .collect();
+        assert!(others.len() < all.len() && others.contains(&Step::Scan));
+        assert_eq!(done(Free::Enough, &none), others);
+    }
 }

@@ -41,6 +41,9 @@ const TURN: Duration = Duration::from_millis(50);
 const TURN_RECORDING: Duration = Duration::from_millis(10);
 /// Time between two turns while nobody wants records.
 const TURN_IDLE: Duration = Duration::from_secs(1);
+/// Records that are taken at once: few enough that they are still in the CPU's nearest cache when they are
+/// handed on, of which they do not drive out what the engine beside has there.
+const TAKE_RECORDS: usize = 256;
 /// Policies hear of the time this often.
 const SECOND: Duration = Duration::from_secs(1);
 /// Pages brought back in one turn of a VM: 20,000 a second, a few per cent of a CPU's time.
@@ -455,14 +458,21 @@ impl Taker {
         let passed = self.took_at.elapsed().min(2 * TURN);
         self.took_at = Instant::now();
         let allowed = self.allowance.of(passed);
-        let most = match hearers {
+        let mut left = match hearers {
             Hearers::RecordingToo(_) => usize::MAX / 2,
             Hearers::Policies => allowed,
         };
         let mut taken = std::mem::take(&mut self.records);
-        taken.clear();
-        self.shared.source.take(most, &mut taken);
-        self.hand_on(&taken, hearers);
+        loop {
+            let asked = left.min(TAKE_RECORDS);
+            taken.clear();
+            self.shared.source.take(asked, &mut taken);
+            self.hand_on(&taken, hearers);
+            left = left.saturating_sub(taken.len());
+            if taken.len() < asked || left == 0 {
+                break;
+            }
+        }
         self.records = taken;
         if hearers != Hearers::Policies {
             self.hand_batches_on();
@@ -827,6 +837,34 @@ mod tests {
         // Two files are kept: none of the five has replaced another's.
         let last = dir.path().join("vm-000005.parquet");
         assert!(last.exists() && dir.path().join("vm-000004.parquet").exists());
+    }
+
+    #[test]
+    fn two_daemons_that_record_into_one_directory_take_turns_and_lose_no_file() {
+        let (one, other) = (Rig::new("none"), Rig::new("none"));
+        let dir = tempfile::tempdir().unwrap();
+        let begin = |rig: &Rig| {
+            rig.feed
+                .start_recording(request(dir.path()), None, BTreeMap::new())
+        };
+        let record = |rig: &Rig| {
+            rig.put(rig.space, 1, 0);
+            eventually("the record", || rig.feed.recording().unwrap().records == 1);
+        };
+        begin(&one).unwrap();
+        record(&one);
+        let refused = begin(&other).unwrap_err().message;
+        assert!(refused.contains("another daemon"), "{refused}");
+        assert!(other.feed.recording().is_err(), "it has not begun");
+        // A daemon that ends, as when it is started again, completes its file and lets go.
+        drop(one);
+        begin(&other).unwrap();
+        record(&other);
+        other.feed.stop_recording().unwrap();
+        let log = |name: &str| AccessLogReader::open(&dir.path().join(name)).unwrap();
+        let logs = ["vm-000001.parquet", "vm-000002.parquet"].map(log);
+        assert!(logs.iter().all(|log| log.records() == 1));
+        assert!(logs[0].meta().started_unix_ns < logs[1].meta().started_unix_ns);
     }
 
     fn request(dir: &std::path::Path) -> RecordingRequest {

@@ -2,12 +2,13 @@
 //! Pages that policies wish back, in memory that is a set of numbers.
 
 use super::vm::{Limbs, VmProtection};
-use pagetide_addr::{PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo, Va};
+use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo, Va};
 use pagetide_gmem::{
     Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Incidents, Installed,
     MemoryParts, Mode, PageTable, PagedMemory, Place, PlaceError, RegionRequest, StoreError,
     Unlimited, VolatileWords,
 };
+use pagetide_policy::protect::{Change, Fate, PolicyReport, ProtectionPolicy, Touch};
 use pagetide_swap::Limit;
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_vpri::{DPU, DmaMmu, DomainTable, Doorbell, FaultService, IoSpace};
@@ -15,6 +16,7 @@ use std::{
     collections::BTreeSet,
     os::fd::AsFd,
     sync::{Arc, Mutex},
+    time::Duration,
 };
 
 const SECTIONS: u64 = 4;
@@ -96,6 +98,29 @@ impl Incidents for Ram {
     }
 }
 
+/// Wishes back whatever is evicted, and keeps book of what it hears.
+#[derive(Default, Clone)]
+struct Wishing(Arc<Mutex<Vec<(SectionNo, Fate)>>>);
+
+impl ProtectionPolicy for Wishing {
+    fn touched(&mut self, _: Touch, _: &mut Vec<Change>) {}
+
+    fn passed(&mut self, _: Duration, _: &mut Vec<Change>) {}
+
+    fn fate(&mut self, section: SectionNo, fate: Fate, _: Duration, changes: &mut Vec<Change>) {
+        if fate == Fate::Evicted {
+            changes.push(Change::BringBack(section));
+        }
+        self.0.lock().unwrap().push((section, fate));
+    }
+
+    fn resized(&mut self, _: u64, _: &mut Vec<Change>) {}
+
+    fn report(&self) -> PolicyReport {
+        PolicyReport::default()
+    }
+}
+
 /// A VM all of whose pages are away.
 struct Rig {
     protection: VmProtection,
@@ -145,6 +170,21 @@ impl Rig {
         }
     }
 
+    /// A device whose policy is that, with what it hears.
+    fn wishing(&self) -> Wishing {
+        let policy = Wishing::default();
+        self.protection.enter(DeviceId(1), Box::new(policy.clone()));
+        policy
+    }
+
+    /// The evictor takes the sections, and policies have their wishes.
+    fn evict(&self, sections: impl IntoIterator<Item = u64>) {
+        for section in sections {
+            self.protection.evicted(SectionNo(section));
+        }
+        self.protection.hear_fates(Duration::from_secs(1));
+    }
+
     fn present(&self) -> Vec<u64> {
         self.ram.0.lock().unwrap().iter().copied().collect()
     }
@@ -177,4 +217,52 @@ fn wishes_below_the_low_mark_come_to_nothing_and_do_not_wait_for_room() {
     rig.limit.set(None, 0);
     rig.protection.bring_back(500);
     assert!(rig.present().is_empty());
+}
+
+impl Wishing {
+    /// What came to nothing since the last look.
+    fn in_vain(&self) -> Vec<u64> {
+        let told = std::mem::take(&mut *self.0.lock().unwrap());
+        let in_vain = told.iter().filter(|it| it.1 == Fate::NotBroughtBack);
+        in_vain.map(|(section, _)| section.0).collect()
+    }
+}
+
+#[test]
+fn policy_hears_that_its_wish_came_to_nothing_below_the_low_mark_and_not_that_one_was_granted() {
+    let rig = Rig::new();
+    let policy = rig.wishing();
+    rig.limit.set(Some(1000), 1000);
+    rig.evict([1, 3]);
+    assert!(policy.in_vain().is_empty(), "nothing was tried yet");
+    rig.protection.bring_back(5000);
+    assert_eq!(policy.in_vain(), [1, 3]);
+    rig.limit.set(None, 0);
+    rig.evict([3]);
+    rig.protection.bring_back(5000);
+    assert!(policy.in_vain().is_empty());
+    assert_eq!(rig.present().len() as u64, SECTION_PAGES);
+}
+
+#[test]
+fn policy_hears_that_what_it_wished_was_there_already() {
+    let rig = Rig::new();
+    let policy = rig.wishing();
+    rig.evict([2]);
+    rig.protection.bring_back(100);
+    rig.protection.bring_back(5000);
+    assert!(policy.in_vain().is_empty(), "it came back, if in two parts");
+    rig.evict([2]);
+    rig.protection.bring_back(5000);
+    assert_eq!(policy.in_vain(), [2]);
+}
+
+#[test]
+fn policy_hears_of_the_oldest_wishes_when_there_are_too_many() {
+    let rig = Rig::new();
+    let policy = rig.wishing();
+    // More than wait, in two parts: what a policy wishes at once is bounded too.
+    rig.evict(0..2000);
+    rig.evict(2000..2100);
+    assert_eq!(policy.in_vain(), (0..52).collect::<Vec<_>>());
 }

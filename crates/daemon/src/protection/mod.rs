@@ -8,7 +8,8 @@
 //!                                                   │     │
 //!                          pages brought back ◄─────┘     └─► protected sections ──► rounds
 //! ```
-//! [`feed`] is the thread, [`vm`] what is kept of a VM, [`recording`] the log as files.
+//! [`feed`] is the thread, [`vm`] what is kept of a VM, [`recently`] keeps from the policies what
+//! tells them nothing new, [`recording`] is the log as files.
 //!
 //! # One thread for all VMs
 //! There is one log: engines serve queues of many VMs, and a function has one queue for
@@ -27,6 +28,9 @@
 pub(crate) mod feed;
 #[cfg(test)]
 mod live_tests;
+mod log_dir;
+mod minute;
+mod recently;
 pub mod recording;
 pub(crate) mod vm;
 

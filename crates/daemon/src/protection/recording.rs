@@ -7,9 +7,9 @@
 //! Each VM has a log of its own, whose addresses are counted in the VM's memory. The
 //! thread that feeds the policies never waits for the disk: with the queue full, records
 //! are lost and counted. The files are rotated and the oldest go, so a recording that is
-//! forgotten fills no disk.
+//! forgotten fills no disk. A directory is one recording's at a time ([`super::log_dir`]).
 
-use super::now;
+use super::{log_dir::LogDir, now};
 use crate::{control::ControlError, text::Text};
 use pagetide_addr::DeviceId;
 use pagetide_trace::{
@@ -209,7 +209,7 @@ impl Recording {
     /// Begins. `device` is the only one recorded; `names` are what devices are called.
     ///
     /// # Errors
-    /// A sentence: no thread.
+    /// A sentence: another writes to the directory, or no thread.
     pub(crate) fn start(
         request: RecordingRequest,
         device: Option<DeviceId>,
@@ -218,6 +218,7 @@ impl Recording {
         let (letters, inbox) = sync_channel(BATCHES_MAX);
         let progress = Arc::new(Progress::default());
         let writer = Writer {
+            _dir: LogDir::take(&request.dir)?,
             limits: LogLimits {
                 dir: request.dir.clone(),
                 max_file_bytes: request.max_file_bytes,
@@ -389,6 +390,8 @@ impl VmLog {
 
 /// What runs on the writer's thread.
 struct Writer {
+    /// Held until all files are complete.
+    _dir: LogDir,
     limits: LogLimits,
     names: BTreeMap<DeviceId, String>,
     logs: BTreeMap<Arc<str>, VmLog>,

@@ -10,8 +10,11 @@
 //! engine, and a device may write any time at all. So a record's time is brought between
 //! that of what was heard last and now.
 
+use super::{minute::Minute, recently::Recently};
 use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{AddressSpace, Fault, State};
+#[cfg(test)]
+use pagetide_policy::protect::ProtectionPolicy;
 use pagetide_policy::protect::{
     Fate, PolicyChoice, PolicyReport, ProtectedSections, Protector, Touch,
 };
@@ -43,8 +46,6 @@ const FATES_MAX: usize = 65_536;
 const BRING_BACKS_MAX: usize = 2048;
 /// Pages of one fault that is served without waiting.
 const FAULT_PAGES: u64 = 16;
-/// Seconds over which faults are counted.
-const SECONDS: usize = 60;
 
 /// Bytes of a section.
 const SECTION_BYTES: u64 = SECTION_PAGES * PAGE_BYTES;
@@ -87,6 +88,7 @@ struct Heard {
 
 struct Inner {
     protector: Protector,
+    recently: Recently,
     heard: BTreeMap<DeviceId, Heard>,
     at: Duration,
     ram: Vec<PageRange>,
@@ -100,27 +102,6 @@ struct Wish {
     section: SectionNo,
     /// Some of it is back.
     is_begun: bool,
-}
-
-/// Faults of the last minute, second by second.
-#[derive(Default)]
-struct Minute {
-    before: u64,
-    seconds: VecDeque<u64>,
-}
-
-impl Minute {
-    fn second_ends(&mut self, faults: u64) {
-        self.seconds.push_back(faults.saturating_sub(self.before));
-        self.before = faults;
-        if self.seconds.len() > SECONDS {
-            self.seconds.pop_front();
-        }
-    }
-
-    fn total(&self) -> u64 {
-        self.seconds.iter().sum()
-    }
 }
 
 /// One device's share of a [`ProtectionReport`].
@@ -165,14 +146,12 @@ impl VmProtection {
             is_active: AtomicBool::new(*choice != PolicyChoice::None),
             inner: Mutex::new(Inner {
                 protector,
+                recently: Recently::default(),
                 heard: BTreeMap::new(),
                 at: Duration::ZERO,
                 ram,
                 bring_backs: VecDeque::new(),
-                minute: Minute {
-                    before,
-                    ..Minute::default()
-                },
+                minute: Minute::beginning_at(before),
             }),
             fates: Mutex::default(),
             ram: Mutex::default(),
@@ -206,6 +185,7 @@ impl VmProtection {
     pub(crate) fn choose(&self, choice: &PolicyChoice) {
         let mut inner = self.lock();
         inner.protector.choose(choice);
+        inner.recently.forget();
         inner.heard.clear();
         inner.bring_backs.clear();
         self.is_active.store(*choice != PolicyChoice::None, Relaxed);
@@ -243,6 +223,8 @@ impl VmProtection {
         Listening {
             inner: self.lock(),
             protection: self,
+            taken: 0,
+            refused: 0,
         }
     }
 
@@ -329,6 +311,12 @@ impl VmProtection {
         });
     }
 
+    /// Has `device` follow `policy`.
+    #[cfg(test)]
+    pub(super) fn enter(&self, device: DeviceId, policy: Box<dyn ProtectionPolicy>) {
+        self.lock().protector.enter(device, policy);
+    }
+
     /// How it stands.
     pub(crate) fn report(&self) -> ProtectionReport {
         let inner = self.lock();
@@ -364,6 +352,17 @@ impl VmProtection {
 pub(crate) struct Listening<'a> {
     inner: MutexGuard<'a, Inner>,
     protection: &'a VmProtection,
+    /// Counted here, and told at the end.
+    taken: u64,
+    refused: u64,
+}
+
+impl Drop for Listening<'_> {
+    fn drop(&mut self) {
+        let counts = &self.protection.counts;
+        counts.taken.fetch_add(self.taken, Relaxed);
+        counts.refused.fetch_add(self.refused, Relaxed);
+    }
 }
 
 /// An access that is believed: all of it is in the VM's memory, and its device has a place.
@@ -380,12 +379,10 @@ impl Listening<'_> {
     /// policies nor by who records: `None` if it cannot be, or its device is one too many.
     pub(crate) fn record(&mut self, record: &LogRecord, now: Duration) -> Option<Believed> {
         let believed = self.believe(record, now);
-        let counts = &self.protection.counts;
-        let count = match believed {
-            Some(_) => &counts.taken,
-            None => &counts.refused,
-        };
-        count.fetch_add(1, Relaxed);
+        match believed {
+            Some(_) => self.taken += 1,
+            None => self.refused += 1,
+        }
         believed
     }
 
@@ -402,6 +399,13 @@ impl Listening<'_> {
         }
         if self.protection.is_active() {
             for (section, bytes) in touches(address, record.len_bytes) {
+                if !self
+                    .inner
+                    .recently
+                    .is_first(record.device, section, told_at)
+                {
+                    continue;
+                }
                 let touch = Touch {
                     section,
                     at: told_at,
@@ -464,6 +468,7 @@ impl Inner {
     /// Takes the device's place, and what it protects.
     fn release(&mut self, device: DeviceId) {
         self.heard.remove(&device);
+        self.recently.forget();
         self.protector.device_left(device);
     }
 
@@ -517,6 +522,7 @@ impl Inner {
                 .retain(|waiting| waiting.section != section);
         }
         self.protector.resized(sections_of(&ram));
+        self.recently.forget();
         self.ram = ram;
     }
 }
@@ -807,14 +813,5 @@ mod tests {
         assert!(rig.protected().is_empty());
         rig.hear(&rig.record(0, 0, 512));
         assert_eq!(rig.protected(), [0]);
-    }
-
-    #[test]
-    fn minute_holds_the_faults_of_sixty_seconds() {
-        let mut minute = Minute::default();
-        for second in 1..=100 {
-            minute.second_ends(second * 2);
-        }
-        assert_eq!(minute.total(), 120);
     }
 }

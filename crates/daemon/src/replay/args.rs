@@ -16,13 +16,18 @@ use crate::trace::args::time;
 /// Arguments of `replay`.
 #[derive(Args, Debug)]
 pub struct ReplayArgs {
-    /// Files of access logs, in any order, and block traces; each is a VM, and all are on one host
+    /// Files of access logs, in any order, and block traces; each is a VM, and all are on one host. A
+    /// block trace that was cut off between two records looks whole: no format has an end mark
     #[arg(value_name = "TRACE", required = true)]
     pub traces: Vec<PathBuf>,
     /// Policy with its parameters, such as adp:promote-after=120s; may be given again. Without it all
     /// there are; none is always run, for the others are compared with it
     #[arg(long = "policy", value_name = "NAME[:PARAMETER=VALUE,…]")]
     pub policies: Vec<PolicyChoice>,
+    /// The address space of access logs that is replayed. Those the daemon writes have one; a log with
+    /// several is refused without this, since they are not one memory
+    #[arg(long, value_name = "N")]
+    pub space: Option<u32>,
     /// Memory of each VM; without it, what an access log says or what suits a block trace
     #[arg(long, value_name = "SIZE")]
     pub vm_memory: Option<ByteSize>,

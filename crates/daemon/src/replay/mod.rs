@@ -12,6 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use pagetide_addr::DomainId;
 use pagetide_policy::protect::PolicyChoice;
 use pagetide_sim::replay::{
     CachedReads, FleetParams, FleetReplay, Guest, ReplayError, Start, Through, TraceOptions,
@@ -58,6 +59,7 @@ fn trace_options(args: &ReplayArgs) -> TraceOptions {
             interval: args.request_interval,
         },
         through,
+        space: args.space.map(DomainId),
         memory_bytes: args.vm_memory.map(|size| size.0),
         section_bytes: args.section.0,
         time_scale: args.time_scale,

@@ -315,7 +315,7 @@ impl ReplayReport {
 /// What a VM was made from, and what was assumed.
 fn origin(vm: &VmOrigin) -> String {
     let through = match &vm.kind {
-        OriginKind::AccessLog { lost_records } => {
+        OriginKind::AccessLog { lost_records, .. } => {
             format!("DMA as logged, {lost_records} records lost")
         }
         OriginKind::PageCache {

@@ -99,6 +99,7 @@ fn trace_options(args: &AnalyzeArgs, cache: CacheSize) -> TraceOptions {
             CacheSize::Suits => None,
             CacheSize::Is(size) => Some(size.0),
         }),
+        space: None,
         memory_bytes: args.memory.map(|size| size.0),
         section_bytes: args.section.0,
         time_scale: 1.0,

@@ -166,7 +166,8 @@ pub struct InfoArgs {
 /// Arguments of `trace analyze`.
 #[derive(Args, Debug)]
 pub struct AnalyzeArgs {
-    /// Files of access logs, in any order, and block traces
+    /// Files of access logs, in any order, and block traces. A block trace that was cut off between two
+    /// records looks whole: no format has an end mark
     #[arg(value_name = "FILE", required = true)]
     pub files: Vec<PathBuf>,
     /// Format of the files, if content and name do not tell: vscsi, oracle-general, mqsim, hp-srt or block-ids

@@ -19,8 +19,8 @@
 //!   at which age; from that follows when to begin and when to give up (`life_table.rs`).
 //! - *The evictor is asked, not guessed at.* A section that its CPUs use never goes, so it need not be
 //!   protected; the policy sees DMA only, so it waits until the evictor has taken a section once. The
-//!   lower end of the ages at which that happens is the evictor's reach. While nothing is evicted,
-//!   nothing is protected.
+//!   lower end of the ages at which that happens is the evictor's reach. While little is protected, it
+//!   does not wait. While nothing is evicted, nothing is protected.
 //! - *The price* is the least worth that is protected. It rises while more is protected than
 //!   `protected-mean` and falls else, so that what is protected is the best of what there is.
 //! - *Guesses* (`guess.rs`): a guest fills memory in the order in which it was freed, so what was
@@ -37,15 +37,14 @@
 //! Memory: at most `tracked-max` of the VM's sections are remembered.
 //!
 //! A bring-back costs the host work and the VM a place below its limit, for which another section goes.
-//! So they are limited by `bring-backs-a-minute`, and made only while they save more than that other
-//! section's eviction costs: how often evictions are regretted is learnt (`regret.rs`), and what becomes of
-//! the bring-backs (`guess.rs`). Where the two are nearly the same, none is made but a few to try.
+//! So they are limited by `bring-backs-a-minute`; and whether they save faults at all is tried out, by making none
+//! for some minutes now and then (`trial.rs`). Where they do not, none is made but to try again.
 
 mod guess;
 mod life_table;
 mod params;
 mod pending;
-mod regret;
+mod trial;
 
 pub use params::AdaptiveParams;
 
@@ -59,8 +58,8 @@ use crate::{
 use guess::{Absent, Guesses, Kind};
 use life_table::{AGES_S, CLASSES, INTERVALS, LifeTable, interval_of};
 use pagetide_addr::SectionNo;
-use regret::Regret;
 use std::{collections::VecDeque, time::Duration};
+use trial::{Trial, VISIT_S};
 
 /// A touch after so long a rest begins a new visit: what comes sooner belongs to the same one.
 const VISIT_GAP_S: u64 = 60;
@@ -95,27 +94,18 @@ struct Mark {
     /// Interval of the rest before its last visit.
     rested: u8,
     visits: u8,
-    stance: Stance,
-}
-
-/// Whether a section may be protected, and is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Stance {
-    /// The evictor never took it: its CPUs may be using it.
-    Unproven,
+    protected: bool,
     /// The evictor took it once: its CPUs let it go cold.
-    Cold,
-    /// It did, and the section is protected.
-    Protected,
+    cold: bool,
 }
 
 impl Mark {
-    fn is_protected(&self) -> bool {
-        self.stance == Stance::Protected
-    }
-
     fn touched_at(&self) -> Duration {
         Duration::from_nanos(self.touched_ns.into())
+    }
+
+    fn age(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.touched_at())
     }
 
     fn class(&self) -> usize {
@@ -163,7 +153,7 @@ pub struct Adaptive {
     allowance: f64,
     /// Sections that would have been brought back had there been an allowance, oldest first.
     deferred: VecDeque<SectionNo>,
-    regret: Regret,
+    trial: Trial,
     passed_at: Option<Duration>,
     weighed_at: Duration,
     faded_at: Duration,
@@ -189,7 +179,7 @@ impl Adaptive {
             last_visit: None,
             allowance: 0.0,
             deferred: VecDeque::new(),
-            regret: Regret::default(),
+            trial: Trial::default(),
             passed_at: None,
             weighed_at: Duration::ZERO,
             faded_at: Duration::ZERO,
@@ -226,7 +216,8 @@ impl Adaptive {
     }
 
     fn bring_back(&mut self, section: SectionNo, kind: Kind, changes: &mut Vec<Change>) -> bool {
-        if !self.absent.contains(section) || self.guesses.depth(kind) == 0 {
+        let may = self.trial.acts() && self.guesses.depth(kind) > 0;
+        if !may || !self.absent.contains(section) {
             return false;
         }
         if self.allowance < 1.0 {
@@ -248,14 +239,21 @@ impl Adaptive {
         let section = self.links.section(slot);
         let worth = self.table.worth(mark.class(), usize::from(mark.interval));
         let end_s = AGES_S.get(usize::from(mark.interval) + 1).copied();
-        let near = end_s.is_none_or(|end| seconds(end) > self.reach_s);
+        // While there is room, what may go is protected before it has gone once, and earlier.
+        let half = self.params.protected_mean.of(self.sections) / 2;
+        let has_room = self.trial.has_begun() && self.protected < half;
+        let reach_s = if has_room {
+            self.reach_s / 2.0
+        } else {
+            self.reach_s
+        };
+        let near = end_s.is_none_or(|end| seconds(end) > reach_s);
         let wanted = mark.interval >= VISIT_INTERVAL
             && near
-            && mark.stance != Stance::Unproven
-            && worth >= self.least_worth(mark.interval)
-            && (!self.absent.contains(section) || self.regret.is_paid_by(worth));
+            && (mark.cold || has_room)
+            && worth >= self.least_worth(mark.interval);
         if wanted
-            && !mark.is_protected()
+            && !mark.protected
             && self.protected >= self.params.protected_max.of(self.sections)
         {
             self.fetch(slot, changes);
@@ -264,7 +262,7 @@ impl Adaptive {
         if !wanted {
             self.fetch(slot, changes);
         }
-        if wanted == mark.is_protected() {
+        if wanted == mark.protected {
             return;
         }
         if wanted {
@@ -277,11 +275,7 @@ impl Adaptive {
             self.protected -= 1;
             changes.push(Change::Release(section));
         }
-        self.links.value_mut(slot).stance = if wanted {
-            Stance::Protected
-        } else {
-            Stance::Cold
-        };
+        self.links.value_mut(slot).protected = wanted;
     }
 
     /// Brings the section at `slot` back if it is absent and will probably be touched before the
@@ -289,7 +283,7 @@ impl Adaptive {
     fn fetch(&mut self, slot: Slot, changes: &mut Vec<Change>) {
         let mark = self.links.value(slot);
         let soon = self.table.soon(mark.class(), usize::from(mark.interval));
-        if soon >= share_of(self.params.likely).max(self.regret.least()) {
+        if soon >= share_of(self.params.likely) {
             self.bring_back(self.links.section(slot), Kind::Age, changes);
         }
     }
@@ -315,7 +309,8 @@ impl Adaptive {
             interval: 0,
             rested: NEVER,
             visits: 0,
-            stance: Stance::Cold,
+            protected: false,
+            cold: true,
         };
         let slot = self.links.insert_last(&mut self.ages[0], section, mark);
         self.fetch(slot, changes);
@@ -337,7 +332,7 @@ impl Adaptive {
             let reached = Duration::from_secs(AGES_S[interval + 1]);
             while let Some(slot) = self.ages[interval].first() {
                 let mark = *self.links.value(slot);
-                let age = now.saturating_sub(mark.touched_at());
+                let age = mark.age(now);
                 if age < reached {
                     break;
                 }
@@ -367,8 +362,8 @@ impl Adaptive {
                 continue;
             };
             let mark = self.links.value_mut(slot);
-            if mark.is_protected() && mark.interval < VISIT_INTERVAL {
-                mark.stance = Stance::Cold;
+            if mark.protected && mark.interval < VISIT_INTERVAL {
+                mark.protected = false;
                 self.protected -= 1;
                 changes.push(Change::Release(section));
             }
@@ -404,7 +399,7 @@ impl Adaptive {
         if self.last_visit == Some(slot) {
             self.last_visit = None;
         }
-        if mark.is_protected() {
+        if mark.protected {
             self.protected -= 1;
             changes.push(Change::Release(section));
         }
@@ -450,9 +445,8 @@ fn seconds(whole: u64) -> f64 {
 impl ProtectionPolicy for Adaptive {
     fn touched(&mut self, touch: Touch, changes: &mut Vec<Change>) {
         let touched_ns = nanos(touch.at);
-        let thought = self.absent.remove(touch.section);
-        self.guesses.touched(touch.section, thought);
-        self.regret.touched(touch.section);
+        self.absent.remove(touch.section);
+        self.guesses.touched(touch.section);
         if let Some(slot) = self.links.find(touch.section) {
             let mark = *self.links.value(slot);
             let touched_before_ns = u64::from(mark.touched_ns);
@@ -475,9 +469,12 @@ impl ProtectionPolicy for Adaptive {
                 };
                 kept.visits = mark.visits.saturating_add(1);
             }
-            if mark.is_protected() && mark.interval >= VISIT_INTERVAL {
+            if mark.protected && mark.interval >= VISIT_INTERVAL {
                 self.releases
                     .push_back((nanos(touch.at + RELEASE_AFTER), touch.section));
+            }
+            if age_s >= VISIT_S {
+                self.trial.visited(touch.at);
             }
             if visits {
                 self.visit(slot, changes);
@@ -489,7 +486,8 @@ impl ProtectionPolicy for Adaptive {
                 interval: 0,
                 rested: NEVER,
                 visits: 1,
-                stance: Stance::Unproven,
+                protected: false,
+                cold: false,
             };
             let slot = self
                 .links
@@ -506,15 +504,14 @@ impl ProtectionPolicy for Adaptive {
         self.passed_at = Some(now);
         self.allow(self.a_minute() * since.as_secs_f64() / 60.0);
         self.guesses.passed(now);
-        self.regret.passed(now);
+        self.trial.passed(now);
         self.release_due(now, changes);
         self.grow_older(now, changes);
         self.decide_deferred(changes);
         if now.saturating_sub(self.weighed_at) >= WEIGH_EVERY {
             self.weighed_at = now;
             self.table.weigh(self.reach_s);
-            self.guesses.weigh(self.regret.least());
-            self.regret.fade();
+            self.guesses.weigh(share_of(self.params.likely));
             let mean = self.params.protected_mean.of(self.sections);
             self.price = if self.protected > mean {
                 (self.price * PRICE_STEP).min(PRICE_MAX)
@@ -533,14 +530,12 @@ impl ProtectionPolicy for Adaptive {
         match fate {
             Fate::Evicted => {
                 self.guesses.evicted(section);
-                self.regret.evicted(section, now);
+                self.trial.evicted(now);
                 self.absent.insert(section);
                 if let Some(slot) = slot {
                     let mark = self.links.value_mut(slot);
-                    if mark.stance == Stance::Unproven {
-                        mark.stance = Stance::Cold;
-                    }
-                    let age = now.saturating_sub(mark.touched_at());
+                    mark.cold = true;
+                    let age = mark.age(now);
                     self.learn_reach(age.as_secs_f64());
                     self.decide(slot, changes);
                 } else {
@@ -548,9 +543,11 @@ impl ProtectionPolicy for Adaptive {
                 }
             }
             Fate::Faulted => {
-                let thought = self.absent.remove(section);
-                self.guesses.faulted(section, thought);
-                self.regret.touched(section);
+                self.absent.remove(section);
+                self.guesses.faulted(section);
+                if slot.is_some_and(|slot| self.links.value(slot).age(now).as_secs() >= VISIT_S) {
+                    self.trial.faulted(now);
+                }
             }
             Fate::NotBroughtBack => {
                 if self.guesses.came_to_nothing(section) {
@@ -560,7 +557,6 @@ impl ProtectionPolicy for Adaptive {
             Fate::Gone => {
                 self.absent.remove(section);
                 self.guesses.came_to_nothing(section);
-                self.regret.gone(section);
                 if let Some(slot) = slot {
                     self.forget(slot, changes);
                 }
@@ -592,7 +588,6 @@ impl ProtectionPolicy for Adaptive {
                 + self.links.bytes()
                 + self.absent.bytes()
                 + self.guesses.bytes()
-                + self.regret.bytes()
                 + (self.releases.capacity() * size_of::<(u64, SectionNo)>()) as u64
                 + (self.deferred.capacity() * size_of::<SectionNo>()) as u64,
         }
@@ -604,7 +599,7 @@ impl Adaptive {
     fn oldest_protected(&self) -> Option<Slot> {
         self.ages.iter().rev().find_map(|list| {
             std::iter::successors(list.first(), |slot| self.links.after(*slot))
-                .find(|slot| self.links.value(*slot).is_protected())
+                .find(|slot| self.links.value(*slot).protected)
         })
     }
 }

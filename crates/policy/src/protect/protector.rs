@@ -138,6 +138,18 @@ impl Protector {
         self.outcome.apply(domain);
     }
 
+    /// From now on `device` follows `policy`, whatever the others do, until another is chosen for all: what
+    /// no [`PolicyChoice`] names can be tried like this.
+    pub fn enter(&mut self, device: DeviceId, policy: Box<dyn ProtectionPolicy>) {
+        self.device_left(device);
+        let domain = Domain {
+            policy,
+            held: Default::default(),
+            refused: 0,
+        };
+        self.domains.insert(device, domain);
+    }
+
     /// It is `now`. To be called about once a second; cheap when nothing is due.
     pub fn passed(&mut self, now: Duration) {
         self.each(|policy, changes| policy.passed(now, changes));

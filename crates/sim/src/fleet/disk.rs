@@ -9,7 +9,7 @@
 //!   temporary files ───────────────► written, read, deleted: their pages are free again
 //!   journal ───────────────────────► the same few pages all the time      DMA
 //!   reclaim: second chance over pages in the order of their filling; what it frees is
-//!            filled again in that order
+//!            filled again in short runs, here and there ([`Free`])
 //! ```
 //! Pages are taken and reclaimed in *chunks* of 256 KiB, eight a section: what read-ahead
 //! and write-back do to neighbouring pages anyway. The cache is full when the time begins
@@ -38,6 +38,61 @@ const JOURNAL_TURN_S: u64 = 75;
 const FREE_LOW: f64 = 0.01;
 /// Chunks that are rewritten together.
 const REWRITE_RUN: u64 = 4;
+
+/// A fill goes into the chunk behind the one before, if that is free, so often; else to any free one.
+///
+/// In a stock guest whose page cache was kept busy by `fio`, 41 to 84 of 100 successive page fills stayed
+/// in their section, bursts of one section had 100 to 240 pages (two to four chunks), and
+/// hardly any went on in the section beside: what is free lies in short runs, here and there.
+const RUN_GOES_ON: f64 = 0.7;
+
+/// Free chunks of memory.
+#[derive(Debug)]
+struct Free {
+    slots: Vec<u32>,
+    /// Where each slot stands in `slots`; [`NOWHERE`] for those in use.
+    at: Vec<u32>,
+    last: u32,
+}
+
+impl Free {
+    fn all(slots: u64) -> Self {
+        let slots: Vec<u32> = (0..u32::try_from(slots).unwrap_or(0)).collect();
+        Self {
+            at: slots.clone(),
+            slots,
+            last: NOWHERE,
+        }
+    }
+
+    fn len(&self) -> u64 {
+        self.slots.len() as u64
+    }
+
+    fn put(&mut self, slot: u32) {
+        self.at[slot as usize] = u32::try_from(self.slots.len()).unwrap_or(NOWHERE);
+        self.slots.push(slot);
+    }
+
+    fn take(&mut self, chance: &mut Chance) -> Option<u32> {
+        let next = self.last.wrapping_add(1) as usize;
+        let beside = self.at.get(next).copied().filter(|at| *at != NOWHERE);
+        let at = match beside {
+            Some(at) if chance.unit() < RUN_GOES_ON => at as usize,
+            _ => usize::try_from(chance.below(self.len())).unwrap_or(0),
+        };
+        if at >= self.slots.len() {
+            return None;
+        }
+        let slot = self.slots.swap_remove(at);
+        if let Some(moved) = self.slots.get(at) {
+            self.at[*moved as usize] = u32::try_from(at).unwrap_or(NOWHERE);
+        }
+        self.at[slot as usize] = NOWHERE;
+        self.last = slot;
+        Some(slot)
+    }
+}
 
 /// What the guest does with its disk. Rates are per hour and per chunk of the cache.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -85,7 +140,7 @@ pub(super) struct Disk {
     place: Vec<u32>,
     /// Filled slots, first filled first.
     filled: VecDeque<u32>,
-    free: VecDeque<u32>,
+    free: Free,
     /// Slots to write back, and when.
     dirty: VecDeque<(u64, u32)>,
     /// Temporary files: when each is deleted, its first chunk and its length.
@@ -120,7 +175,7 @@ impl Disk {
             slots: vec![empty; usize::try_from(slots).unwrap_or(0)],
             place: vec![NOWHERE; usize::try_from(end).unwrap_or(0)],
             filled: VecDeque::new(),
-            free: (0..u32::try_from(slots).unwrap_or(0)).collect(),
+            free: Free::all(slots),
             dirty: VecDeque::new(),
             temporary: VecDeque::new(),
             popular_chunks,
@@ -287,7 +342,7 @@ impl Disk {
     /// A free slot for `chunk`.
     fn take(&mut self, chunk: u64) -> Option<usize> {
         let place = self.place.get_mut(index_of(chunk))?;
-        let slot = self.free.pop_front()?;
+        let slot = self.free.take(&mut self.chance)?;
         *place = slot;
         // There are fewer chunks than places can be numbered.
         let chunk = u32::try_from(chunk).unwrap_or(NOWHERE);
@@ -311,17 +366,16 @@ impl Disk {
         self.place[chunk as usize] = NOWHERE;
         self.slots[slot].chunk = NOWHERE;
         self.slots[slot].dirty = false;
-        // Freed one by one, so used again first, as the lists of each CPU do.
-        self.free.push_front(u32::try_from(slot).unwrap_or(NOWHERE));
+        self.free.put(u32::try_from(slot).unwrap_or(NOWHERE));
     }
 
     fn reclaim(&mut self) {
         let low = whole(number(self.slots.len() as u64) * FREE_LOW) + 64;
-        if self.free.len() as u64 >= low {
+        if self.free.len() >= low {
             return;
         }
         let mut looks = self.filled.len();
-        while (self.free.len() as u64) < 2 * low && looks > 0 {
+        while (self.free.len()) < 2 * low && looks > 0 {
             looks -= 1;
             let Some(slot) = self.filled.pop_front() else {
                 return;
@@ -337,7 +391,7 @@ impl Disk {
                 page.queued = false;
                 self.place[page.chunk as usize] = NOWHERE;
                 page.chunk = NOWHERE;
-                self.free.push_back(slot);
+                self.free.put(slot);
             }
         }
     }

@@ -126,15 +126,15 @@ const WARM_UP_S: u64 = 4 * 3_600;
 
 fn plan(load: Load) -> Plan {
     let storage = DiskLoad {
-        read: 12.0,
-        scanned: 0.5,
-        rewritten: 1.8,
-        temporary: 0.28,
+        read: 6.0,
+        scanned: 0.3,
+        rewritten: 0.8,
+        temporary: 0.1,
         dataset: 1.1,
         skew: 0.85,
         rewrite_set: 0.2,
         rewrite_skew: 1.1,
-        journal: 0.03,
+        journal: 0.07,
         quiet: 0.05,
     };
     match load {

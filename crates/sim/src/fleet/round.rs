@@ -6,7 +6,8 @@ use super::{
     stream::{GuestStream, PROLOGUE},
 };
 use crate::replay::{
-    AccessStream, FleetParams, FleetReplay, ReplayError, Share, Start, VmAccount, VmParams,
+    AccessStream, DeviceAccount, FleetParams, FleetReplay, ReplayError, Share, Start, VmAccount,
+    VmParams,
 };
 use pagetide_addr::SECTION_BYTES;
 use pagetide_policy::protect::PolicyChoice;
@@ -62,12 +63,42 @@ impl Round {
     }
 }
 
-/// What came after `before`. Most at any look stays that of both; no device was there before.
-fn since(before: &VmAccount, after: VmAccount) -> VmAccount {
-    let less = |after: Share, before: Share| Share {
+/// `after` less `before`. Most at any look, and what was held at each time, stay those of both.
+fn less(after: Share, before: Share) -> Share {
+    Share {
         section_ns: after.section_ns - before.section_ns,
         max_sections: after.max_sections,
-    };
+    }
+}
+
+/// What one device did after `before`. Its footprint stays that of both.
+fn device_since(before: &DeviceAccount, after: DeviceAccount) -> DeviceAccount {
+    let mut fault_ages = after.fault_ages;
+    for (count, before) in fault_ages.counts.iter_mut().zip(before.fault_ages.counts) {
+        *count -= before;
+    }
+    DeviceAccount {
+        touches: after.touches - before.touches,
+        bytes: after.bytes - before.bytes,
+        faults: after.faults - before.faults,
+        first_faults: after.first_faults - before.first_faults,
+        fault_ages,
+        long_reuses: after.long_reuses - before.long_reuses,
+        protected: less(after.protected, before.protected),
+        dropped_sections: after.dropped_sections - before.dropped_sections,
+        ..after
+    }
+}
+
+/// What came after `before`. Most at any look stays that of both.
+fn since(before: &VmAccount, after: VmAccount) -> VmAccount {
+    let devices = after.devices.into_iter().map(|device| {
+        let same = |before: &&DeviceAccount| before.device == device.device;
+        match before.devices.iter().find(same) {
+            Some(before) => device_since(before, device),
+            None => device,
+        }
+    });
     VmAccount {
         time: after.time - before.time,
         limit: less(after.limit, before.limit),
@@ -83,7 +114,9 @@ fn since(before: &VmAccount, after: VmAccount) -> VmAccount {
         refused_bring_backs: after.refused_bring_backs - before.refused_bring_backs,
         brought_back: less(after.brought_back, before.brought_back),
         protected: less(after.protected, before.protected),
-        ..after
+        devices: devices.collect(),
+        sections: after.sections,
+        section_bytes: after.section_bytes,
     }
 }
 

@@ -2,12 +2,15 @@
 //! What the made-up guests' DMA looks like, by the analysis that looks at real logs: so that it
 //! can be held against what the paper saw in production (VPRI 4.2, figures 9 to 11).
 
-use super::{guest::GuestRecipe, stream::GuestStream};
+use super::{
+    guest::GuestRecipe,
+    stream::{GuestStream, PROLOGUE},
+};
 use crate::replay::{AccessStream, Actor, ReplayError};
 use pagetide_addr::SECTION_BYTES;
 use pagetide_trace::{AccessAnalysis, Analysis, AnalysisParams, SectionTouch};
 
-/// The DMA of one guest in its first `seconds`. Accesses to one section within a second count as
+/// The DMA of one guest in the first `seconds` after its prologue. Accesses to one section within a second count as
 /// one.
 ///
 /// # Errors
@@ -19,6 +22,9 @@ pub fn statistics(guest: &GuestRecipe, seconds: u64) -> Result<AccessAnalysis, R
     });
     let mut stream = GuestStream::new(guest, seconds);
     while let Some(access) = stream.next()? {
+        if access.at < PROLOGUE {
+            continue;
+        }
         let Actor::Device(device, service) = access.actor else {
             continue;
         };

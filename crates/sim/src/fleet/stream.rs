@@ -14,11 +14,10 @@ pub const NIC: DeviceId = DeviceId(1);
 /// Number of a guest's disk.
 pub const DISK: DeviceId = DeviceId(2);
 
-/// How long a guest runs before anybody looks at its devices.
+/// How long a guest runs before anything is counted.
 ///
-/// The evictor must know what is hot and what is cold before a fault means anything; and what
-/// lies in memory was touched some time. So the stream begins with this time of the guest's work
-/// in which all its touches count as the CPU's: no device faults, and no protector hears of one.
+/// The evictor must know what is hot and what is cold before a fault means anything. A protector
+/// hears of DMA in that time, as it does in a host: from the first second of a VM, and long before memory is short.
 pub const PROLOGUE: Duration = Duration::from_secs(900);
 
 /// See the module.
@@ -49,7 +48,6 @@ impl GuestStream {
         let count = self.guest.touches().len().max(1) as u64;
         let within = Duration::from_nanos(1_000_000_000 / count * self.given as u64);
         let actor = match touch.who {
-            _ if second < PROLOGUE.as_secs() => Actor::Cpu,
             Who::Cpu => Actor::Cpu,
             Who::Nic => Actor::Device(NIC, Service::Network),
             Who::Disk => Actor::Device(DISK, Service::Block),
@@ -115,15 +113,5 @@ mod tests {
             assert!(accesses.is_sorted_by_key(|access| access.at));
             assert!(accesses.iter().all(|access| access.section.0 < 512));
         }
-    }
-
-    #[test]
-    fn devices_are_heard_of_after_the_prologue_only() {
-        let accesses = all(8, Load::Storage);
-        let of_device = |access: &&ReplayAccess| access.actor != Actor::Cpu;
-        let first = accesses.iter().find(of_device).expect("a device");
-        assert!(first.at >= PROLOGUE);
-        let disk = Actor::Device(DISK, Service::Block);
-        assert!(accesses.iter().any(|access| access.actor == disk));
     }
 }

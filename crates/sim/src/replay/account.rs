@@ -43,6 +43,29 @@ pub struct Capacity {
     pub protected_sections: u64,
 }
 
+/// Faults by how long ago the device had touched the section last: what a protector would have had to
+/// bridge. A fault on a section that this device never touched is not among them.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct FaultAges {
+    /// Faults at ages from one bound up to the next; the last, beyond [`Self::BOUNDS_S`], has no end.
+    pub counts: [u64; Self::BOUNDS_S.len() + 1],
+}
+
+impl FaultAges {
+    /// Upper bounds, in seconds.
+    pub const BOUNDS_S: [u64; 9] = [60, 120, 180, 240, 300, 450, 600, 900, 1_800];
+
+    /// A fault `age` after the touch before it.
+    pub(super) fn add(&mut self, age: Duration) {
+        let below = |bound: &u64| Duration::from_secs(*bound) <= age;
+        let at = Self::BOUNDS_S
+            .iter()
+            .take_while(|bound| below(bound))
+            .count();
+        self.counts[at] += 1;
+    }
+}
+
 /// What one device did and met.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DeviceAccount {
@@ -61,6 +84,8 @@ pub struct DeviceAccount {
     /// Of those, faults on sections that no device had touched before, so that no policy could have
     /// protected them: only bringing back what nobody asked for helps.
     pub first_faults: u64,
+    /// The others, by age.
+    pub fault_ages: FaultAges,
     /// Consecutive touches of one section more than 300 s apart (4.2.2).
     pub long_reuses: u64,
     /// What its policy protected.
@@ -83,6 +108,7 @@ impl DeviceAccount {
             footprint_sections: 0,
             faults: 0,
             first_faults: 0,
+            fault_ages: FaultAges::default(),
             long_reuses: 0,
             protected: Share::default(),
             dropped_sections: 0,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Why a replay gives no result.
 
+use pagetide_addr::DomainId;
 use pagetide_trace::TraceError;
 use std::{
     path::{Path, PathBuf},
@@ -79,6 +80,18 @@ pub enum ReplayError {
         /// What there is.
         memory_bytes: u64,
     },
+    /// An access log has other address spaces than one that was asked for, or than one.
+    #[error("{}", of_spaces(vm, *asked, spaces, *named_max))]
+    Space {
+        /// The VM.
+        vm: String,
+        /// The one that was asked for.
+        asked: Option<DomainId>,
+        /// Those that the log has, perhaps not all.
+        spaces: Vec<DomainId>,
+        /// How many of them are told.
+        named_max: usize,
+    },
     /// A time that no trace can have: each second up to it would have to be lived through.
     #[error(
         "{whence} is {seconds} s after the first one, and a replay takes at most {max_seconds} s; \
@@ -117,6 +130,28 @@ impl ReplayError {
             *file = Some(path.to_owned());
         }
         self
+    }
+}
+
+fn of_spaces(vm: &str, asked: Option<DomainId>, spaces: &[DomainId], named_max: usize) -> String {
+    let named = spaces.iter().take(named_max);
+    let named: Vec<_> = named.map(|space| space.0.to_string()).collect();
+    let more = match spaces.len() > named_max {
+        true => " and others",
+        false => "",
+    };
+    let named = format!("{}{more}", named.join(", "));
+    match asked.map(|asked| asked.0) {
+        Some(asked) if spaces.is_empty() => {
+            format!("the log of {vm} has no access in address space {asked}, nor in any other")
+        }
+        Some(asked) => {
+            format!("the log of {vm} has no access in address space {asked}; it has {named}")
+        }
+        None => format!(
+            "the log of {vm} has accesses in several address spaces ({named}), which are not one memory: \
+             say which is to be replayed by --space"
+        ),
     }
 }
 

@@ -261,8 +261,11 @@ impl VmReplay {
             Actor::Device(id, service) => {
                 let is_first = self.memory.touch_by_device(access.section);
                 let device = self.device(id, service);
-                device.touch(&access);
+                let age = device.touch(&access);
                 if faulted {
+                    if let Some(age) = age {
+                        device.account.fault_ages.add(age);
+                    }
                     device.account.faults += 1;
                     device.account.first_faults += u64::from(is_first);
                     self.protector
@@ -421,7 +424,8 @@ impl VmReplay {
 }
 
 impl Device {
-    fn touch(&mut self, access: &ReplayAccess) {
+    /// Counts a touch. How long ago the one before it was, if there was one.
+    fn touch(&mut self, access: &ReplayAccess) -> Option<Duration> {
         let account = &mut self.account;
         account.touches += 1;
         account.bytes += access.bytes;
@@ -433,8 +437,10 @@ impl Device {
         let last = std::mem::replace(&mut self.touched_ns[index], now);
         if last == 0 {
             account.footprint_sections += 1;
-        } else if u128::from(now.saturating_sub(last)) > LONG_REUSE.as_nanos() {
-            account.long_reuses += 1;
+            return None;
         }
+        let age = Duration::from_nanos(now.saturating_sub(last));
+        account.long_reuses += u64::from(age > LONG_REUSE);
+        Some(age)
     }
 }

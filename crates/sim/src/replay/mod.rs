@@ -36,6 +36,7 @@ mod direct_pool;
 mod error;
 mod fleet;
 mod footprint;
+mod log_stream;
 mod machine;
 mod memory;
 mod nic_ring;
@@ -46,7 +47,7 @@ mod summary;
 mod touched;
 mod traces;
 
-pub use account::{Capacity, DeviceAccount, Share, VmAccount};
+pub use account::{Capacity, DeviceAccount, FaultAges, Share, VmAccount};
 pub use balance::{Need, balance};
 pub use direct_pool::DirectPool;
 pub use error::ReplayError;

@@ -8,23 +8,24 @@
 //!   block trace   a guest is made for it. By default its page cache holds half of the blocks that the trace
 //!                 ever asks for, so that memory is used again, and the cache is three quarters of its memory
 //! ```
+//! One VM has one memory, and sections of one number in two address spaces are not the same memory. So of
+//! an access log that has several spaces one is replayed, which has to be named.
+//!
 //! In both, CPUs keep a share of the other memory in use; else all of it would be cold, and nothing that
 //! devices touch would ever be evicted.
 
 use super::{
     AccessStream, Actor, Beside, CachedReads, DirectPool, DiskPath, DiskRequest, DiskStream,
-    GuestPageCache, NicRing, PageCacheParams, ReplayAccess, ReplayError, TimedRequest,
-    footprint::Footprint, machine::SECTIONS_MAX, spread, working_set,
+    GuestPageCache, NicRing, PageCacheParams, ReplayError, TimedRequest, footprint::Footprint,
+    log_stream::LogStream, machine::SECTIONS_MAX, spread, working_set,
 };
-use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
+use pagetide_addr::{Access, DeviceId, DomainId, PAGE_BYTES, SectionNo};
 use pagetide_trace::{
-    AccessLog, AccessRecord, BlockAbout, BlockOptions, BlockRequest, BlockTrace, open_block_trace,
+    AccessLog, BlockAbout, BlockOptions, BlockRequest, BlockTrace, open_block_trace, open_regular,
 };
 use rustc_hash::FxHashSet;
 use serde::Serialize;
 use std::{
-    collections::VecDeque,
-    fs::File,
     io::Read,
     path::{Path, PathBuf},
     time::Duration,
@@ -46,6 +47,8 @@ pub struct TraceOptions {
     pub block: BlockOptions,
     /// Where their DMA lands.
     pub through: Through,
+    /// The address space of access logs that is replayed; without it the only one there is.
+    pub space: Option<DomainId>,
     /// Memory of each VM; without it, as the log says or as suits the trace.
     pub memory_bytes: Option<u64>,
     /// Bytes of a section, a power of two of at least 4096.
@@ -77,7 +80,7 @@ pub struct VmOrigin {
     /// What the trace is, and which model stands between.
     #[serde(flatten)]
     pub kind: OriginKind,
-    /// Records.
+    /// Records that are replayed.
     pub records: u64,
     /// From the first to the last, in seconds of the replay.
     pub span_seconds: f64,
@@ -97,8 +100,10 @@ pub struct VmOrigin {
 pub enum OriginKind {
     /// DMA as it was.
     AccessLog {
-        /// Records that the log has lost.
+        /// Records that the log has lost, of whatever address space.
         lost_records: u64,
+        /// The address space that is replayed; `None` of a log without records.
+        space: Option<DomainId>,
     },
     /// Requests to disks, through a modelled page cache.
     PageCache {
@@ -180,7 +185,7 @@ pub fn survey(files: &[PathBuf], options: &TraceOptions) -> Result<Vec<TracedVm>
     check(options)?;
     let (mut logs, mut vms) = (Vec::new(), Vec::new());
     for file in files {
-        if is_parquet(file) {
+        if is_parquet(file)? {
             logs.push(file.clone());
         } else {
             vms.push(survey_block(file, options)?);
@@ -213,11 +218,12 @@ fn check(options: &TraceOptions) -> Result<(), ReplayError> {
     Ok(())
 }
 
-/// Whether a file looks like an access log. One that cannot be read is told of when it is opened.
-fn is_parquet(file: &Path) -> bool {
+/// Whether a file looks like an access log. One that cannot be read is told of when it is read whole; a
+/// pipe, which nobody may ever write to, is refused here.
+fn is_parquet(file: &Path) -> Result<bool, ReplayError> {
     let mut head = [0; 4];
-    let read = File::open(file).and_then(|mut file| file.read_exact(&mut head));
-    read.is_ok() && head == PARQUET
+    let read = open_regular(file)?.read_exact(&mut head);
+    Ok(read.is_ok() && head == PARQUET)
 }
 
 impl TracedVm {
@@ -321,7 +327,7 @@ impl Iterator for Requests {
     }
 }
 
-fn check_span(at: Duration, whence: impl Fn() -> String) -> Result<(), ReplayError> {
+pub(super) fn check_span(at: Duration, whence: impl Fn() -> String) -> Result<(), ReplayError> {
     if at <= SPAN_MAX {
         return Ok(());
     }
@@ -351,7 +357,7 @@ fn disk_request(number: u64, request: BlockRequest, scale: f64) -> TimedRequest 
     clippy::cast_sign_loss,
     reason = "a day in nanoseconds is exact in 53 bits; longer times lose nanoseconds, not their order"
 )]
-fn stretched(time_ns: u64, scale: f64) -> Duration {
+pub(super) fn stretched(time_ns: u64, scale: f64) -> Duration {
     if scale == 1.0 {
         return Duration::from_nanos(time_ns);
     }
@@ -453,6 +459,7 @@ fn survey_log(
     let sections = sections_of(memory, section)
         .map_err(|error| ReplayError::Asked(format!("the log of {}: {error}", meta.vm)))?;
     let mut stream = LogStream::new(log, sections * section, options);
+    let mut options = options.clone();
     let mut touched: FxHashSet<SectionNo> = FxHashSet::default();
     let (mut end, mut last) = (Duration::ZERO, DeviceId(0));
     while let Some(access) = stream.next()? {
@@ -462,107 +469,31 @@ fn survey_log(
             last = last.max(device);
         }
     }
+    stream.check_spaces(&options)?;
+    options.space = stream.space;
     let others = (0..sections)
         .map(SectionNo)
         .filter(|section| !touched.contains(section));
-    let others = Others::new(others.collect(), last, options);
+    let others = Others::new(others.collect(), last, &options);
     Ok(TracedVm {
         origin: VmOrigin {
             name: meta.vm,
             kind: OriginKind::AccessLog {
                 lost_records: meta.lost_records,
+                space: stream.space,
             },
-            records: stream.records,
+            records: stream.replayed,
             span_seconds: end.as_secs_f64(),
             memory_bytes: sections * section,
-            cpu_bytes: others.cpu_bytes(options),
-            nic_bytes: others.nic_bytes(options),
+            cpu_bytes: others.cpu_bytes(&options),
+            nic_bytes: others.nic_bytes(&options),
             guest: options.guest,
         },
         sections,
         end,
         files: files.to_vec(),
         started_unix_ns: meta.started_unix_ns,
-        options: options.clone(),
+        options,
         others,
     })
-}
-
-/// The accesses of an access log.
-struct LogStream {
-    log: AccessLog,
-    vm: String,
-    memory_bytes: u64,
-    section_bytes: u64,
-    time_scale: f64,
-    first_ns: Option<u64>,
-    records: u64,
-    ready: VecDeque<ReplayAccess>,
-}
-
-impl LogStream {
-    fn new(log: AccessLog, memory_bytes: u64, options: &TraceOptions) -> Self {
-        Self {
-            vm: log.meta().vm.clone(),
-            log,
-            memory_bytes,
-            section_bytes: options.section_bytes,
-            time_scale: options.time_scale,
-            first_ns: None,
-            records: 0,
-            ready: VecDeque::new(),
-        }
-    }
-
-    /// One access for each section that a record touches.
-    fn split(&mut self, record: &AccessRecord) -> Result<(), ReplayError> {
-        let number = self.records;
-        self.records += 1;
-        let first = *self.first_ns.get_or_insert(record.time_ns);
-        let at = stretched(record.time_ns.saturating_sub(first), self.time_scale);
-        check_span(at, || format!("record {number} of the log of {}", self.vm))?;
-        let end = record.address.checked_add(record.len_bytes.into());
-        let Some(end) = end.filter(|end| *end <= self.memory_bytes) else {
-            return Err(ReplayError::Address {
-                vm: self.vm.clone(),
-                record: number,
-                address: record.address,
-                len_bytes: record.len_bytes.into(),
-                memory_bytes: self.memory_bytes,
-            });
-        };
-        let mut from = record.address;
-        while from < end {
-            let section = from / self.section_bytes;
-            let to = end.min((section + 1) * self.section_bytes);
-            self.ready.push_back(ReplayAccess {
-                at,
-                actor: Actor::Device(record.device, record.service),
-                section: SectionNo(section),
-                access: record.access,
-                bytes: to - from,
-            });
-            from = to;
-        }
-        Ok(())
-    }
-}
-
-impl AccessStream for LogStream {
-    fn next(&mut self) -> Result<Option<ReplayAccess>, ReplayError> {
-        loop {
-            if let Some(access) = self.ready.pop_front() {
-                return Ok(Some(access));
-            }
-            match self.log.next() {
-                Some(record) => self.split(&record?)?,
-                None => return Ok(None),
-            }
-        }
-    }
-
-    fn whence(&self) -> String {
-        let record = self.records.saturating_sub(1);
-        format!("log of {}, record {record}", self.vm)
-    }
 }

@@ -1,68 +1,120 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `pagetide bench access-log`: what the access log and a DMA protector cost a disk (VPRI 5.3, 6.2).
 //!
-//! Our vhost-user-blk as in `bench blk`: 4 KiB requests at random, as fast as one engine
-//! goes, on a disk whose log is switched on and off in turns. *On* is all of it: the
-//! engine's records, the thread that takes them (on the engine's own CPU, where it costs most), and
-//! the policy `adp` that hears of each. *Off* is as the daemon is without a policy.
+//! Our vhost-user-blk: 4 KiB requests as fast as one engine goes, whose buffers are pages anywhere in
+//! 4 GiB of a guest of 8 GiB, on a disk whose log is switched on and off in turns. *On* is all of it:
+//! the engine's records, the thread that takes them (on the engine's own CPU, where it costs most), and
+//! the policy `adp` that hears of each, as many a second as `access-log-rate` allows by default. It is
+//! asked for more sections than it may remember, so both its blocks are full and it takes up, protects
+//! and drops sections without end. *Off* is as the daemon is without a policy.
+//!
+//! The disk's image lies on tmpfs where that has direct I/O (Linux 6.6), and requests are for few blocks
+//! of it: the less of a request's time the medium takes, the more the log shows. So the engine's CPU is what
+//! is short, and what the log takes of it is lacking.
 //!
 //! ```text
-//!   alternation = for each cell of (read | write) × (1 | 32 deep):  N F F N   (oN, oFf)
-//!   logging_on_over_off = IOPS of N / IOPS of F; geometric mean over the cells of an alternation
+//!   alternation = for each cell:  N F, in the next one F N    (oN, oFf; a second and more each)
+//!   logging_on_over_off_CELL = IOPS of N / IOPS of F, geometric mean over alternations
 //! ```
-//! One process serves both, so nothing but the switch tells them apart. `_low95` is the
+//! One process serves both, so nothing but the switch tells them apart; what the policy knows it keeps. `_low95` is the
 //! lower end of the two-sided 95% interval of the mean over alternations, by Student's
-//! distribution.
+//! distribution. Without a cell's name both are the lowest of any cell.
+//!
+//! A log that nobody writes or hears costs nothing, and so does a policy that has nothing to do: the
+//! bench fails if in any slice no record was heard, or the policy remembers fewer than [`TRACKED_MIN`]
+//! sections at its end.
+
+mod policy;
 
 use super::{
     BenchError, BenchReport,
     blk::{
         backend::{BackendReport, LogSwitch},
-        frontend::{Direction, Run},
+        frontend::{Buffers, Direction, Run},
         process::{PartError, Placement},
-        side::{ImageError, Sample, Side, Slice, make_image},
+        side::{ImageError, Sample, Side, make_image},
         stats::{PairedRatios, mean, overall},
     },
     figures::{rounded, to_f64},
 };
-use pagetide_addr::{Access, SectionNo};
-use pagetide_policy::protect::{
-    PolicyChoice, PolicyReport, ProtectionPolicy, Touch, adp::AdpParams,
-};
 use serde_json::json;
-use std::time::{Duration, Instant};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
+use tempfile::TempDir;
 
 const NAME: &str = "access-log";
-/// The switch in the turns of an alternation: each is before the other as often as after it.
-const TURNS: [LogSwitch; 4] = [LogSwitch::On, LogSwitch::Off, LogSwitch::Off, LogSwitch::On];
-/// Cells.
-const CELLS: [(Direction, u16); 4] = [
-    (Direction::Read, 1),
-    (Direction::Read, 32),
-    (Direction::Write, 1),
-    (Direction::Write, 32),
+/// The thread of the backend that takes the log, and on which policies run.
+const TAKER: &str = "pt-access-log";
+/// Fewer sections that the policy remembers at the end of a slice are no work for it.
+const TRACKED_MIN: u64 = 1000;
+/// Where tmpfs is.
+const TMPFS: &str = "/dev/shm";
+/// Queues of the disk.
+const QUEUES: u16 = 4;
+
+/// What is asked for while the log is on and off.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Load {
+    direction: Direction,
+    depth: u16,
+    queues: u16,
+}
+
+/// Cells: as deep as the engine is busy, in one queue and in several.
+const CELLS: [Load; 4] = [
+    Load::new(Direction::Read, 4, 1),
+    Load::new(Direction::Read, 32, 1),
+    Load::new(Direction::Write, 32, 1),
+    Load::new(Direction::Read, 32, QUEUES),
 ];
 
-/// Sections of a VM of 64 GiB.
-const VM_SECTIONS: u64 = 32 * 1024;
-/// Touches of each of the two rounds over such a VM.
-const TOUCHES: u64 = 500_000;
+impl Load {
+    const fn new(direction: Direction, depth: u16, queues: u16) -> Self {
+        Self {
+            direction,
+            depth,
+            queues,
+        }
+    }
+
+    /// As it is written in names of figures.
+    fn name(self) -> String {
+        let queues = match self.queues {
+            1 => String::new(),
+            queues => format!("_queues_{queues}"),
+        };
+        format!("{}_depth_{}{queues}", self.direction.name(), self.depth)
+    }
+
+    fn run(self, time: Duration, seed: u64) -> Run {
+        Run {
+            direction: self.direction,
+            depth: self.depth,
+            queues: self.queues,
+            buffers: Buffers::Spread,
+            time,
+            seed,
+        }
+    }
+}
 
 /// How much to measure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AccessLogBenchOptions {
-    /// Alternations, beside one that warms up.
+    /// Alternations, beside one that warms up; even, so that each switch is first as often as the other.
     pub alternations: usize,
     /// Length of a slice.
     pub slice: Duration,
 }
 
 impl Default for AccessLogBenchOptions {
-    /// Three quarters of a minute in all.
+    /// Three and a half minutes in all.
     fn default() -> Self {
         Self {
-            alternations: 40,
-            slice: Duration::from_millis(60),
+            alternations: 24,
+            slice: Duration::from_secs(1),
         }
     }
 }
@@ -72,6 +124,26 @@ impl Default for AccessLogBenchOptions {
 struct Cell {
     on: Vec<Sample>,
     off: Vec<Sample>,
+    heard: Heard,
+}
+
+/// What became of the log in the slices it was on in.
+#[derive(Default, Clone, Copy)]
+struct Heard {
+    seconds: f64,
+    /// Told by the engine.
+    logged: u64,
+    /// Not told, for want of credits.
+    lost: u64,
+    /// That the policy heard of.
+    heard: u64,
+    /// CPU time of the thread that takes them.
+    taker_ns: u64,
+    /// At the end of the slice where they were fewest.
+    tracked_sections: u64,
+    protected_sections: u64,
+    /// Memory of the policy then.
+    policy_bytes: u64,
 }
 
 /// Runs the bench.
@@ -79,65 +151,161 @@ struct Cell {
 /// # Errors
 /// [`BenchError`].
 pub fn run(options: &AccessLogBenchOptions) -> Result<BenchReport, BenchError> {
-    let dir = tempfile::Builder::new()
-        .prefix("pagetide-bench-access-log-")
-        .tempdir()
-        .map_err(failed)?;
-    let image = make_image(dir.path()).map_err(no_image)?;
+    let (dir, image) = directory()?;
+    let queues = QUEUES.to_string();
+    let arguments = ["--queues", queues.as_str()];
     let mut side =
-        Side::start_ours(dir.path(), &image, &[], Placement::choose()).map_err(failed)?;
+        Side::start_ours(dir.path(), &image, &arguments, Placement::choose()).map_err(failed)?;
     let mut cells: [Cell; CELLS.len()] = Default::default();
     for alternation in 0..=options.alternations {
         eprintln!("bench {NAME}: {alternation} of {}", options.alternations);
-        for (cell, (direction, depth)) in cells.iter_mut().zip(CELLS) {
-            let run = Run {
-                direction,
-                depth,
-                time: options.slice,
-                seed: (alternation as u64) << 8 | 1 << 41,
-            };
-            let (on, off) = alternate(&mut side, run).map_err(failed)?;
+        for (cell, load) in cells.iter_mut().zip(CELLS) {
+            let run = load.run(options.slice, (alternation as u64) << 8 | 1 << 41);
+            let turns = turns_of(alternation);
+            let (on, off, heard) = alternate(&mut side, run, turns)?;
             if alternation > 0 {
                 cell.on.push(on);
                 cell.off.push(off);
+                cell.heard = cell.heard.and(heard);
             }
         }
     }
-    let last = side.backend.switch(LogSwitch::Off).map_err(failed)?;
     let mut report = BenchReport::new(NAME);
     let figures = &mut report.figures;
     figures.insert("alternations".into(), options.alternations.into());
+    figures.insert("slice_ms".into(), json!(options.slice.as_millis()));
+    figures.insert("is_on_tmpfs".into(), dir.path().starts_with(TMPFS).into());
     describe(&cells, &mut report);
-    describe_log(&last, &mut report);
+    describe_log(&cells, &mut report);
+    figures_of_policies(&mut report);
     Ok(report)
 }
 
-fn alternate(side: &mut Side, run: Run) -> Result<(Sample, Sample), PartError> {
-    let (mut on, mut off) = (Slice::default(), Slice::default());
-    for (turn, switch) in TURNS.into_iter().enumerate() {
-        side.backend.switch(switch)?;
-        let seed = run.seed | turn as u64;
-        let slice = side.slice(Run { seed, ..run })?;
+/// A directory, on tmpfs if it may be, and the image in it.
+fn directory() -> Result<(TempDir, PathBuf), BenchError> {
+    let made = |dir: &Path| {
+        let mut builder = tempfile::Builder::new();
+        let dir = builder.prefix("pagetide-bench-access-log-").tempdir_in(dir);
+        dir.map_err(failed)
+    };
+    if let Ok(dir) = made(Path::new(TMPFS))
+        && let Ok(image) = make_image(dir.path())
+    {
+        return Ok((dir, image));
+    }
+    let dir = made(&std::env::temp_dir())?;
+    let image = make_image(dir.path()).map_err(no_image)?;
+    Ok((dir, image))
+}
+
+/// The switch in the two turns of an alternation.
+const fn turns_of(alternation: usize) -> [LogSwitch; 2] {
+    match alternation % 2 {
+        0 => [LogSwitch::On, LogSwitch::Off],
+        _ => [LogSwitch::Off, LogSwitch::On],
+    }
+}
+
+fn alternate(
+    side: &mut Side,
+    run: Run,
+    turns: [LogSwitch; 2],
+) -> Result<(Sample, Sample, Heard), BenchError> {
+    let (mut on, mut off) = (Sample::NONE, Sample::NONE);
+    let mut heard = Heard::default();
+    for switch in turns {
+        side.backend.switch(switch).map_err(failed)?;
+        let before = look(side).map_err(failed)?;
+        let sample = side.slice(run).map_err(failed)?.sample();
         match switch {
-            LogSwitch::On => on.add(slice),
-            LogSwitch::Off => off.add(slice),
+            LogSwitch::On => {
+                on = sample;
+                heard = Heard::between(&before, &look(side).map_err(failed)?, &sample);
+                heard.check()?;
+            }
+            LogSwitch::Off => off = sample,
         }
     }
-    Ok((on.sample(), off.sample()))
+    Ok((on, off, heard))
+}
+
+/// What the back end says, and the CPU time of the thread that takes the log.
+fn look(side: &mut Side) -> Result<(BackendReport, u64), PartError> {
+    let report = side.backend.report()?;
+    Ok((report, side.backend.thread_cpu_ns(TAKER)?))
+}
+
+impl Heard {
+    fn between(
+        before: &(BackendReport, u64),
+        after: &(BackendReport, u64),
+        sample: &Sample,
+    ) -> Self {
+        let ((before, cpu_before), (after, cpu_after)) = (before, after);
+        Self {
+            seconds: sample.ios / sample.iops,
+            logged: after.logged_accesses - before.logged_accesses,
+            lost: after.lost_accesses - before.lost_accesses,
+            heard: after.heard_accesses - before.heard_accesses,
+            taker_ns: cpu_after - cpu_before,
+            tracked_sections: after.tracked_sections,
+            protected_sections: after.protected_sections,
+            policy_bytes: after.policy_bytes,
+        }
+    }
+
+    /// Whether there was anything to measure.
+    fn check(&self) -> Result<(), BenchError> {
+        if self.heard == 0 {
+            return Err(failed(
+                "no access was heard of in a slice with the log on, so what it costs cannot be told",
+            ));
+        }
+        if self.tracked_sections < TRACKED_MIN {
+            return Err(failed(format!(
+                "the policy remembers {} sections at the end of a slice, too few to tell what it costs; \
+                 it should be {TRACKED_MIN} at least",
+                self.tracked_sections
+            )));
+        }
+        Ok(())
+    }
+
+    fn and(self, more: Self) -> Self {
+        let is_first = self.seconds == 0.0;
+        let fewest = match is_first || more.tracked_sections < self.tracked_sections {
+            true => more,
+            false => self,
+        };
+        Self {
+            seconds: self.seconds + more.seconds,
+            logged: self.logged + more.logged,
+            lost: self.lost + more.lost,
+            heard: self.heard + more.heard,
+            taker_ns: self.taker_ns + more.taker_ns,
+            ..fewest
+        }
+    }
 }
 
 impl Cell {
     /// IOPS with the log over those without, of each alternation.
-    fn ratios(&self) -> impl Iterator<Item = f64> {
+    fn ratios(&self) -> Option<PairedRatios> {
         let pairs = self.on.iter().zip(&self.off);
-        pairs.map(|(on, off)| on.iops / off.iops)
+        PairedRatios::new(pairs.map(|(on, off)| on.iops / off.iops))
+    }
+
+    /// CPU time of a request with the log over that without.
+    fn cpu_ratio(&self) -> f64 {
+        let of = |samples: &[Sample]| mean(samples.iter().map(|s| s.cpu_ns_per_io.ln()));
+        (of(&self.on) - of(&self.off)).exp()
     }
 }
 
 fn describe(cells: &[Cell], report: &mut BenchReport) {
-    let (mut on_cpu, mut off_cpu) = (Vec::new(), Vec::new());
-    for (cell, (direction, depth)) in cells.iter().zip(CELLS) {
-        let name = format!("{}_depth_{depth}", direction.name());
+    let (mut worst, mut worst_low) = (f64::INFINITY, f64::INFINITY);
+    for (cell, load) in cells.iter().zip(CELLS) {
+        let name = load.name();
         for (samples, state) in [(&cell.on, "on"), (&cell.off, "off")] {
             let figure = json!({
                 "iops": mean(samples.iter().map(|s| s.iops)).round(),
@@ -145,86 +313,75 @@ fn describe(cells: &[Cell], report: &mut BenchReport) {
             });
             report.figures.insert(format!("{name}_log_{state}"), figure);
         }
-        on_cpu.extend(cell.on.iter().map(|s| s.cpu_ns_per_io.ln()));
-        off_cpu.extend(cell.off.iter().map(|s| s.cpu_ns_per_io.ln()));
-        if let Some(ratio) = PairedRatios::new(cell.ratios()) {
+        let ratios = &mut report.ratios;
+        if let Some(overall) = cell.ratios().and_then(|ratios| overall(&[ratios])) {
+            worst = worst.min(overall.mean);
+            worst_low = worst_low.min(overall.low95);
             let name = format!("logging_on_over_off_{name}");
-            report.ratios.insert(name, rounded(ratio.mean()).into());
+            ratios.insert(format!("{name}_low95"), rounded(overall.low95).into());
+            ratios.insert(name, rounded(overall.mean).into());
         }
     }
-    let cpu = (mean(on_cpu.into_iter()) - mean(off_cpu.into_iter())).exp();
+    let cpu = mean(cells.iter().map(|cell| cell.cpu_ratio().ln())).exp();
     let ratios = &mut report.ratios;
     ratios.insert("logging_on_over_off_cpu_per_io".into(), rounded(cpu).into());
-    let all = PairedRatios::new(of_alternations(cells).into_iter());
-    if let Some(overall) = all.and_then(|ratios| overall(&[ratios])) {
-        ratios.insert("logging_on_over_off".into(), rounded(overall.mean).into());
-        let low = rounded(overall.low95);
-        ratios.insert("logging_on_over_off_low95".into(), low.into());
+    ratios.insert("logging_on_over_off".into(), rounded(worst).into());
+    ratios.insert(
+        "logging_on_over_off_low95".into(),
+        rounded(worst_low).into(),
+    );
+}
+
+/// What the log itself was: that it was on, how much of it came through, and what that took.
+fn describe_log(cells: &[Cell], report: &mut BenchReport) {
+    let mut all = Heard::default();
+    for (cell, load) in cells.iter().zip(CELLS) {
+        report
+            .figures
+            .insert(format!("{}_log", load.name()), cell.heard.figures());
+        all = all.and(cell.heard);
+    }
+    let log = all.figures();
+    for name in ["tracked_sections", "policy_bytes_per_tracked_section"] {
+        report.figures.insert(name.into(), log[name].clone());
+    }
+    report.figures.insert("log".into(), log);
+}
+
+impl Heard {
+    fn figures(&self) -> serde_json::Value {
+        let a_second = |count: u64| (to_f64(count) / self.seconds).round();
+        let each = to_f64(self.policy_bytes) / to_f64(self.tracked_sections.max(1));
+        // Nanoseconds a record are milliseconds a million.
+        let taker = to_f64(self.taker_ns) / to_f64(self.heard.max(1));
+        json!({
+            "logged_a_second": a_second(self.logged),
+            "heard_a_second": a_second(self.heard),
+            "lost_a_second": a_second(self.lost),
+            "logged_accesses": self.logged,
+            "heard_accesses": self.heard,
+            "lost_accesses": self.lost,
+            "tracked_sections": self.tracked_sections,
+            "protected_sections": self.protected_sections,
+            "policy_bytes": self.policy_bytes,
+            "policy_bytes_per_tracked_section": (each * 10.0).round() / 10.0,
+            "taker_cpu_seconds_per_million_heard": rounded(taker / 1e3),
+        })
     }
 }
 
-/// What the log itself was: that it was on, and how much of it came through.
-fn describe_log(last: &BackendReport, report: &mut BenchReport) {
-    let figures = &mut report.figures;
-    figures.insert("logged_accesses".into(), last.logged_accesses.into());
-    figures.insert("lost_accesses".into(), last.lost_accesses.into());
-    figures.insert("heard_accesses".into(), last.heard_accesses.into());
-    figures.insert("tracked_sections".into(), last.tracked_sections.into());
-    figures.insert("policy_bytes".into(), last.policy_bytes.into());
-    let full = full_policy();
-    let each = to_f64(full.report.bytes) / to_f64(full.report.tracked_sections.max(1));
-    let figure = json!({
-        "tracked_sections": full.report.tracked_sections,
-        "bytes_per_tracked_section": (each * 10.0).round() / 10.0,
-        "touch_ns": (full.touch_ns * 10.0).round() / 10.0,
-    });
-    figures.insert("policy_of_64_gib".into(), figure);
-}
-
-/// A policy that remembers all it may.
-struct FullPolicy {
-    report: PolicyReport,
-    /// Mean time of one touch.
-    touch_ns: f64,
-}
-
-/// What `adp` takes in a VM of 64 GiB all of which one device touches at random.
-fn full_policy() -> FullPolicy {
-    let mut policy = PolicyChoice::Adp(AdpParams::default()).policy(VM_SECTIONS);
-    let mut changes = Vec::new();
-    let (mut state, mut micros) = (1_u64, 0_u64);
-    let mut touch_all = |policy: &mut dyn ProtectionPolicy| {
-        for _ in 0..TOUCHES {
-            micros += 1;
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            changes.clear();
-            let touch = Touch {
-                section: SectionNo((state >> 33) % VM_SECTIONS),
-                at: Duration::from_micros(micros),
-                access: Access::Write,
-                bytes: 4096,
-            };
-            policy.touched(touch, &mut changes);
-        }
-    };
-    // Once to fill it.
-    touch_all(policy.as_mut());
-    let began = Instant::now();
-    touch_all(policy.as_mut());
-    FullPolicy {
-        touch_ns: began.elapsed().as_secs_f64() * 1e9 / to_f64(TOUCHES),
-        report: policy.report(),
+/// What policies take that remember all they may of a large VM.
+fn figures_of_policies(report: &mut BenchReport) {
+    for (name, full) in policy::full() {
+        let each = to_f64(full.report.bytes) / to_f64(full.report.tracked_sections.max(1));
+        let figure = json!({
+            "tracked_sections": full.report.tracked_sections,
+            "bytes_per_tracked_section": (each * 10.0).round() / 10.0,
+            "touch_ns": (full.touch_ns * 10.0).round() / 10.0,
+        });
+        let name = format!("policy_{name}_of_64_gib");
+        report.figures.insert(name, figure);
     }
-}
-
-/// The ratio of each alternation: the geometric mean over its cells.
-fn of_alternations(cells: &[Cell]) -> Vec<f64> {
-    let by_cell: Vec<Vec<f64>> = cells.iter().map(|cell| cell.ratios().collect()).collect();
-    let count = by_cell.iter().map(Vec::len).min().unwrap_or(0);
-    let ratio = |i: usize| mean(by_cell.iter().filter_map(|r| r.get(i)).map(|r| r.ln())).exp();
-    (0..count).map(ratio).collect()
 }
 
 fn failed(error: impl std::fmt::Display) -> BenchError {
@@ -258,34 +415,74 @@ mod tests {
     }
 
     #[test]
-    fn each_switch_has_its_turn_before_the_other_as_often_as_after() {
-        let places = |switch| {
-            let turns = TURNS.iter().enumerate();
-            turns
-                .filter(move |(_, turn)| **turn == switch)
-                .map(|(place, _)| place)
-        };
-        let before = places(LogSwitch::On)
-            .flat_map(|on| places(LogSwitch::Off).map(move |off| on < off))
-            .filter(|before| *before)
-            .count();
-        assert_eq!(before, TURNS.len() * TURNS.len() / 8);
+    fn each_switch_is_first_as_often_as_the_other() {
+        let alternations = AccessLogBenchOptions::default().alternations;
+        let first = (1..=alternations).filter(|it| turns_of(*it)[0] == LogSwitch::On);
+        assert_eq!(first.count() * 2, alternations);
+        assert!((0..2).all(|it| turns_of(it)[0] != turns_of(it)[1]));
     }
 
     #[test]
-    fn ratios_follow_from_what_was_measured() {
+    fn worst_cell_is_what_is_said_of_all() {
         let cell = |on: f64| Cell {
             on: samples(on),
             off: samples(100.0),
+            heard: Heard::default(),
         };
-        let cells = [cell(81.0), cell(100.0), cell(100.0), cell(100.0)];
+        let cells = [cell(99.0), cell(101.0), cell(81.0), cell(100.0)];
         let mut report = BenchReport::new(NAME);
         describe(&cells, &mut report);
-        let ratio = |name: &str| report.ratios[name].as_f64().unwrap();
-        let expected = 0.81_f64.powf(0.25);
-        assert!((ratio("logging_on_over_off") - expected).abs() < 1e-3);
-        assert!((ratio("logging_on_over_off_low95") - expected).abs() < 1e-3);
-        assert!((ratio("logging_on_over_off_read_depth_1") - 0.81).abs() < 1e-3);
-        assert!((ratio("logging_on_over_off_cpu_per_io") - 1.0 / expected).abs() < 1e-3);
+        let is = |name: &str, expected: f64| {
+            let ratio = report.ratios[name].as_f64().unwrap();
+            assert!((ratio - expected).abs() < 1e-3, "{name}: {ratio}");
+        };
+        is("logging_on_over_off", 0.81);
+        is("logging_on_over_off_low95", 0.81);
+        is("logging_on_over_off_write_depth_32", 0.81);
+        is("logging_on_over_off_read_depth_32_low95", 1.01);
+        is("logging_on_over_off_read_depth_32_queues_4", 1.0);
+        let cpu = 1.0 / (0.99_f64 * 1.01 * 0.81).powf(0.25);
+        is("logging_on_over_off_cpu_per_io", cpu);
+    }
+
+    const FULL: Heard = Heard {
+        seconds: 2.0,
+        logged: 90,
+        lost: 10,
+        heard: 80,
+        taker_ns: 160_000,
+        tracked_sections: 2000,
+        protected_sections: 5,
+        policy_bytes: 100_000,
+    };
+
+    #[test]
+    fn log_that_was_not_heard_or_gave_the_policy_nothing_to_do_is_no_result() {
+        FULL.check().unwrap();
+        let unheard = Heard { heard: 0, ..FULL };
+        assert!(unheard.check().unwrap_err().to_string().contains("heard"));
+        let idle = Heard {
+            tracked_sections: 1,
+            ..FULL
+        };
+        assert!(idle.check().unwrap_err().to_string().contains("1 sections"));
+    }
+
+    #[test]
+    fn figures_of_the_log_are_those_of_all_slices_and_of_the_fewest_sections() {
+        let fewer = Heard {
+            tracked_sections: 1000,
+            ..FULL
+        };
+        let figures = Heard::default().and(FULL).and(fewer).and(FULL).figures();
+        let is = |name: &str, expected: f64| {
+            let figure = figures[name].as_f64().unwrap();
+            assert!((figure - expected).abs() < 1e-6, "{name}: {figure}");
+        };
+        is("logged_a_second", 45.0);
+        is("lost_accesses", 30.0);
+        is("tracked_sections", 1000.0);
+        is("policy_bytes_per_tracked_section", 100.0);
+        is("taker_cpu_seconds_per_million_heard", 2.0);
     }
 }

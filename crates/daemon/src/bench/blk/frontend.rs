@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The front end as a process of its own: the crate virtio-driver on one queue.
+//! The front end as a process of its own: the crate virtio-driver, all of whose queues one thread serves.
 //!
 //! It takes a [`Run`] as a line of JSON, does it, and prints a [`RunResult`] as
 //! a line. Between completions it sleeps on the call descriptor, as a guest
 //! that is interrupted does.
 
+use pagetide_addr::SECTION_BYTES;
 use pagetide_sys::lent::{LentError, LentMemory};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
@@ -12,6 +13,7 @@ use std::{
     io::{BufRead as _, Write as _},
     os::fd::{AsFd as _, AsRawFd as _},
     path::Path,
+    sync::Arc,
     time::{Duration, Instant},
 };
 use virtio_driver::{
@@ -25,6 +27,15 @@ const IO_BYTES: u64 = 4096;
 const QUEUE_SIZE: u16 = 256;
 /// Deepest run.
 const DEPTH_MAX: u16 = 64;
+/// Queues that are used, if the device has so many.
+const QUEUES_MAX: u16 = 4;
+/// Memory over which buffers are [`Buffers::Spread`]: sparse, of each section the first pages.
+pub const SPREAD_BYTES: u64 = 4 << 30;
+/// Pages of a section that are used: all those together are far beyond the caches of a CPU.
+const SPREAD_PAGES: u64 = 16;
+/// Blocks of the disk that a run of spread buffers asks for: it is to find out what requests cost, not
+/// what a medium takes to seek.
+const SPREAD_BLOCKS: u64 = 1024;
 
 /// Which way data goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,13 +57,26 @@ impl Direction {
     }
 }
 
+/// Where the buffers of a run lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Buffers {
+    /// One page for each request in flight, side by side.
+    Packed,
+    /// Each request's in a page chosen anew, anywhere in [`SPREAD_BYTES`] of memory.
+    Spread,
+}
+
 /// What to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Run {
     /// Which way.
     pub direction: Direction,
-    /// Requests in flight.
+    /// Requests in flight, in all queues together.
     pub depth: u16,
+    /// Queues that they are in.
+    pub queues: u16,
+    /// Where the guest has its buffers.
+    pub buffers: Buffers,
     /// For how long.
     pub time: Duration,
     /// Of the random offsets.
@@ -88,6 +112,14 @@ pub enum FrontendError {
     /// More in flight than there are buffers.
     #[error("a depth of {0} is more than {DEPTH_MAX}")]
     TooDeep(u16),
+    /// More queues than there are, or none.
+    #[error("{asked} queues are asked for; there are {present}")]
+    Queues {
+        /// Wanted.
+        asked: u16,
+        /// Had.
+        present: usize,
+    },
     /// The device is smaller than an I/O.
     #[error("the device has {0} sectors, fewer than one I/O")]
     TooSmall(u64),
@@ -104,24 +136,24 @@ pub fn serve(socket: &Path) -> Result<(), FrontendError> {
         | VirtioBlkFeatureFlags::FLUSH.bits();
     let path = socket.to_str().ok_or(FrontendError::Path)?;
     let mut transport: Box<VirtioBlkTransport> = Box::new(VhostUser::new(path, features)?);
-    let sectors = u64::from(transport.get_config()?.capacity);
+    let config = transport.get_config()?;
+    let sectors = u64::from(config.capacity);
     let blocks = sectors * 512 / IO_BYTES;
     if blocks == 0 {
         return Err(FrontendError::TooSmall(sectors));
     }
-    let bytes = u64::from(DEPTH_MAX) * IO_BYTES;
-    let memory = LentMemory::new("bench-frontend", bytes)?;
-    let mut queues = VirtioBlkQueue::setup_queues(transport.as_mut(), 1, QUEUE_SIZE)?;
+    let memory = LentMemory::sparse("bench-frontend", SPREAD_BYTES)?;
+    let queue_count = u16::from(config.num_queues).clamp(1, QUEUES_MAX);
+    let queues = VirtioBlkQueue::setup_queues(transport.as_mut(), queue_count.into(), QUEUE_SIZE)?;
     transport.map_mem_region(
         memory.address(),
-        usize::try_from(bytes).unwrap_or(usize::MAX),
+        usize::try_from(SPREAD_BYTES).unwrap_or(usize::MAX),
         memory.as_fd().as_raw_fd(),
         0,
     )?;
-    let queue = queues.swap_remove(0);
     let mut driver = Driver {
         transport: transport.as_ref(),
-        queue,
+        queues,
         memory,
         blocks,
         random: 0,
@@ -142,18 +174,25 @@ fn println_line(line: &str) -> std::io::Result<()> {
 }
 
 /// Some back ends make the descriptor non-blocking, which ours then is, too: so wait, then read.
-fn sleep_until_called(call: &EventFd) -> std::io::Result<()> {
-    let mut polled = [PollFd::new(call, PollFlags::IN)];
+fn sleep_until_called(calls: &[Arc<EventFd>]) -> std::io::Result<()> {
+    let polled = calls.iter().map(|call| PollFd::new(&**call, PollFlags::IN));
+    let mut polled: Vec<_> = polled.collect();
     poll(&mut polled, None)?;
-    match call.read() {
-        Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => Err(error),
-        _ => Ok(()),
+    for (call, polled) in calls.iter().zip(polled) {
+        if polled.revents().is_empty() {
+            continue;
+        }
+        match call.read() {
+            Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => return Err(error),
+            _ => {}
+        }
     }
+    Ok(())
 }
 
 struct Driver<'a> {
     transport: &'a VirtioBlkTransport,
-    queue: VirtioBlkQueue<'a, u16>,
+    queues: Vec<VirtioBlkQueue<'a, u16>>,
     memory: LentMemory,
     blocks: u64,
     random: u64,
@@ -161,25 +200,40 @@ struct Driver<'a> {
 
 impl Driver<'_> {
     fn run(&mut self, run: Run) -> Result<RunResult, FrontendError> {
+        let used = usize::from(run.queues);
         if run.depth > DEPTH_MAX {
             return Err(FrontendError::TooDeep(run.depth));
         }
+        if !(1..=self.queues.len()).contains(&used) {
+            return Err(FrontendError::Queues {
+                asked: run.queues,
+                present: self.queues.len(),
+            });
+        }
         self.random = run.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-        let kick = self.transport.get_submission_notifier(0);
-        let call = self.transport.get_completion_fd(0);
-        self.queue.set_used_notif_enabled(true);
+        let kicks = (0..used).map(|queue| self.transport.get_submission_notifier(queue));
+        let kicks: Vec<_> = kicks.collect();
+        let calls = (0..used).map(|queue| self.transport.get_completion_fd(queue));
+        let calls: Vec<_> = calls.collect();
+        for queue in &mut self.queues[..used] {
+            queue.set_used_notif_enabled(true);
+        }
         let began = Instant::now();
         for buffer in 0..run.depth {
-            self.submit(run.direction, buffer)?;
+            self.submit(run, buffer)?;
         }
-        kick.notify()?;
+        for kick in &kicks {
+            kick.notify()?;
+        }
         let (mut ios, mut errors, mut in_flight) = (0, 0, run.depth);
         let mut nanos = 0;
         let mut done = Vec::with_capacity(usize::from(DEPTH_MAX));
         while in_flight > 0 {
-            done.extend(self.queue.completions().map(|c| (c.context, c.ret)));
+            for queue in &mut self.queues[..used] {
+                done.extend(queue.completions().map(|c| (c.context, c.ret)));
+            }
             if done.is_empty() {
-                sleep_until_called(&call)?;
+                sleep_until_called(&calls)?;
                 continue;
             }
             let over = began.elapsed() >= run.time;
@@ -189,32 +243,65 @@ impl Driver<'_> {
                 if over {
                     in_flight -= 1;
                 } else {
-                    self.submit(run.direction, buffer)?;
+                    self.submit(run, buffer)?;
                 }
             }
             nanos = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            if self.queue.avail_notif_needed() {
-                kick.notify()?;
+            for (queue, kick) in self.queues.iter_mut().zip(&kicks) {
+                if queue.avail_notif_needed() {
+                    kick.notify()?;
+                }
             }
         }
         Ok(RunResult { ios, nanos, errors })
     }
 
-    fn submit(&mut self, direction: Direction, buffer: u16) -> Result<(), FrontendError> {
+    fn submit(&mut self, run: Run, buffer: u16) -> Result<(), FrontendError> {
         // xorshift64: cheap, and the same offsets for both back ends.
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
-        let offset = self.random % self.blocks * IO_BYTES;
-        let at = u64::from(buffer) * IO_BYTES;
+        let (block, at) = match run.buffers {
+            Buffers::Packed => (self.random % self.blocks, u64::from(buffer) * IO_BYTES),
+            Buffers::Spread => (
+                self.random % self.blocks.min(SPREAD_BLOCKS),
+                spread(self.random >> 32),
+            ),
+        };
+        let offset = block * IO_BYTES;
         let bytes = self
             .memory
             .bytes_mut(at, IO_BYTES)
             .ok_or(FrontendError::TooDeep(buffer))?;
-        match direction {
-            Direction::Read => self.queue.read(offset, bytes, buffer)?,
-            Direction::Write => self.queue.write(offset, bytes, buffer)?,
+        let queue = &mut self.queues[usize::from(buffer % run.queues)];
+        match run.direction {
+            Direction::Read => queue.read(offset, bytes, buffer)?,
+            Direction::Write => queue.write(offset, bytes, buffer)?,
         }
         Ok(())
+    }
+}
+
+/// The page of one of the sections that 32 random bits choose, by its first byte.
+fn spread(random: u64) -> u64 {
+    let section = random % (SPREAD_BYTES / SECTION_BYTES);
+    let page = (random >> 16) % SPREAD_PAGES;
+    section * SECTION_BYTES + page * IO_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn spread_buffers_are_pages_in_all_sections_of_the_memory() {
+        let places: BTreeSet<u64> = (0..1 << 20).map(|at| spread(at * 4099)).collect();
+        let last = places.last().copied().unwrap();
+        assert!(last + IO_BYTES <= SPREAD_BYTES);
+        assert!(places.iter().all(|place| place % IO_BYTES == 0));
+        let sections: BTreeSet<u64> = places.iter().map(|place| place / SECTION_BYTES).collect();
+        assert_eq!(sections.len() as u64, SPREAD_BYTES / SECTION_BYTES);
+        assert_eq!(places.len() as u64, sections.len() as u64 * SPREAD_PAGES);
     }
 }

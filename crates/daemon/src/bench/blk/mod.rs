@@ -24,7 +24,7 @@ pub mod side;
 pub mod stats;
 
 use super::{BenchError, BenchReport, figures::to_f64};
-use frontend::{Direction, Run};
+use frontend::{Buffers, Direction, Run};
 use process::Placement;
 use serde_json::{Value, json};
 use side::{ImageError, Sample, Side, Slice, make_image};
@@ -132,6 +132,8 @@ fn measure(
             let run = Run {
                 direction,
                 depth,
+                queues: 1,
+                buffers: Buffers::Packed,
                 time: SLICE_TIME,
                 seed: (pair as u64) << 8 | u64::from(slice) | 1 << 40,
             };

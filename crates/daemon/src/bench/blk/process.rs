@@ -239,7 +239,31 @@ impl Backend {
         Ok(total)
     }
 
-    /// Switches the access log of ours; what it said of itself before.
+    /// CPU time so far of its threads of this name.
+    ///
+    /// # Errors
+    /// [`PartError`], also if there is none.
+    pub fn thread_cpu_ns(&self, name: &str) -> Result<u64, PartError> {
+        let tasks = format!("/proc/{}/task", self.0.child.id());
+        let (mut total, mut found) = (0, false);
+        for task in std::fs::read_dir(&tasks).map_err(|e| self.0.silent(e))? {
+            let path = task.map_err(|e| self.0.silent(e))?.path();
+            let is_it = |comm: String| comm.trim_end() == name;
+            if std::fs::read_to_string(path.join("comm")).is_ok_and(is_it) {
+                let line = std::fs::read_to_string(path.join("schedstat"));
+                let line = line.map_err(|e| self.0.silent(e))?;
+                let first = line.split(' ').next().unwrap_or_default();
+                total += first.parse::<u64>().map_err(|e| self.0.silent(e))?;
+                found = true;
+            }
+        }
+        match found {
+            true => Ok(total),
+            false => Err(self.0.silent(format!("it has no thread {name}"))),
+        }
+    }
+
+    /// Switches the access log of ours; what it says of itself then.
     ///
     /// # Errors
     /// [`PartError`].

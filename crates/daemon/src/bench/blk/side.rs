@@ -108,6 +108,15 @@ impl Side {
     }
 }
 
+impl Sample {
+    /// Before there was anything.
+    pub const NONE: Self = Self {
+        ios: 0.0,
+        iops: 0.0,
+        cpu_ns_per_io: 0.0,
+    };
+}
+
 impl Slice {
     /// Puts `more` to it.
     pub fn add(&mut self, more: Self) {

@@ -5,7 +5,7 @@ use super::{NAME, PaBitmapBenchOptions, failed, rounded, to_f64};
 use crate::bench::{
     BenchError, BenchReport,
     blk::{
-        frontend::{Direction, Run},
+        frontend::{Buffers, Direction, Run},
         process::{PartError, Placement},
         side::{ImageError, Sample, Side, Slice, make_image},
         stats::{PairedRatios, mean, overall},
@@ -73,6 +73,8 @@ pub fn measure(options: &PaBitmapBenchOptions, report: &mut BenchReport) -> Resu
             let run = Run {
                 direction,
                 depth,
+                queues: 1,
+                buffers: Buffers::Packed,
                 time: options.slice,
                 seed: (alternation as u64) << 8 | 1 << 40,
             };

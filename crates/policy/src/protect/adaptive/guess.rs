@@ -3,16 +3,15 @@
 //! whether that was any good.
 //!
 //! ```text
-//!   wished back ──► touched without a fault   good, by as much as such sections are really absent
+//!   wished back ──► touched without a fault   good
 //!                   evicted again             bad: another went for it, and nobody asked
 //!                   an hour goes by           bad
 //!                   faulted on                it came too late, or never: says nothing
 //!                   not brought back, gone    says nothing
 //!                   16,384 newer wishes       says nothing
 //! ```
-//! Not each section that was evicted is absent still: CPUs fetch them back, and nobody says so. Bringing
-//! one of those back would seem good though it does nothing. How many they are is seen by the device's
-//! touches of evicted sections that were *not* wished back: those that do not fault were there.
+//! Not each section that was evicted is absent still: CPUs fetch them back, and nobody says so. Whoever
+//! brings back finds one of those there, and says that it was not brought back.
 
 use super::pending::{Code, Pending};
 use crate::section_set::SectionSet;
@@ -43,15 +42,6 @@ impl Code for Kind {
     }
 }
 
-/// What was thought of a section before it was touched.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Thought {
-    /// It was evicted, and not wished back.
-    Absent,
-    /// Anything else.
-    Other,
-}
-
 /// Sections that were evicted and not heard of since: a bit each.
 #[derive(Debug, Default)]
 pub(super) struct Absent(SectionSet);
@@ -65,13 +55,8 @@ impl Absent {
         self.0.insert(section);
     }
 
-    /// Tells whether it was among them.
-    pub(super) fn remove(&mut self, section: SectionNo) -> Thought {
-        if self.0.remove(section) {
-            Thought::Absent
-        } else {
-            Thought::Other
-        }
+    pub(super) fn remove(&mut self, section: SectionNo) {
+        self.0.remove(section);
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -82,8 +67,7 @@ impl Absent {
 /// Most guesses whose end is waited for. Beyond, the oldest is forgotten.
 const WAITING_MAX: usize = 1 << 14;
 /// One that was neither touched nor evicted for so long was bad: it took a place all the time.
-/// As long as evictions are watched, with which guesses are compared.
-const WAITING_TIME: Duration = super::regret::WATCHED_TIME;
+const WAITING_TIME: Duration = Duration::from_secs(3_600);
 /// Sections that are guessed ahead at most.
 const DEPTH_MAX: u64 = 16;
 /// Share of guesses ahead that must have been good for more to be made.
@@ -99,8 +83,6 @@ const TRY_AGAIN: u64 = 16;
 const KEPT: f64 = 0.9;
 /// Fewer guesses whose end is known say nothing.
 const KNOWN_LEAST: f64 = 4.0;
-/// Touches that the belief counts for that evicted sections are absent.
-const ABSENT_BELIEF: f64 = 4.0;
 
 #[derive(Clone, Copy, Debug)]
 struct Record {
@@ -121,9 +103,6 @@ pub(super) struct Guesses {
     age_left: u64,
     turns: u64,
     now: Duration,
-    /// Touches of sections that were thought absent and not wished back: in all, and those that faulted.
-    thought_absent: f64,
-    were_absent: f64,
 }
 
 impl Default for Guesses {
@@ -140,8 +119,6 @@ impl Default for Guesses {
             age_left: AGE_FIRST,
             turns: 0,
             now: Duration::ZERO,
-            thought_absent: 0.0,
-            were_absent: 0.0,
         }
     }
 }
@@ -165,22 +142,15 @@ impl Guesses {
         self.waiting.begin(section, self.now, &kind);
     }
 
-    /// The device touched it, without a fault. It was thought absent if `thought` says so.
-    pub(super) fn touched(&mut self, section: SectionNo, thought: Thought) {
-        if thought == Thought::Absent {
-            self.thought_absent += 1.0;
-        }
+    /// The device touched it, without a fault.
+    pub(super) fn touched(&mut self, section: SectionNo) {
         if let Some(kind) = self.waiting.end(section) {
             self.touched.insert(section, kind);
         }
     }
 
     /// A device touched it, and it was away.
-    pub(super) fn faulted(&mut self, section: SectionNo, thought: Thought) {
-        if thought == Thought::Absent {
-            self.thought_absent += 1.0;
-            self.were_absent += 1.0;
-        }
+    pub(super) fn faulted(&mut self, section: SectionNo) {
         self.waiting.end(section);
     }
 
@@ -211,9 +181,8 @@ impl Guesses {
     /// Makes more guesses of the kinds that were good, which at least `least` of them must be.
     pub(super) fn weigh(&mut self, least: f64) {
         self.turns += 1;
-        let good = self.absent_share();
         for kind in self.touched.drain().map(|(_, kind)| kind) {
-            self.records[kind as usize].good += good;
+            self.records[kind as usize].good += 1.0;
         }
         for (index, record) in self.records.iter_mut().enumerate() {
             let (first, most, wanted) = if index == Kind::Age as usize {
@@ -237,13 +206,6 @@ impl Guesses {
             record.bad *= KEPT;
         }
         self.age_left = self.records[Kind::Age as usize].depth;
-        self.thought_absent *= KEPT;
-        self.were_absent *= KEPT;
-    }
-
-    /// Share of the sections thought absent that are.
-    fn absent_share(&self) -> f64 {
-        (self.were_absent + ABSENT_BELIEF) / (self.thought_absent + ABSENT_BELIEF)
     }
 
     pub(super) fn bytes(&self) -> u64 {

@@ -90,11 +90,6 @@ impl<K: Code> Pending<K> {
         self.order.len()
     }
 
-    pub(super) fn contains(&self, section: SectionNo) -> bool {
-        let is_it = |number: &u32| self.section(*number) == section;
-        !self.live.is_empty() && self.live.find(hash(section), is_it).is_some()
-    }
-
     /// Something is waited for from `now` on. What was waited for of this section before has ended.
     pub(super) fn begin(&mut self, section: SectionNo, now: Duration, kind: &K) {
         self.end(section);
@@ -154,10 +149,6 @@ impl<K: Code> Pending<K> {
         let order = self.order.capacity() * size_of::<Entry>();
         (order + self.live.allocation_size()) as u64
     }
-
-    fn section(&self, number: u32) -> SectionNo {
-        section_of(&self.order, self.first, number)
-    }
 }
 
 fn place(first: u32, number: u32) -> usize {
@@ -201,10 +192,6 @@ mod tests {
         let begin_ms = TIMES - 2_000;
         for now in (begin_ms..begin_ms + 5_000).map(Duration::from_millis) {
             let section = random.below(60);
-            let live = model
-                .iter_mut()
-                .find(|entry| entry.1 == section && entry.2.is_some());
-            assert_eq!(pending.contains(SectionNo(section)), live.is_some());
             let seen = model
                 .first()
                 .map(|entry| (now - entry.0, entry.2.is_none()));

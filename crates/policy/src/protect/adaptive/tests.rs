@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `adaptive` before an evictor that takes whatever rested for too long.
 
-use super::{guess::Thought, *};
+use super::trial::Mode;
+use super::*;
 use crate::random::Random;
 use pagetide_addr::Access;
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,10 +25,18 @@ struct Vm {
     log: Vec<String>,
 }
 
+/// A policy that does not rest to see what that is like.
+fn acting(sections: u64) -> Adaptive {
+    Adaptive {
+        trial: Trial::of(Mode::Act),
+        ..Adaptive::new(AdaptiveParams::default(), sections)
+    }
+}
+
 impl Vm {
     fn new(sections: u64, reach_s: u64) -> Self {
         Self {
-            policy: Adaptive::new(AdaptiveParams::default(), sections),
+            policy: acting(sections),
             sections,
             reach_s,
             present: BTreeMap::new(),
@@ -119,7 +128,7 @@ impl Vm {
     fn check_price(&mut self, now: u64) {
         if now - self.weighed_s >= 20 {
             self.weighed_s = now;
-            let step = if self.held.len() as u64 > self.sections / 25 {
+            let step = if self.held.len() as u64 > self.sections * 45 / 1_000 {
                 1.15
             } else {
                 1.0 / 1.15
@@ -308,7 +317,8 @@ fn dma_over_memory_that_is_all_present_wishes_nothing_back() {
 }
 
 /// CPUs fetch back what the evictor takes, again and again, and the device finds all of it there.
-fn dma_over_what_cpus_fetched_back(tells: impl Fn(&mut Vm, u64, u64)) -> u64 {
+#[test]
+fn guesses_that_brought_nothing_are_not_good() {
     let mut vm = Vm::new(4_000, 1_000_000);
     for now in 0..4_000 {
         if now % 1_000 == 0 {
@@ -321,21 +331,12 @@ fn dma_over_what_cpus_fetched_back(tells: impl Fn(&mut Vm, u64, u64)) -> u64 {
         let wishes: Vec<String> = vm.log[wished..].to_vec();
         for wish in wishes {
             let section = wish.split(['(', ')']).nth(2).and_then(|it| it.parse().ok());
-            tells(&mut vm, now, section.unwrap_or(0));
+            vm.tell(now, section.unwrap_or(0), Fate::NotBroughtBack);
         }
         vm.second(now);
     }
-    vm.policy.guesses.depth(Kind::Neighbour)
-}
-
-#[test]
-fn guesses_that_brought_nothing_are_not_good() {
-    let silent = dma_over_what_cpus_fetched_back(|_, _, _| {});
-    assert!(silent <= 2, "{silent}");
-    let told = dma_over_what_cpus_fetched_back(|vm, now, section| {
-        vm.tell(now, section, Fate::NotBroughtBack);
-    });
-    assert!(told <= 2, "{told}");
+    let depth = vm.policy.guesses.depth(Kind::Neighbour);
+    assert!(depth <= 2, "{depth}");
 }
 
 #[test]
@@ -373,7 +374,7 @@ fn absent_section_worth_protecting_is_protected_once_there_is_an_allowance() {
         .links
         .find(SectionNo(section))
         .expect("remembered");
-    vm.policy.links.value_mut(slot).stance = Stance::Cold;
+    vm.policy.links.value_mut(slot).protected = false;
     vm.policy.protected -= 1;
     vm.held.remove(&section);
     vm.present.remove(&section);
@@ -393,7 +394,7 @@ fn waiting_guesses_are_bounded_and_the_newest_still_count() {
     let bytes = guesses.bytes();
     assert!(bytes < 2 << 20, "{bytes}");
     for section in 99_000..100_000 {
-        guesses.touched(SectionNo(section), Thought::Other);
+        guesses.touched(SectionNo(section));
     }
     guesses.weigh(0.0);
     assert_eq!(guesses.depth(Kind::Neighbour), 4);

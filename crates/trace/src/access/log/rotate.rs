@@ -37,6 +37,9 @@ pub struct LogLimits {
 
 /// A log in files `VM-000001.parquet`, `VM-000002.parquet` and so on.
 ///
+/// One log of a VM at a time may be written to a directory: two would take the same
+/// numbers. Whoever may have competitors sees to that.
+///
 /// A file has its name when it is complete, so a process that is killed loses
 /// the file in the making; [`RotatingLog::rotate`] completes it earlier.
 #[derive(Debug)]

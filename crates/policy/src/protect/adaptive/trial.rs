@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Trial`]: whether bringing sections back does any good, found out by leaving it for a while.
+//!
+//! A section that is brought back takes the place of another, and what becomes of that one depends on
+//! everybody who uses the VM's memory. On most disks it costs little; where a guest goes round in a loop
+//! that is larger than its memory, each place given away is missed at once. Nothing the policy sees of
+//! single sections tells the two apart. So the policy *acts* and *rests* in slices of time, and compares:
+//!
+//! ```text
+//!   first eviction                                     ┌ act, 8 times as long ┐ rest, twice as long …
+//!     │ rest ┌ act, 8 times as long ┐ rest ┌ better? ───┤
+//!     │                                                 └ rest, 8 times        ┐ act, twice as long …
+//!
+//!   missed := faults / visits      of a slice past its first third, in which the one before shows still
+//! ```
+//! A *visit* is a touch after at least [`VISIT_S`] of rest: only such a touch can fault, so load cancels out.
+//! The first slices are short, since much can be gained or lost soon. Each that confirms what was believed makes
+//! the next longer, up to hours: a guest that goes round in an hour shows only after that what it lost.
+
+use std::time::Duration;
+
+/// What is done at a time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Mode {
+    /// Sections are brought back.
+    Act,
+    /// They are not.
+    Rest,
+}
+
+impl Mode {
+    fn other(self) -> Self {
+        match self {
+            Self::Act => Self::Rest,
+            Self::Rest => Self::Act,
+        }
+    }
+}
+
+/// A touch after so long a rest may be a fault.
+pub(super) const VISIT_S: u64 = 15;
+/// Length of the first trials of the mode that is not thought the better, and of the longest.
+const TRIAL_FIRST: Duration = Duration::from_secs(360);
+const TRIAL_MAX: Duration = Duration::from_secs(2 * 3_600);
+/// The better mode is used for so many times the length of a trial: at first, and at most.
+const BETTER_TIMES: u32 = 8;
+const BETTER_TIMES_MAX: u32 = 16;
+/// The first part of a slice, one in so many, is not counted.
+const SETTLING: u32 = 3;
+/// How much of a mode's counts is left after another slice of it.
+const KEPT: f64 = 0.7;
+/// Fewer visits say nothing.
+const KNOWN_LEAST: f64 = 20.0;
+/// Acting is work for the host: it must save at least this part of the faults.
+const GAIN_LEAST: f64 = 0.05;
+#[derive(Clone, Copy, Default, Debug)]
+struct Tally {
+    visits: f64,
+    faults: f64,
+}
+
+impl Tally {
+    fn missed(self) -> Option<f64> {
+        (self.visits >= KNOWN_LEAST).then(|| self.faults / self.visits)
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Trial {
+    mode: Mode,
+    better: Mode,
+    /// When the slice began; none before the first eviction.
+    began: Option<Duration>,
+    slice: Tally,
+    of_modes: [Tally; 2],
+    /// How long the next trial is.
+    trial: Duration,
+    /// Trials that said the same.
+    confirmed: u32,
+}
+
+impl Default for Trial {
+    /// It is believed that acting is better, but what resting is like is looked at first: in the first
+    /// minutes the policy has learnt nothing that it could act on.
+    fn default() -> Self {
+        Self {
+            mode: Mode::Rest,
+            better: Mode::Act,
+            began: None,
+            slice: Tally::default(),
+            of_modes: [Tally::default(); 2],
+            trial: TRIAL_FIRST,
+            confirmed: 0,
+        }
+    }
+}
+
+impl Trial {
+    /// Stays with `mode`, for tests of what is done in it.
+    #[cfg(test)]
+    pub(super) fn of(mode: Mode) -> Self {
+        Self {
+            mode,
+            better: mode,
+            trial: Duration::MAX / 16,
+            ..Self::default()
+        }
+    }
+
+    /// True if sections are to be brought back now.
+    pub(super) fn acts(&self) -> bool {
+        self.mode == Mode::Act
+    }
+
+    /// True once the evictor took a section.
+    pub(super) fn has_begun(&self) -> bool {
+        self.began.is_some()
+    }
+
+    /// The evictor took a section.
+    pub(super) fn evicted(&mut self, now: Duration) {
+        self.began.get_or_insert(now);
+    }
+
+    /// The device touched a section after a rest of [`VISIT_S`] or more.
+    pub(super) fn visited(&mut self, now: Duration) {
+        self.slice.visits += self.weight(now);
+    }
+
+    /// Such a touch was a fault.
+    pub(super) fn faulted(&mut self, now: Duration) {
+        self.slice.faults += self.weight(now);
+    }
+
+    fn weight(&self, now: Duration) -> f64 {
+        let is_settled = |began| now.saturating_sub(began) >= self.length() / SETTLING;
+        f64::from(u8::from(self.began.is_some_and(is_settled)))
+    }
+
+    fn length(&self) -> Duration {
+        if self.mode == self.better {
+            self.trial * (BETTER_TIMES + self.confirmed).min(BETTER_TIMES_MAX)
+        } else {
+            self.trial
+        }
+    }
+
+    /// It is `now`.
+    pub(super) fn passed(&mut self, now: Duration) {
+        let Some(began) = self.began else { return };
+        if now.saturating_sub(began) < self.length() {
+            return;
+        }
+        let tally = &mut self.of_modes[self.mode as usize];
+        tally.visits = tally.visits * KEPT + self.slice.visits;
+        tally.faults = tally.faults * KEPT + self.slice.faults;
+        self.slice = Tally::default();
+        self.began = Some(now);
+        if self.mode != self.better {
+            self.compare();
+        } else {
+            self.mode = self.better.other();
+        }
+    }
+
+    /// The mode that is not thought the better was tried: is it?
+    fn compare(&mut self) {
+        let [act, rest] = [Mode::Act, Mode::Rest].map(|mode| self.of_modes[mode as usize].missed());
+        if let (Some(act), Some(rest)) = (act, rest) {
+            let better = if act < rest * (1.0 - GAIN_LEAST) {
+                Mode::Act
+            } else {
+                Mode::Rest
+            };
+            if better == self.better {
+                self.confirmed += 1;
+            } else {
+                (self.confirmed, self.trial) = (0, TRIAL_FIRST);
+            }
+            if self.confirmed > 1 {
+                self.trial = (self.trial * 2).min(TRIAL_MAX);
+            }
+            self.better = better;
+        }
+        self.mode = self.better;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Share of the seconds in which it acts, of a device that visits once a second and misses so many of
+    /// thousand while it acts and while it rests.
+    fn acting_share(act_permille: u64, rest_permille: u64, hours: u64) -> f64 {
+        let (mut trial, mut acting, mut owed) = (Trial::default(), 0_u32, 0);
+        trial.evicted(Duration::ZERO);
+        let end = hours * 3_600;
+        for now in (0..end).map(Duration::from_secs) {
+            acting += u32::from(trial.acts());
+            trial.visited(now);
+            owed += if trial.acts() {
+                act_permille
+            } else {
+                rest_permille
+            };
+            if owed >= 1_000 {
+                owed -= 1_000;
+                trial.faulted(now);
+            }
+            trial.passed(now);
+        }
+        f64::from(acting) / f64::from(u32::try_from(end).unwrap())
+    }
+
+    #[test]
+    fn device_that_gains_acts_nearly_always_and_one_that_loses_nearly_never() {
+        assert!(acting_share(300, 700, 480) > 0.92);
+        assert!(acting_share(700, 300, 480) < 0.08);
+        // As good as without is not good enough.
+        assert!(acting_share(500, 500, 480) < 0.08);
+    }
+
+    #[test]
+    fn first_hour_is_acting_but_for_the_look_at_what_resting_is_like() {
+        let share = acting_share(300, 700, 1);
+        assert!((0.75..0.92).contains(&share), "{share}");
+    }
+
+    #[test]
+    fn device_that_changes_is_followed() {
+        let mut trial = Trial::default();
+        trial.evicted(Duration::ZERO);
+        for second in 0..400 * 3_600 {
+            let now = Duration::from_secs(second);
+            let gains = second < 100 * 3_600;
+            trial.visited(now);
+            // It misses every second visit, and every fourth where it does the better thing.
+            let every = if trial.acts() == gains { 4 } else { 2 };
+            if second % every == 0 {
+                trial.faulted(now);
+            }
+            trial.passed(now);
+            if second == 99 * 3_600 {
+                assert_eq!(trial.better, Mode::Act);
+            }
+        }
+        assert_eq!(trial.better, Mode::Rest);
+    }
+
+    #[test]
+    fn device_that_hardly_visits_is_believed_to_gain() {
+        let mut trial = Trial::default();
+        trial.evicted(Duration::ZERO);
+        for second in 0..100_000 {
+            trial.passed(Duration::from_secs(second));
+        }
+        assert_eq!((trial.better, trial.trial), (Mode::Act, TRIAL_FIRST));
+    }
+
+    #[test]
+    fn nothing_evicted_means_nothing_to_try() {
+        let mut trial = Trial::default();
+        trial.passed(Duration::from_secs(1_000_000));
+        assert!(!trial.acts() && trial.began.is_none());
+    }
+}
