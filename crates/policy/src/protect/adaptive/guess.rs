@@ -13,7 +13,7 @@
 //! Not each section that was evicted is absent still: CPUs fetch them back, and nobody says so. Whoever
 //! brings back finds one of those there, and says that it was not brought back.
 
-use super::pending::{Code, Pending};
+use super::pending::Pending;
 use crate::section_set::SectionSet;
 use pagetide_addr::SectionNo;
 use rustc_hash::FxHashMap;
@@ -28,18 +28,6 @@ pub(super) enum Kind {
     Order,
     /// It lies beside a section that was touched.
     Neighbour,
-}
-
-impl Code for Kind {
-    fn code(&self) -> u32 {
-        *self as u32 + 1
-    }
-
-    fn of(code: u32) -> Option<Self> {
-        [Self::Age, Self::Order, Self::Neighbour]
-            .into_iter()
-            .find(|kind| kind.code() == code)
-    }
 }
 
 /// Sections that were evicted and not heard of since: a bit each.
@@ -95,7 +83,7 @@ struct Record {
 /// How good guesses were.
 #[derive(Debug)]
 pub(super) struct Guesses {
-    waiting: Pending<Kind>,
+    waiting: Pending,
     /// Touched since the last weighing: good, unless it is told yet that they were not brought back.
     touched: FxHashMap<SectionNo, Kind>,
     records: [Record; 3],
@@ -139,7 +127,7 @@ impl Guesses {
         if self.waiting.len() == WAITING_MAX {
             self.waiting.take_oldest();
         }
-        self.waiting.begin(section, self.now, &kind);
+        self.waiting.begin(section, self.now, kind);
     }
 
     /// The device touched it, without a fault.

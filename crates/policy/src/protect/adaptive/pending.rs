@@ -12,40 +12,40 @@
 //! Times are whole milliseconds, rounded up, and come round after twelve days, far longer than anything
 //! is waited for.
 
+use super::guess::Kind;
 use crate::{cells::Halves, protect::recency::nanos};
 use hashbrown::HashTable;
 use pagetide_addr::SectionNo;
 use rustc_hash::FxBuildHasher;
-use std::{collections::VecDeque, hash::BuildHasher, marker::PhantomData, time::Duration};
+use std::{collections::VecDeque, hash::BuildHasher, time::Duration};
 
-/// Why a section waits, as a number from 1 to 3.
-pub(super) trait Code: Sized {
-    fn code(&self) -> u32;
-    /// The reason with this number; none for 0.
-    fn of(code: u32) -> Option<Self>;
-}
-
-/// When something began, and why: the time above the two lowest bits, which are the [`Code`], or 0 once it has
-/// ended.
+/// When something began, and why: the time above the two lowest bits, which are 1 more than the number of the
+/// [`Kind`], or 0 once it has ended.
 #[derive(Clone, Copy, Debug)]
 struct Stamp(u32);
 
-const CODE: u32 = 3;
+const KIND: u32 = 3;
 const TIMES: u64 = 1 << 30;
 
 impl Stamp {
-    fn new(at: Duration, code: u32) -> Self {
+    fn new(at: Duration, kind: Kind) -> Self {
         let at_ms = nanos(at).div_ceil(1_000_000) % TIMES;
-        // Both were bounded just now.
-        Self(u32::try_from(at_ms).unwrap_or(0) << 2 | code & CODE)
+        // Below 2^30.
+        Self(u32::try_from(at_ms).unwrap_or(0) << 2 | (kind as u32 + 1))
     }
 
-    fn code(self) -> u32 {
-        self.0 & CODE
+    /// None once it has ended.
+    fn kind(self) -> Option<Kind> {
+        match self.0 & KIND {
+            0 => None,
+            1 => Some(Kind::Age),
+            2 => Some(Kind::Order),
+            _ => Some(Kind::Neighbour),
+        }
     }
 
     fn ended(self) -> Self {
-        Self(self.0 & !CODE)
+        Self(self.0 & !KIND)
     }
 
     fn age(self, now: Duration) -> Duration {
@@ -63,35 +63,23 @@ struct Entry {
 }
 
 /// See the module.
-#[derive(Debug)]
-pub(super) struct Pending<K> {
+#[derive(Debug, Default)]
+pub(super) struct Pending {
     order: VecDeque<Entry>,
     /// Number of the oldest entry. Numbers come round; there are never that many entries.
     first: u32,
     /// Numbers of the entries that have not ended.
     live: HashTable<u32>,
-    kind: PhantomData<K>,
 }
 
-impl<K> Default for Pending<K> {
-    fn default() -> Self {
-        Self {
-            order: VecDeque::new(),
-            first: 0,
-            live: HashTable::new(),
-            kind: PhantomData,
-        }
-    }
-}
-
-impl<K: Code> Pending<K> {
+impl Pending {
     /// Entries, those that have ended too.
     pub(super) fn len(&self) -> usize {
         self.order.len()
     }
 
     /// Something is waited for from `now` on. What was waited for of this section before has ended.
-    pub(super) fn begin(&mut self, section: SectionNo, now: Duration, kind: &K) {
+    pub(super) fn begin(&mut self, section: SectionNo, now: Duration, kind: Kind) {
         self.end(section);
         let len = self.order.len();
         if len == self.order.capacity() {
@@ -99,7 +87,7 @@ impl<K: Code> Pending<K> {
         }
         self.order.push_back(Entry {
             section: section.0.into(),
-            stamp: Stamp::new(now, kind.code()),
+            stamp: Stamp::new(now, kind),
         });
         // Far fewer entries than numbers: see the limits of the owners.
         let number = self
@@ -111,7 +99,7 @@ impl<K: Code> Pending<K> {
     }
 
     /// It has ended, if it was waited for.
-    pub(super) fn end(&mut self, section: SectionNo) -> Option<K> {
+    pub(super) fn end(&mut self, section: SectionNo) -> Option<Kind> {
         if self.live.is_empty() {
             return None;
         }
@@ -120,7 +108,7 @@ impl<K: Code> Pending<K> {
         let entry = self.live.find_entry(hash(section), is_it).ok()?;
         let (number, _) = entry.remove();
         let stamp = &mut order[place(first, number)].stamp;
-        let kind = K::of(stamp.code());
+        let kind = stamp.kind();
         *stamp = stamp.ended();
         kind
     }
@@ -128,17 +116,14 @@ impl<K: Code> Pending<K> {
     /// Age of the oldest entry, and whether it has ended.
     pub(super) fn oldest(&self, now: Duration) -> Option<(Duration, bool)> {
         let stamp = self.order.front()?.stamp;
-        Some((stamp.age(now), stamp.code() == 0))
+        Some((stamp.age(now), stamp.kind().is_none()))
     }
 
     /// Removes the oldest entry; tells its kind if it has not ended.
-    pub(super) fn take_oldest(&mut self) -> Option<K> {
+    pub(super) fn take_oldest(&mut self) -> Option<Kind> {
         let oldest = self.order.front()?;
-        let kind = if oldest.stamp.code() == 0 {
-            None
-        } else {
-            self.end(SectionNo(oldest.section.into()))
-        };
+        let (waits, section) = (oldest.stamp.kind(), SectionNo(oldest.section.into()));
+        let kind = waits.and_then(|_| self.end(section));
         self.order.pop_front();
         self.first = self.first.wrapping_add(1);
         kind
@@ -168,18 +153,8 @@ mod tests {
     use super::*;
     use crate::random::Random;
 
-    impl Code for u32 {
-        fn code(&self) -> u32 {
-            *self
-        }
-
-        fn of(code: u32) -> Option<Self> {
-            (code > 0).then_some(code)
-        }
-    }
-
     /// When it began, its section and why; none once it has ended.
-    type Model = Vec<(Duration, u64, Option<u32>)>;
+    type Model = Vec<(Duration, u64, Option<Kind>)>;
 
     #[test]
     fn entries_equal_a_vector_over_random_changes_while_numbers_and_times_come_round() {
@@ -202,8 +177,8 @@ mod tests {
                     assert_eq!(pending.end(SectionNo(section)), ended);
                 }
                 1 => {
-                    let kind = 1 + u32::try_from(random.below(3)).unwrap();
-                    pending.begin(SectionNo(section), now, &kind);
+                    let kind = [Kind::Age, Kind::Order, Kind::Neighbour][random.index(3)];
+                    pending.begin(SectionNo(section), now, kind);
                     end(&mut model, section);
                     model.push((now, section, Some(kind)));
                 }
@@ -216,16 +191,16 @@ mod tests {
         }
     }
 
-    fn end(model: &mut Model, section: u64) -> Option<u32> {
+    fn end(model: &mut Model, section: u64) -> Option<Kind> {
         let is_it =
-            |entry: &&mut (Duration, u64, Option<u32>)| entry.1 == section && entry.2.is_some();
+            |entry: &&mut (Duration, u64, Option<Kind>)| entry.1 == section && entry.2.is_some();
         model.iter_mut().find(is_it)?.2.take()
     }
 
     #[test]
     fn age_is_told_in_whole_milliseconds_and_never_before_its_time() {
         let at = Duration::from_micros(1_500);
-        let stamp = Stamp::new(at, 1);
+        let stamp = Stamp::new(at, Kind::Age);
         for (now_us, age_ms) in [
             (1_500, 0),
             (2_000, 0),
