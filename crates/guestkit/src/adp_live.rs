@@ -186,6 +186,7 @@ pub fn run(options: &Options) -> Result<Found, AdpLiveError> {
             file_bytes: DISK_BYTES,
             seed: 1,
             pace_us: PACE_US,
+            ..Params::default()
         },
         ..GuestSpec::default()
     };
