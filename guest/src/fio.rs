@@ -86,7 +86,9 @@ pub fn run(bytes: u64, shared: &Shared) -> Result<(), FioError> {
 
 fn to_its_end(job: &'static str) -> Result<u64, FioError> {
     let mut child = start(job)?;
-    let status = child.wait().map_err(|source| FioError::Io { job, source })?;
+    let status = child
+        .wait()
+        .map_err(|source| FioError::Io { job, source })?;
     let read = bytes_read(job, &report(job)?)?;
     if status.success() {
         Ok(read)
@@ -140,7 +142,11 @@ fn bytes_read(job: &'static str, report: &str) -> Result<u64, FioError> {
     let Value::Array(threads) = &report["jobs"] else {
         return Err(wrong("it has no jobs".to_owned()));
     };
-    let number = |value: &Value| value.as_u64().ok_or_else(|| wrong(format!("{value} is no number")));
+    let number = |value: &Value| {
+        value
+            .as_u64()
+            .ok_or_else(|| wrong(format!("{value} is no number")))
+    };
     let (mut bytes, mut errors) = (0, Vec::new());
     for thread in threads {
         bytes += number(&thread["read"]["io_bytes"])?;
@@ -179,7 +185,13 @@ mod tests {
 
     #[test]
     fn report_that_is_cut_off_is_an_error() {
-        for report in ["", "fio: killed", "{\"jobs\": [", "{}", r#"{"jobs": [{"error": 0}]}"#] {
+        for report in [
+            "",
+            "fio: killed",
+            "{\"jobs\": [",
+            "{}",
+            r#"{"jobs": [{"error": 0}]}"#,
+        ] {
             assert!(
                 matches!(bytes_read("work", report), Err(FioError::Report { .. })),
                 "{report}"

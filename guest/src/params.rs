@@ -15,7 +15,9 @@ pub enum ParamError {
         value: String,
     },
     /// A name is not known.
-    #[error("{0} is no parameter of guest-work: pt.mem, pt.active, pt.file, pt.fio, pt.seed, pt.pace_us are")]
+    #[error(
+        "{0} is no parameter of guest-work: pt.mem, pt.active, pt.file, pt.fio, pt.seed, pt.pace_us are"
+    )]
     Unknown(String),
 }
 

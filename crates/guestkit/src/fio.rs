@@ -59,7 +59,11 @@ fn objects(list: &str) -> Result<Vec<PathBuf>, FioError> {
             return Err(FioError::Objects(line.trim().to_owned()));
         }
         // `NAME => PATH (ADDRESS)`, or `PATH (ADDRESS)`; what the kernel itself provides has no path.
-        paths.extend(line.split_whitespace().find(|word| word.starts_with('/')).map(PathBuf::from));
+        paths.extend(
+            line.split_whitespace()
+                .find(|word| word.starts_with('/'))
+                .map(PathBuf::from),
+        );
     }
     Ok(paths)
 }
@@ -74,7 +78,10 @@ mod tests {
                     \tlibz.so.1 => /lib/x86_64-linux-gnu/libz.so.1 (0x00007f)\n\
                     \t/lib64/ld-linux-x86-64.so.2 (0x00007f)\n";
         let found = objects(list).expect("all are there");
-        let wanted = ["/lib/x86_64-linux-gnu/libz.so.1", "/lib64/ld-linux-x86-64.so.2"];
+        let wanted = [
+            "/lib/x86_64-linux-gnu/libz.so.1",
+            "/lib64/ld-linux-x86-64.so.2",
+        ];
         assert_eq!(found, wanted.map(PathBuf::from));
         let error = objects("\tlibaio.so.1 => not found\n").expect_err("it is missing");
         assert!(error.to_string().contains("libaio"));
