@@ -20,8 +20,11 @@ pub(super) const LOOK: Duration = Duration::from_secs(1);
 pub struct Turn {
     /// The policy, by its name.
     pub policy: &'static str,
-    /// I/O page faults a minute on pages that were away.
+    /// I/O page faults a minute: page requests of the disk for pages that were away.
     pub iopfs_per_minute: f64,
+    /// Of the pages they were for, those a minute that a read from the disk covered whole: their old content
+    /// was not brought back.
+    pub overwritten_pages_per_minute: f64,
     /// The same for each request of the disk.
     pub iopfs_per_request: f64,
     /// Half of the requests of the last minute took no longer.
@@ -72,7 +75,7 @@ impl Meter<'_> {
         policy: &'static str,
         time: Duration,
     ) -> Result<Turn, AdpLiveError> {
-        let (before, requests_before) = (self.product.show(self.name)?, self.requests()?);
+        let (before, disk_before) = (self.product.show(self.name)?, self.disk()?);
         let begun = Instant::now();
         let (mut resident, mut protected, mut looks) = (0.0, 0.0, 0.0);
         while begun.elapsed() < time {
@@ -87,12 +90,16 @@ impl Meter<'_> {
         let after = self.product.show(self.name)?;
         let more = |name| Ok::<_, AdpLiveError>(figure(&after, name)? - figure(&before, name)?);
         let a_minute = |name| Ok::<_, AdpLiveError>(more(name)? / seconds * 60.0);
-        let done = self.requests()? - requests_before;
+        let disk = self.disk()?;
+        let done = figure(&disk, "requests")? - figure(&disk_before, "requests")?;
+        let overwritten =
+            figure(&disk, "overwritten_pages")? - figure(&disk_before, "overwritten_pages")?;
         let account = self.product.client(["dpu", "slo", "--json"])?.json()?;
         let minute = &account["devices"][0]["windows"][0];
         Ok(Turn {
             policy: policy.split(':').next().unwrap_or(policy),
             iopfs_per_minute: a_minute("absent_iopfs")?,
+            overwritten_pages_per_minute: overwritten / seconds * 60.0,
             iopfs_per_request: more("absent_iopfs")? / done.max(1.0),
             blk_p50_us: figure(minute, "p50_us")?,
             blk_p99_us: figure(minute, "p99_us")?,
@@ -108,8 +115,8 @@ impl Meter<'_> {
         })
     }
 
-    fn requests(&self) -> Result<f64, AdpLiveError> {
-        figure(&self.product.device(self.socket)?, "requests")
+    fn disk(&self) -> Result<Value, AdpLiveError> {
+        Ok(self.product.device(self.socket)?)
     }
 }
 
