@@ -8,6 +8,7 @@
 //! the joining of two lists and the turning of one too. Which section a cell is for, and which cells are
 //! free, their owners know: `links.rs` and `dense_links.rs`.
 
+use crate::chunks::push;
 use std::num::NonZeroU32;
 
 /// Most cells: one less than there are numbers.
@@ -118,19 +119,16 @@ impl<T> Cells<T> {
         &mut self.0[slot.index()]
     }
 
-    /// One more cell, in no list. The vector grows by an eighth, not by doubling, and so never wastes more
-    /// than that.
+    /// One more cell, in no list.
     pub(crate) fn push(&mut self, value: T) -> Slot {
         let len = self.0.len();
         let slot = Slot::new(len);
-        if len == self.0.capacity() {
-            self.0.reserve_exact(len / 8 + 8);
-        }
-        self.0.push(Cell {
+        let cell = Cell {
             before: None,
             after: None,
             value,
-        });
+        };
+        push(&mut self.0, cell);
         slot
     }
 

@@ -35,6 +35,14 @@ pub(crate) struct Chunks {
     free: Vec<u32>,
 }
 
+/// Adds to a vector that grows by an eighth, not by doubling, and so never wastes more than that.
+pub(crate) fn push<T>(vector: &mut Vec<T>, value: T) {
+    if vector.len() == vector.capacity() {
+        vector.reserve_exact(vector.len() / 8 + 8);
+    }
+    vector.push(value);
+}
+
 /// Number of the chunk of a section, and where in it the section is.
 pub(crate) fn split(section: SectionNo) -> (u64, usize) {
     // An offset is below 64.
@@ -62,7 +70,7 @@ impl Chunks {
         let place = self.free.pop().unwrap_or_else(|| {
             let fresh = u32::try_from(self.numbers.len()).unwrap_or(NOWHERE);
             assert!(fresh != NOWHERE, "too many sections to remember");
-            self.numbers.push(number);
+            push(&mut self.numbers, number);
             fresh
         });
         self.numbers[place as usize] = number;

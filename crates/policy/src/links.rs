@@ -57,6 +57,14 @@ impl<T> Links<T> {
         self.cells.bytes() + self.slots.allocation_size() as u64
     }
 
+    /// Brings all of it into the processor's cache.
+    pub(crate) fn warm_up(&self) {
+        self.cells.warm_up();
+        for slot in &self.slots {
+            std::hint::black_box(*slot);
+        }
+    }
+
     pub(crate) fn find(&self, section: SectionNo) -> Option<Slot> {
         let is_it = |slot: &Slot| self.section(*slot) == section;
         self.slots.find(hash(section), is_it).copied()

@@ -4,7 +4,7 @@
 //! For a VM whose memory begins at 0 that is 1.5 KiB for each 16 GiB, whatever is in it; sections that lie far
 //! apart cost some 30 bytes for each 64 of which one is in it. See `chunks.rs`.
 
-use crate::chunks::{Chunks, split};
+use crate::chunks::{Chunks, push, split};
 use pagetide_addr::SectionNo;
 
 /// See the module.
@@ -43,7 +43,7 @@ impl SectionSet {
         let place = self.chunks.find(number).unwrap_or_else(|| {
             let place = self.chunks.add(number);
             if place == self.bits.len() {
-                self.bits.push(0);
+                push(&mut self.bits, 0);
             }
             place
         });

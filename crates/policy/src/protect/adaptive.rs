@@ -575,6 +575,10 @@ impl ProtectionPolicy for Adaptive {
         }
     }
 
+    fn warm_up(&self) {
+        self.links.warm_up();
+    }
+
     fn report(&self) -> PolicyReport {
         PolicyReport {
             tracked_sections: self.links.len(),

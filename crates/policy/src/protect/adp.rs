@@ -357,6 +357,10 @@ impl ProtectionPolicy for Adp {
         self.end_overflow(changes);
     }
 
+    fn warm_up(&self) {
+        self.order.warm_up();
+    }
+
     fn report(&self) -> PolicyReport {
         let demotions = self.demotions.capacity() * size_of::<Demotion>();
         PolicyReport {

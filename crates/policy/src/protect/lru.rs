@@ -96,6 +96,10 @@ impl ProtectionPolicy for Lru {
         self.drop_surplus(changes);
     }
 
+    fn warm_up(&self) {
+        self.order.warm_up();
+    }
+
     fn report(&self) -> PolicyReport {
         PolicyReport {
             tracked_sections: self.order.len(),

@@ -107,6 +107,10 @@ pub trait ProtectionPolicy: Send {
     /// The VM has `sections` sections from now on; shares are shares of that.
     fn resized(&mut self, sections: u64, changes: &mut Vec<Change>);
 
+    /// The caller has many VMs and turns to this one now: brings what is kept into the processor's cache.
+    /// Changes nothing.
+    fn warm_up(&self) {}
+
     /// What it holds now.
     fn report(&self) -> PolicyReport;
 }

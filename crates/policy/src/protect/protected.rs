@@ -46,6 +46,13 @@ impl ProtectedSections {
         self.len() == 0
     }
 
+    /// Memory it takes, in bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        let protected = self.read();
+        let again = protected.again.capacity() * (size_of::<(SectionNo, u32)>() + 1) * 8 / 7;
+        protected.sections.bytes() + again as u64
+    }
+
     /// The evictor had to take `pages` pages of protected sections.
     pub fn count_taken(&self, pages: u64) {
         self.taken_pages.fetch_add(pages, Relaxed);

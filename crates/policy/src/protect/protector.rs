@@ -51,8 +51,7 @@ impl Domain {
         // The policy does not know what was refused.
         report.protected_sections = self.held.len();
         report.dropped_sections += self.refused;
-        // In the set here, and in the one that the evictor reads, which is no larger than those of all devices.
-        report.bytes += 2 * self.held.bytes();
+        report.bytes += self.held.bytes();
         report
     }
 }
@@ -88,6 +87,8 @@ struct Outcome {
     forgotten: Vec<SectionNo>,
     /// Decided just now, not done yet.
     changes: Vec<Change>,
+    /// Protected by those; empty between two steps.
+    added: Vec<SectionNo>,
 }
 
 impl Protector {
@@ -199,9 +200,23 @@ impl Protector {
         self.outcome.bring_backs.drain(..).collect()
     }
 
-    /// What each device's policy holds, with the memory that is taken here on its behalf.
+    /// See [`ProtectionPolicy::warm_up`].
+    pub fn warm_up(&self) {
+        for domain in self.domains.values() {
+            domain.policy.warm_up();
+        }
+    }
+
+    /// What each device's policy holds, with the memory that is taken here on its behalf: its own, and its part
+    /// of what the evictor reads.
     pub fn reports(&self) -> impl Iterator<Item = (DeviceId, PolicyReport)> + '_ {
-        let report = |(device, domain): (&DeviceId, &Domain)| (*device, domain.report());
+        let devices = self.domains.len().max(1) as u64;
+        let shared_bytes = self.outcome.protected.bytes().div_ceil(devices);
+        let report = move |(device, domain): (&DeviceId, &Domain)| {
+            let mut report = domain.report();
+            report.bytes += shared_bytes;
+            (*device, report)
+        };
         self.domains.iter().map(report)
     }
 
@@ -266,13 +281,12 @@ impl Outcome {
             return;
         }
         let mut changes = std::mem::take(&mut self.changes);
-        let mut added = Vec::new();
         for change in changes.drain(..) {
             match change {
                 Change::Protect(section) => {
                     if domain.held.insert(section) {
                         self.protected.add(section);
-                        added.push(section);
+                        self.added.push(section);
                     }
                 }
                 Change::Release(section) => {
@@ -286,10 +300,11 @@ impl Outcome {
         self.changes = changes;
         // Only now: a policy may protect a section first, and then release another for it.
         while self.surplus() > 0
-            && let Some(newest) = added.pop()
+            && let Some(newest) = self.added.pop()
         {
             self.refuse(domain, newest);
         }
+        self.added.clear();
     }
 
     fn wish(&mut self, section: SectionNo) {

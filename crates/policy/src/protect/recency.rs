@@ -59,6 +59,11 @@ impl<S> Recency<S> {
         self.links.bytes()
     }
 
+    /// Brings what is kept into the processor's cache.
+    pub fn warm_up(&self) {
+        self.links.warm_up();
+    }
+
     /// Where `section` is, if it is in the order.
     #[must_use]
     pub fn find(&self, section: SectionNo) -> Option<Slot> {

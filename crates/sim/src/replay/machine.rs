@@ -62,6 +62,7 @@ pub struct VmReplay {
     protector: Protector,
     protected: Arc<ProtectedSections>,
     devices: Vec<Device>,
+    devices_max: u64,
     index_of: FxHashMap<DeviceId, usize>,
     wishes: VecDeque<SectionNo>,
     /// When wishes are served next, if there are any.
@@ -88,14 +89,15 @@ impl VmReplay {
                 params.sections
             )));
         }
-        let protector = Protector::new(&params.policy, params.sections);
+        let sections = params.sections;
+        let protector = Protector::new(&params.policy, sections);
         let account = VmAccount {
             sections: params.sections,
             section_bytes: params.section_bytes,
             ..VmAccount::default()
         };
         Ok(Self {
-            memory: Memory::new(params.sections, params.section_bytes, params.start),
+            memory: Memory::new(sections, params.section_bytes, params.start),
             protected: Arc::clone(protector.protected()),
             params,
             stream,
@@ -104,6 +106,7 @@ impl VmReplay {
             accesses: 0,
             protector,
             devices: Vec::new(),
+            devices_max: (KEPT_MAX / sections).clamp(DEVICES.0, DEVICES.1),
             index_of: FxHashMap::default(),
             wishes: VecDeque::new(),
             turn_at: None,
@@ -123,7 +126,7 @@ impl VmReplay {
     /// # Errors
     /// The stream's; an access outside the VM or before the one before.
     pub fn run_until(&mut self, end: Duration) -> Result<(), ReplayError> {
-        self.memory.warm_up();
+        self.warm_up();
         while let Some(access) = self.next_access()? {
             if access.at >= end {
                 self.waiting = Some(access);
@@ -136,6 +139,19 @@ impl VmReplay {
         self.pass_to(end);
         self.now = self.now.max(end);
         Ok(())
+    }
+
+    /// There are many VMs, and it is the turn of this one: what it is about to touch here and there is read in
+    /// order first, which is many times faster.
+    fn warm_up(&self) {
+        self.memory.warm_up();
+        self.protector.warm_up();
+        for device in &self.devices {
+            // A line of memory has eight.
+            for touched_ns in device.touched_ns.iter().step_by(8) {
+                std::hint::black_box(*touched_ns);
+            }
+        }
     }
 
     /// Most sections that may be present from now on; `None` for any number.
@@ -223,8 +239,7 @@ impl VmReplay {
         let Actor::Device(device, _) = access.actor else {
             return Ok(());
         };
-        let (least, most) = DEVICES;
-        let max = (KEPT_MAX / self.params.sections).clamp(least, most);
+        let max = self.devices_max;
         if (self.devices.len() as u64) < max || self.index_of.contains_key(&device) {
             return Ok(());
         }

@@ -176,8 +176,7 @@ impl Memory {
         self.limit = sections;
     }
 
-    /// A replay has many VMs and turns to this one now: what it is about to touch here and there is read in
-    /// order first.
+    /// Brings what is kept of the sections into the processor's cache.
     pub(super) fn warm_up(&self) {
         self.victims.sets().warm_up();
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The report of `bench adp`.
 
-use super::{AdpBenchOptions, FleetRun, Load, Outcome};
+use super::{AdpBenchOptions, Load, Outcome};
 use crate::bench::BenchReport;
 use pagetide_policy::protect::PolicyChoice;
 use pagetide_sim::replay::{Service, ServiceSummary, VmAccount};
@@ -200,21 +200,6 @@ pub(super) fn capacity(report: &mut BenchReport, outcomes: &[Outcome]) {
         "each_minute_inactive_sections": inactive,
     });
     report.figures.insert("adp_nic_capacity".into(), figures);
-}
-
-/// The last part.
-pub(super) fn fleet(report: &mut BenchReport, options: &AdpBenchOptions, run: &FleetRun) {
-    let seconds = run.wall.as_secs_f64();
-    let figures = json!({
-        "devices": run.devices,
-        "vms": options.fleet.len(),
-        "vm_sections": options.fleet.first().map(|guest| guest.sections),
-        "virtual_hours": options.fleet_seconds as f64 / 3_600.0,
-        "touches": run.touches,
-        "wall_seconds": seconds,
-        "ns_per_touch": seconds * 1e9 / (run.touches.max(1) as f64),
-    });
-    report.figures.insert("fleet".into(), figures);
 }
 
 /// The paper's figures (4.2, 7.3).

@@ -8,9 +8,10 @@
 //! analyze` is made of, so that one sees what the guests are worth. Each headline figure is the
 //! worst of the three overcommits; the figures of each stand beside.
 //!
-//! The last part replays a day of a thousand devices and says how long that took.
+//! The last part says how long fleets of a thousand devices take to replay (`fleets.rs`).
 
 mod figures;
+mod fleets;
 
 use super::{BenchError, BenchReport};
 use pagetide_policy::protect::PolicyChoice;
@@ -19,10 +20,7 @@ use pagetide_sim::{
     replay::{ReplayError, Summary, VmAccount},
 };
 use pagetide_trace::DeviceAnalysis;
-use std::{
-    num::NonZeroUsize,
-    time::{Duration, Instant},
-};
+use std::{num::NonZeroUsize, time::Duration};
 
 /// What is run.
 #[derive(Clone, PartialEq, Debug)]
@@ -33,37 +31,28 @@ pub struct AdpBenchOptions {
     pub overcommits: Vec<f64>,
     /// Virtual seconds of a round.
     pub seconds: u64,
-    /// The guests of the last part; each has two devices.
-    pub fleet: Vec<GuestRecipe>,
-    /// Virtual seconds of the last part.
-    pub fleet_seconds: u64,
+    /// VMs of each fleet of the last part; each has two devices.
+    pub fleet_vms: usize,
+    /// Sections of each of them.
+    pub fleet_sections: u64,
+    /// Virtual seconds of the fleet whose load is plain.
+    pub steady_seconds: u64,
+    /// Virtual seconds of the fleet of made-up guests.
+    pub guest_seconds: u64,
 }
 
-/// Overcommit of the last part.
-const FLEET_OVERCOMMIT: f64 = 0.2;
 /// How long DMA is looked at for the guests' statistics, as in 4.2.
 const STATISTICS_S: u64 = 1_800;
-/// Sections of each VM of the last part: 512 MiB.
-const FLEET_SECTIONS: u64 = 256;
-/// VMs of the last part.
-const FLEET_VMS: usize = 500;
-
 impl Default for AdpBenchOptions {
     fn default() -> Self {
-        let kinds = paper_fleet(2);
-        let fleet = (0..FLEET_VMS).zip(kinds.iter().cycle());
         Self {
             guests: paper_fleet(1),
             overcommits: vec![0.1, 0.2, 0.3],
             seconds: 3_600,
-            fleet: fleet
-                .map(|(number, guest)| GuestRecipe {
-                    sections: FLEET_SECTIONS,
-                    seed: guest.seed.wrapping_add(number as u64),
-                    ..*guest
-                })
-                .collect(),
-            fleet_seconds: 24 * 3_600,
+            fleet_vms: 500,
+            fleet_sections: 8_192,
+            steady_seconds: 24 * 3_600,
+            guest_seconds: 1_200,
         }
     }
 }
@@ -74,13 +63,6 @@ struct Outcome {
     policy: PolicyChoice,
     summary: Summary,
     accounts: Vec<VmAccount>,
-}
-
-/// What the last part took.
-struct FleetRun {
-    devices: u64,
-    touches: u64,
-    wall: Duration,
 }
 
 /// Runs the bench.
@@ -95,8 +77,7 @@ pub fn run(options: &AdpBenchOptions) -> Result<BenchReport, BenchError> {
     let outcomes = rounds(options)?;
     figures::policies(&mut report, &outcomes);
     figures::capacity(&mut report, &outcomes);
-    eprintln!("bench adp: a day of {} devices", 2 * options.fleet.len());
-    figures::fleet(&mut report, options, &fleet(options)?);
+    fleets::run(&mut report, options)?;
     figures::paper(&mut report);
     Ok(report)
 }
@@ -147,27 +128,6 @@ fn round(options: &AdpBenchOptions, policy: &PolicyChoice, overcommit: f64) -> R
     }
 }
 
-fn fleet(options: &AdpBenchOptions) -> Result<FleetRun, BenchError> {
-    let round = Round {
-        guests: options.fleet.clone(),
-        policy: PolicyChoice::Adp(Default::default()),
-        overcommit: FLEET_OVERCOMMIT,
-        seconds: options.fleet_seconds,
-        capacity_every: None,
-        threads: threads(),
-    };
-    let begun = Instant::now();
-    let accounts = round.run().map_err(failed)?;
-    let wall = begun.elapsed();
-    let devices = || accounts.iter().flat_map(|vm| &vm.devices);
-    let by_cpu: u64 = accounts.iter().map(|vm| vm.cpu_touches).sum();
-    Ok(FleetRun {
-        devices: devices().count() as u64,
-        touches: by_cpu + devices().map(|device| device.touches).sum::<u64>(),
-        wall,
-    })
-}
-
 fn threads() -> NonZeroUsize {
     std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN)
 }
@@ -182,6 +142,7 @@ fn failed(error: ReplayError) -> BenchError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_sim::replay::SteadyLoad;
     use serde_json::Value;
 
     fn tiny() -> AdpBenchOptions {
@@ -198,8 +159,10 @@ mod tests {
                 .collect(),
             overcommits: vec![0.1, 0.3],
             seconds: 1_200,
-            fleet: paper_fleet(2).into_iter().take(2).map(small).collect(),
-            fleet_seconds: 300,
+            fleet_vms: 2,
+            fleet_sections: 256,
+            steady_seconds: 300,
+            guest_seconds: 60,
         }
     }
 
@@ -229,7 +192,14 @@ mod tests {
         }
         assert_eq!(report.figures["none"]["vm_pinned_share"], Value::from(0.0));
         assert!(report.figures["adp"]["vm_pinned_share"].as_f64() > Some(0.0));
-        assert_eq!(report.figures["fleet"]["devices"], Value::from(4));
+        for fleet in ["fleet", "fleet_adaptive", "fleet_of_guests"] {
+            let figures = &report.figures[fleet];
+            assert_eq!(figures["devices"], Value::from(4), "{fleet}");
+            assert_eq!(figures["vm_sections"], Value::from(256), "{fleet}");
+        }
+        // Two VMs, each for 300 s.
+        let touches = 2 * 300 * SteadyLoad::PER_SECOND;
+        assert_eq!(report.figures["fleet"]["touches"], Value::from(touches));
         assert!(report.ratios.contains_key("rpr_nic_adp_over_lru"));
         assert!(report.ratios.contains_key("rpr_block_adp_over_lru"));
         assert!(report.peers.keys().all(|name| name.starts_with("paper_")));

@@ -83,7 +83,7 @@ struct Record {
 /// How good guesses were.
 #[derive(Debug)]
 pub(super) struct Guesses {
-    waiting: Pending<Kind>,
+    waiting: Pending,
     /// Touched since the last weighing: good, unless it is told yet that they were not brought back.
     touched: FxHashMap<SectionNo, Kind>,
     records: [Record; 3],
@@ -156,8 +156,8 @@ impl Guesses {
     /// It is `now`.
     pub(super) fn passed(&mut self, now: Duration) {
         self.now = now;
-        while let Some((at, ended)) = self.waiting.oldest() {
-            if !ended && now.saturating_sub(at) < WAITING_TIME {
+        while let Some((age, ended)) = self.waiting.oldest(now) {
+            if !ended && age < WAITING_TIME {
                 break;
             }
             if let Some(kind) = self.waiting.take_oldest() {

@@ -6,60 +6,88 @@
 //!                              ▲                       ▲
 //!   live    a hash table of those that wait, by section
 //! ```
-//! One that ends stays in the order until it is the oldest. A section waits once at most. An entry takes 20
-//! bytes and its place in the table at most 11.5.
+//! One that ends stays in the order until it is the oldest. A section waits once at most. An entry takes 12
+//! bytes and its place in the table at most 11.5: there may be thousands.
+//!
+//! Times are whole milliseconds, rounded up, and come round after twelve days, far longer than anything
+//! is waited for.
 
+use super::guess::Kind;
 use crate::{cells::Halves, protect::recency::nanos};
 use hashbrown::HashTable;
 use pagetide_addr::SectionNo;
 use rustc_hash::FxBuildHasher;
 use std::{collections::VecDeque, hash::BuildHasher, time::Duration};
 
-#[derive(Debug)]
-struct Entry<K> {
-    at_ns: Halves,
-    section: Halves,
+/// When something began, and why: the time above the two lowest bits, which are 1 more than the number of the
+/// [`Kind`], or 0 once it has ended.
+#[derive(Clone, Copy, Debug)]
+struct Stamp(u32);
+
+const KIND: u32 = 3;
+const TIMES: u64 = 1 << 30;
+
+impl Stamp {
+    fn new(at: Duration, kind: Kind) -> Self {
+        let at_ms = nanos(at).div_ceil(1_000_000) % TIMES;
+        // Below 2^30.
+        Self(u32::try_from(at_ms).unwrap_or(0) << 2 | (kind as u32 + 1))
+    }
+
     /// None once it has ended.
-    kind: Option<K>,
+    fn kind(self) -> Option<Kind> {
+        match self.0 & KIND {
+            0 => None,
+            1 => Some(Kind::Age),
+            2 => Some(Kind::Order),
+            _ => Some(Kind::Neighbour),
+        }
+    }
+
+    fn ended(self) -> Self {
+        Self(self.0 & !KIND)
+    }
+
+    fn age(self, now: Duration) -> Duration {
+        let now_ms = nanos(now) / 1_000_000 % TIMES;
+        let age_ms = (now_ms + TIMES - u64::from(self.0 >> 2)) % TIMES;
+        // One that began within this very millisecond would be twelve days old.
+        Duration::from_millis(if age_ms == TIMES - 1 { 0 } else { age_ms })
+    }
+}
+
+#[derive(Debug)]
+struct Entry {
+    section: Halves,
+    stamp: Stamp,
 }
 
 /// See the module.
-#[derive(Debug)]
-pub(super) struct Pending<K> {
-    order: VecDeque<Entry<K>>,
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    order: VecDeque<Entry>,
     /// Number of the oldest entry. Numbers come round; there are never that many entries.
     first: u32,
     /// Numbers of the entries that have not ended.
     live: HashTable<u32>,
 }
 
-impl<K> Default for Pending<K> {
-    fn default() -> Self {
-        Self {
-            order: VecDeque::new(),
-            first: 0,
-            live: HashTable::new(),
-        }
-    }
-}
-
-impl<K: Copy> Pending<K> {
+impl Pending {
     /// Entries, those that have ended too.
     pub(super) fn len(&self) -> usize {
         self.order.len()
     }
 
     /// Something is waited for from `now` on. What was waited for of this section before has ended.
-    pub(super) fn begin(&mut self, section: SectionNo, now: Duration, kind: K) {
+    pub(super) fn begin(&mut self, section: SectionNo, now: Duration, kind: Kind) {
         self.end(section);
         let len = self.order.len();
         if len == self.order.capacity() {
             self.order.reserve_exact(len / 8 + 8);
         }
         self.order.push_back(Entry {
-            at_ns: nanos(now).into(),
             section: section.0.into(),
-            kind: Some(kind),
+            stamp: Stamp::new(now, kind),
         });
         // Far fewer entries than numbers: see the limits of the owners.
         let number = self
@@ -71,7 +99,7 @@ impl<K: Copy> Pending<K> {
     }
 
     /// It has ended, if it was waited for.
-    pub(super) fn end(&mut self, section: SectionNo) -> Option<K> {
+    pub(super) fn end(&mut self, section: SectionNo) -> Option<Kind> {
         if self.live.is_empty() {
             return None;
         }
@@ -79,32 +107,31 @@ impl<K: Copy> Pending<K> {
         let is_it = |number: &u32| section_of(order, first, *number) == section;
         let entry = self.live.find_entry(hash(section), is_it).ok()?;
         let (number, _) = entry.remove();
-        order[place(first, number)].kind.take()
+        let stamp = &mut order[place(first, number)].stamp;
+        let kind = stamp.kind();
+        *stamp = stamp.ended();
+        kind
     }
 
-    /// When the oldest entry began, and whether it has ended.
-    pub(super) fn oldest(&self) -> Option<(Duration, bool)> {
-        let oldest = self.order.front()?;
-        let at = Duration::from_nanos(oldest.at_ns.into());
-        Some((at, oldest.kind.is_none()))
+    /// Age of the oldest entry, and whether it has ended.
+    pub(super) fn oldest(&self, now: Duration) -> Option<(Duration, bool)> {
+        let stamp = self.order.front()?.stamp;
+        Some((stamp.age(now), stamp.kind().is_none()))
     }
 
     /// Removes the oldest entry; tells its kind if it has not ended.
-    pub(super) fn take_oldest(&mut self) -> Option<K> {
+    pub(super) fn take_oldest(&mut self) -> Option<Kind> {
         let oldest = self.order.front()?;
-        let kind = self.end_of(oldest.kind, SectionNo(oldest.section.into()));
+        let (waits, section) = (oldest.stamp.kind(), SectionNo(oldest.section.into()));
+        let kind = waits.and_then(|_| self.end(section));
         self.order.pop_front();
         self.first = self.first.wrapping_add(1);
         kind
     }
 
-    fn end_of(&mut self, kind: Option<K>, section: SectionNo) -> Option<K> {
-        kind.and_then(|_| self.end(section))
-    }
-
     /// Memory it takes beside itself, in bytes.
     pub(super) fn bytes(&self) -> u64 {
-        let order = self.order.capacity() * size_of::<Entry<K>>();
+        let order = self.order.capacity() * size_of::<Entry>();
         (order + self.live.allocation_size()) as u64
     }
 }
@@ -113,7 +140,7 @@ fn place(first: u32, number: u32) -> usize {
     number.wrapping_sub(first) as usize
 }
 
-fn section_of<K>(order: &VecDeque<Entry<K>>, first: u32, number: u32) -> SectionNo {
+fn section_of(order: &VecDeque<Entry>, first: u32, number: u32) -> SectionNo {
     SectionNo(order[place(first, number)].section.into())
 }
 
@@ -126,40 +153,64 @@ mod tests {
     use super::*;
     use crate::random::Random;
 
+    /// When it began, its section and why; none once it has ended.
+    type Model = Vec<(Duration, u64, Option<Kind>)>;
+
     #[test]
-    fn entries_equal_a_vector_over_random_changes_and_after_all_numbers() {
+    fn entries_equal_a_vector_over_random_changes_while_numbers_and_times_come_round() {
         let mut random = Random::new(3);
         let mut pending = Pending {
-            // So that numbers come round.
             first: u32::MAX - 500,
             ..Pending::default()
         };
-        let mut model: Vec<(u64, u64, Option<u64>)> = Vec::new();
-        for step in 0..5_000 {
+        let mut model = Model::new();
+        let begin_ms = TIMES - 2_000;
+        for now in (begin_ms..begin_ms + 5_000).map(Duration::from_millis) {
             let section = random.below(60);
-            let waits =
-                |entry: &&mut (u64, u64, Option<u64>)| entry.1 == section && entry.2.is_some();
-            let live = model.iter_mut().find(waits);
-            let ended = live.map(|entry| entry.2.take());
+            let seen = model
+                .first()
+                .map(|entry| (now - entry.0, entry.2.is_none()));
+            assert_eq!(pending.oldest(now), seen);
             match random.below(3) {
                 0 => {
-                    let ended = ended.flatten();
+                    let ended = end(&mut model, section);
                     assert_eq!(pending.end(SectionNo(section)), ended);
                 }
                 1 => {
-                    pending.begin(SectionNo(section), Duration::from_secs(step), step);
-                    model.push((step, section, Some(step)));
+                    let kind = [Kind::Age, Kind::Order, Kind::Neighbour][random.index(3)];
+                    pending.begin(SectionNo(section), now, kind);
+                    end(&mut model, section);
+                    model.push((now, section, Some(kind)));
                 }
                 _ => {
-                    pending.end(SectionNo(section));
                     let oldest = (!model.is_empty()).then(|| model.remove(0));
-                    let seen =
-                        oldest.map(|entry| (Duration::from_secs(entry.0), entry.2.is_none()));
-                    assert_eq!(pending.oldest(), seen);
                     assert_eq!(pending.take_oldest(), oldest.and_then(|entry| entry.2));
                 }
             }
             assert_eq!(pending.len(), model.len());
         }
+    }
+
+    fn end(model: &mut Model, section: u64) -> Option<Kind> {
+        let is_it =
+            |entry: &&mut (Duration, u64, Option<Kind>)| entry.1 == section && entry.2.is_some();
+        model.iter_mut().find(is_it)?.2.take()
+    }
+
+    #[test]
+    fn age_is_told_in_whole_milliseconds_and_never_before_its_time() {
+        let at = Duration::from_micros(1_500);
+        let stamp = Stamp::new(at, Kind::Age);
+        for (now_us, age_ms) in [
+            (1_500, 0),
+            (2_000, 0),
+            (2_999, 0),
+            (3_000, 1),
+            (1_002_000, 1_000),
+        ] {
+            let age = stamp.age(Duration::from_micros(now_us));
+            assert_eq!(age, Duration::from_millis(age_ms), "{now_us}");
+        }
+        assert_eq!(size_of::<Entry>(), 12);
     }
 }
