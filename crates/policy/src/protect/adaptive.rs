@@ -78,6 +78,10 @@ const PRICE_MIN: f64 = 1e-5;
 const OLD_S: u64 = 3_600;
 const PRICE_OLD: f64 = 1.5e-4;
 const PRICE_MAX: f64 = 1.0;
+/// Bringing back is work for the host: it must save at least this part of the faults.
+const GAIN_LEAST: f64 = 0.05;
+/// The same where most of it is in vain, so that memory changes places all the time.
+const GAIN_OF_CHURN: f64 = 0.35;
 /// Never shown an interval between visits.
 const NEVER: u8 = u8::MAX;
 
@@ -504,14 +508,20 @@ impl ProtectionPolicy for Adaptive {
         self.passed_at = Some(now);
         self.allow(self.a_minute() * since.as_secs_f64() / 60.0);
         self.guesses.passed(now);
-        self.trial.passed(now);
+        let mostly_in_vain = self.guesses.good_share().is_some_and(|good| good < 0.5);
+        let least = if mostly_in_vain {
+            GAIN_OF_CHURN
+        } else {
+            GAIN_LEAST
+        };
+        self.trial.passed(now, least);
         self.release_due(now, changes);
         self.grow_older(now, changes);
         self.decide_deferred(changes);
         if now.saturating_sub(self.weighed_at) >= WEIGH_EVERY {
             self.weighed_at = now;
             self.table.weigh(self.reach_s);
-            self.guesses.weigh(share_of(self.params.likely));
+            self.guesses.weigh();
             let mean = self.params.protected_mean.of(self.sections);
             self.price = if self.protected > mean {
                 (self.price * PRICE_STEP).min(PRICE_MAX)

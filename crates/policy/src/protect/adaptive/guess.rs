@@ -60,15 +60,20 @@ const WAITING_TIME: Duration = Duration::from_secs(3_600);
 const DEPTH_MAX: u64 = 16;
 /// Share of guesses ahead that must have been good for more to be made.
 const GOOD: f64 = 0.4;
+/// The same of bring-backs for a section's age, which were likely and are tried out as a whole, too.
+const GOOD_AGE: f64 = 0.1;
 /// Least and most bring-backs for a section's age that may be made from one weighing to the next. The
 /// most is as good as any number: the policy's allowance is below.
 const AGE_LEAST: u64 = 4;
 const AGE_MAX: u64 = 1 << 20;
 const AGE_FIRST: u64 = 1 << 10;
-/// What was given up is tried again after so many weighings.
+/// What was given up is tried again after so many weighings, then after twice as many, and so on.
 const TRY_AGAIN: u64 = 16;
+const PAUSE_MAX: u64 = 1_024;
 /// How much of what was learnt is left each time it is weighed.
 const KEPT: f64 = 0.9;
+/// The same of [`Guesses::good_share`].
+const KEPT_LONG: f64 = 0.97;
 /// Fewer guesses whose end is known say nothing.
 const KNOWN_LEAST: f64 = 4.0;
 
@@ -78,6 +83,9 @@ struct Record {
     bad: f64,
     /// What may be made: sections ahead; for [`Kind::Age`], bring-backs until the next weighing.
     depth: u64,
+    /// Weighings from one try of what was given up to the next, and when that is.
+    pause: u64,
+    again_at: u64,
 }
 
 /// How good guesses were.
@@ -91,6 +99,9 @@ pub(super) struct Guesses {
     age_left: u64,
     turns: u64,
     now: Duration,
+    /// Of all kinds, over a longer time than in the records.
+    good: f64,
+    bad: f64,
 }
 
 impl Default for Guesses {
@@ -99,6 +110,8 @@ impl Default for Guesses {
             good: 0.0,
             bad: 0.0,
             depth,
+            pause: TRY_AGAIN,
+            again_at: TRY_AGAIN,
         };
         Self {
             waiting: Pending::default(),
@@ -107,6 +120,8 @@ impl Default for Guesses {
             age_left: AGE_FIRST,
             turns: 0,
             now: Duration::ZERO,
+            good: 0.0,
+            bad: 0.0,
         }
     }
 }
@@ -144,8 +159,13 @@ impl Guesses {
 
     pub(super) fn evicted(&mut self, section: SectionNo) {
         if let Some(kind) = self.waiting.end(section) {
-            self.records[kind as usize].bad += 1.0;
+            self.count_bad(kind);
         }
+    }
+
+    fn count_bad(&mut self, kind: Kind) {
+        self.records[kind as usize].bad += 1.0;
+        self.bad += 1.0;
     }
 
     /// It was not brought back, or is no more. True if it was to be.
@@ -161,39 +181,51 @@ impl Guesses {
                 break;
             }
             if let Some(kind) = self.waiting.take_oldest() {
-                self.records[kind as usize].bad += 1.0;
+                self.count_bad(kind);
             }
         }
     }
 
-    /// Makes more guesses of the kinds that were good, which at least `least` of them must be.
-    pub(super) fn weigh(&mut self, least: f64) {
+    /// Share of all that was brought back which was good; none if little has ended.
+    pub(super) fn good_share(&self) -> Option<f64> {
+        let known = self.good + self.bad;
+        (known >= KNOWN_LEAST).then(|| self.good / known)
+    }
+
+    /// Makes more guesses of the kinds that were good.
+    pub(super) fn weigh(&mut self) {
         self.turns += 1;
         for kind in self.touched.drain().map(|(_, kind)| kind) {
             self.records[kind as usize].good += 1.0;
+            self.good += 1.0;
         }
         for (index, record) in self.records.iter_mut().enumerate() {
             let (first, most, wanted) = if index == Kind::Age as usize {
-                (AGE_LEAST, AGE_MAX, least)
+                (AGE_LEAST, AGE_MAX, GOOD_AGE)
             } else {
-                (1, DEPTH_MAX, least.max(GOOD))
+                (1, DEPTH_MAX, GOOD)
             };
             let known = record.good + record.bad;
             if known >= KNOWN_LEAST {
                 record.depth = if record.good > wanted * known {
+                    record.pause = TRY_AGAIN;
                     (record.depth * 2).clamp(first, most)
                 } else {
                     record.depth / 2
                 };
             }
             // One that was given up is tried again now and then.
-            if record.depth == 0 && self.turns.is_multiple_of(TRY_AGAIN) {
+            if record.depth == 0 && self.turns >= record.again_at {
                 record.depth = first;
+                record.again_at = self.turns + record.pause;
+                record.pause = (record.pause * 2).min(PAUSE_MAX);
             }
             record.good *= KEPT;
             record.bad *= KEPT;
         }
         self.age_left = self.records[Kind::Age as usize].depth;
+        self.good *= KEPT_LONG;
+        self.bad *= KEPT_LONG;
     }
 
     pub(super) fn bytes(&self) -> u64 {

@@ -396,11 +396,11 @@ fn waiting_guesses_are_bounded_and_the_newest_still_count() {
     for section in 99_000..100_000 {
         guesses.touched(SectionNo(section));
     }
-    guesses.weigh(0.0);
+    guesses.weigh();
     assert_eq!(guesses.depth(Kind::Neighbour), 4);
     // Those whose end never comes are bad after an hour.
     guesses.passed(Duration::from_secs(3_600));
-    guesses.weigh(0.0);
+    guesses.weigh();
     assert_eq!(guesses.depth(Kind::Neighbour), 2);
     assert!(!guesses.came_to_nothing(SectionNo(98_000)));
 }

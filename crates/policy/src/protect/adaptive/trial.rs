@@ -51,8 +51,6 @@ const SETTLING: u32 = 3;
 const KEPT: f64 = 0.7;
 /// Fewer visits say nothing.
 const KNOWN_LEAST: f64 = 20.0;
-/// Acting is work for the host: it must save at least this part of the faults.
-const GAIN_LEAST: f64 = 0.05;
 #[derive(Clone, Copy, Default, Debug)]
 struct Tally {
     visits: f64,
@@ -146,8 +144,8 @@ impl Trial {
         }
     }
 
-    /// It is `now`.
-    pub(super) fn passed(&mut self, now: Duration) {
+    /// It is `now`. Acting must save at least the part `gain_least` of the faults.
+    pub(super) fn passed(&mut self, now: Duration, gain_least: f64) {
         let Some(began) = self.began else { return };
         if now.saturating_sub(began) < self.length() {
             return;
@@ -158,18 +156,23 @@ impl Trial {
         self.slice = Tally::default();
         self.began = Some(now);
         if self.mode != self.better {
-            self.compare();
+            self.compare(gain_least);
         } else {
             self.mode = self.better.other();
         }
     }
 
     /// The mode that is not thought the better was tried: is it?
-    fn compare(&mut self) {
+    fn compare(&mut self, gain_least: f64) {
         let [act, rest] = [Mode::Act, Mode::Rest].map(|mode| self.of_modes[mode as usize].missed());
-        if std::env::var("DBG").is_ok() { eprintln!("compare act {act:?} rest {rest:?} better {:?} trial {:?} {:?}", self.better, self.trial, self.of_modes); }
+        if std::env::var("DBG").is_ok() {
+            eprintln!(
+                "compare act {act:?} rest {rest:?} better {:?} trial {:?} {:?}",
+                self.better, self.trial, self.of_modes
+            );
+        }
         if let (Some(act), Some(rest)) = (act, rest) {
-            let better = if act < rest * (1.0 - GAIN_LEAST) {
+            let better = if act < rest * (1.0 - gain_least) {
                 Mode::Act
             } else {
                 Mode::Rest
@@ -210,7 +213,7 @@ mod tests {
                 owed -= 1_000;
                 trial.faulted(now);
             }
-            trial.passed(now);
+            trial.passed(now, 0.05);
         }
         f64::from(acting) / f64::from(u32::try_from(end).unwrap())
     }
@@ -242,7 +245,7 @@ mod tests {
             if second % every == 0 {
                 trial.faulted(now);
             }
-            trial.passed(now);
+            trial.passed(now, 0.05);
             if second == 99 * 3_600 {
                 assert_eq!(trial.better, Mode::Act);
             }
@@ -255,7 +258,7 @@ mod tests {
         let mut trial = Trial::default();
         trial.evicted(Duration::ZERO);
         for second in 0..100_000 {
-            trial.passed(Duration::from_secs(second));
+            trial.passed(Duration::from_secs(second), 0.05);
         }
         assert_eq!((trial.better, trial.trial), (Mode::Act, TRIAL_FIRST));
     }
@@ -263,7 +266,7 @@ mod tests {
     #[test]
     fn nothing_evicted_means_nothing_to_try() {
         let mut trial = Trial::default();
-        trial.passed(Duration::from_secs(1_000_000));
+        trial.passed(Duration::from_secs(1_000_000), 0.05);
         assert!(!trial.acts() && trial.began.is_none());
     }
 }
