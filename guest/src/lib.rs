@@ -14,12 +14,14 @@
 //!                         │
 //!              second serial port: `PT {json}` lines up, command words down
 //! ```
+//! On the disk fio may work instead ([`fio`]), where a load is wanted that people know.
 //!
 //! The host side includes this crate for [`wire`] only. There is no unsafe code
 //! and no clock in any decision: a guest that stands still for seconds, because
 //! the daemon was killed, is late and nothing else.
 
 pub mod disk;
+pub mod fio;
 pub mod memory;
 pub mod params;
 pub mod pattern;

@@ -13,7 +13,7 @@ use std::time::Duration;
 use pagetide_guest::params::Params;
 use pagetide_guest::shared::{Counters, Extent, Order, Shared};
 use pagetide_guest::wire::{Command, Phase, progress_line};
-use pagetide_guest::{disk, memory};
+use pagetide_guest::{disk, fio, memory};
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
 
 const PORT: &str = "/dev/ttyS1";
@@ -64,7 +64,7 @@ fn run() -> Outcome<()> {
 }
 
 fn work_on_disk(params: &Params, shared: &Shared) {
-    if params.file_bytes == 0 {
+    if params.file_bytes == 0 && params.fio_bytes == 0 {
         shared.disk.filled.store(true, Relaxed);
         return;
     }
@@ -76,7 +76,12 @@ fn work_on_disk(params: &Params, shared: &Shared) {
         }
         thread::sleep(REPORT_EVERY / 10);
     }
-    if let Err(error) = disk::run(disk, params, shared) {
+    let ended = if params.fio_bytes == 0 {
+        disk::run(disk, params, shared).map_err(|error| error.to_string())
+    } else {
+        fio::run(params.fio_bytes, shared).map_err(|error| error.to_string())
+    };
+    if let Err(error) = ended {
         Counters::add(&shared.disk.errors, 1);
         eprintln!("guest-work: the disk loop ends: {error}");
     }

@@ -15,7 +15,9 @@ pub enum ParamError {
         value: String,
     },
     /// A name is not known.
-    #[error("{0} is no parameter of guest-work: pt.mem, pt.file, pt.seed, pt.pace_us are")]
+    #[error(
+        "{0} is no parameter of guest-work: pt.mem, pt.active, pt.file, pt.fio, pt.seed, pt.pace_us are"
+    )]
     Unknown(String),
 }
 
@@ -24,8 +26,12 @@ pub enum ParamError {
 pub struct Params {
     /// Bytes of anonymous memory to work on.
     pub mem_bytes: u64,
+    /// Of it, bytes that the loop comes back to all the time; the rest is looked at seldom. 0 means all.
+    pub active_bytes: u64,
     /// Bytes of `/dev/vda` to work on; 0 leaves the disk alone.
     pub file_bytes: u64,
+    /// Bytes of `/dev/vda` that fio works on instead; 0 for none.
+    pub fio_bytes: u64,
     /// Seed of all content and order.
     pub seed: u64,
     /// Rest of each loop after a step, so that a guest may be less than busy.
@@ -36,7 +42,9 @@ impl Default for Params {
     fn default() -> Self {
         Self {
             mem_bytes: 160 << 20,
+            active_bytes: 0,
             file_bytes: 0,
+            fio_bytes: 0,
             seed: 1,
             pace_us: 0,
         }
@@ -63,7 +71,9 @@ impl Params {
             })?;
             match name {
                 "pt.mem" => params.mem_bytes = size,
+                "pt.active" => params.active_bytes = size,
                 "pt.file" => params.file_bytes = size,
+                "pt.fio" => params.fio_bytes = size,
                 "pt.seed" => params.seed = size,
                 "pt.pace_us" => params.pace_us = size,
                 _ => return Err(ParamError::Unknown(name.to_owned())),
@@ -78,8 +88,13 @@ impl Params {
     #[must_use]
     pub fn words(&self) -> String {
         format!(
-            "pt.mem={} pt.file={} pt.seed={} pt.pace_us={}",
-            self.mem_bytes, self.file_bytes, self.seed, self.pace_us
+            "pt.mem={} pt.active={} pt.file={} pt.fio={} pt.seed={} pt.pace_us={}",
+            self.mem_bytes,
+            self.active_bytes,
+            self.file_bytes,
+            self.fio_bytes,
+            self.seed,
+            self.pace_us
         )
     }
 }
@@ -105,7 +120,9 @@ mod tests {
     fn words_parsed_again_are_the_same_params() {
         let params = Params {
             mem_bytes: 5 << 20,
+            active_bytes: 1 << 20,
             file_bytes: 3 << 20,
+            fio_bytes: 2 << 20,
             seed: 9,
             pace_us: 20,
         };

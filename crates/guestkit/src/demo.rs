@@ -419,6 +419,7 @@ fn spec(socket: Option<&PathBuf>) -> GuestSpec {
             file_bytes: if socket.is_some() { DISK_BYTES } else { 0 },
             seed: 1,
             pace_us: PACE_US,
+            ..Params::default()
         },
         ..GuestSpec::default()
     }

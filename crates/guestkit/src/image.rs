@@ -10,9 +10,10 @@
 //!   target/guest/KERNEL-PACKAGE/   the kernel's package, unpacked
 //!   target/guest/busybox-static/   busybox' package, unpacked
 //!   target/guest/build/            cargo's folder for guest-work
-//!   target/guest/initramfs-KERNEL  what QEMU loads
+//!   target/guest/initramfs-KERNEL  what QEMU loads; with additions, under a name of its own
 //! ```
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -81,6 +82,47 @@ pub struct Image {
     pub release: String,
 }
 
+/// A file more in a guest's initramfs.
+#[derive(Clone, Debug)]
+pub struct Addition {
+    /// Its path there, from the root.
+    name: String,
+    content: Content,
+}
+
+#[derive(Clone, Debug)]
+enum Content {
+    CopyOf(PathBuf),
+    Text(String),
+}
+
+impl Addition {
+    /// What `path` holds on this machine, as `name` in the guest.
+    #[must_use]
+    pub fn copy(path: &Path, name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            content: Content::CopyOf(path.to_owned()),
+        }
+    }
+
+    /// A text.
+    #[must_use]
+    pub fn text(name: &str, text: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            content: Content::Text(text.to_owned()),
+        }
+    }
+
+    fn bytes(&self) -> Result<Vec<u8>, ImageError> {
+        match &self.content {
+            Content::CopyOf(path) => read(path),
+            Content::Text(text) => Ok(text.clone().into_bytes()),
+        }
+    }
+}
+
 /// The folder of this repository.
 #[must_use]
 pub fn repository() -> PathBuf {
@@ -95,6 +137,14 @@ pub fn repository() -> PathBuf {
 /// # Errors
 /// A download, an unpacking or the build of `guest-work` failed.
 pub fn prepare() -> Result<Image, ImageError> {
+    prepare_with("", &[])
+}
+
+/// As [`prepare`], with `additions` in the initramfs, whose name ends with `suffix`.
+///
+/// # Errors
+/// As there, or an addition cannot be read.
+pub fn prepare_with(suffix: &str, additions: &[Addition]) -> Result<Image, ImageError> {
     let folder = repository().join("target/guest");
     fs::create_dir_all(&folder).map_err(|source| file_error(&folder, source))?;
     let lock_path = folder.join("lock");
@@ -112,9 +162,10 @@ pub fn prepare() -> Result<Image, ImageError> {
         .join("lib/modules")
         .join(&release)
         .join("kernel/drivers");
-    let archive = pack(&modules, &busybox, &work)?;
-    let initramfs = folder.join(format!("initramfs-{release}"));
-    write_if_changed(&initramfs, &archive)?;
+    let mut archive = pack(&modules, &busybox, &work)?;
+    add(&mut archive, additions)?;
+    let initramfs = folder.join(format!("initramfs-{release}{suffix}"));
+    write_if_changed(&initramfs, &archive.finish())?;
     Ok(Image {
         kernel: kernel_tree.join(format!("boot/vmlinuz-{release}")),
         initramfs,
@@ -122,7 +173,7 @@ pub fn prepare() -> Result<Image, ImageError> {
     })
 }
 
-fn pack(modules: &Path, busybox: &Path, work: &Path) -> Result<Vec<u8>, ImageError> {
+fn pack(modules: &Path, busybox: &Path, work: &Path) -> Result<Archive, ImageError> {
     let mut archive = Archive::default();
     archive.directory("bin");
     archive.directory("modules");
@@ -135,7 +186,24 @@ fn pack(modules: &Path, busybox: &Path, work: &Path) -> Result<Vec<u8>, ImageErr
         archive.program(&format!("modules/{}.ko", module.name), &module.object)?;
     }
     archive.program("modules/order", order.as_bytes())?;
-    Ok(archive.finish())
+    Ok(archive)
+}
+
+fn add(archive: &mut Archive, additions: &[Addition]) -> Result<(), ImageError> {
+    let mut folders = BTreeSet::new();
+    for addition in additions {
+        // `ancestors` goes from the file up to the root, and both are not wanted.
+        let above = Path::new(&addition.name).ancestors().skip(1);
+        folders.extend(above.filter(|folder| !folder.as_os_str().is_empty()));
+    }
+    // A parent sorts before what is in it.
+    for folder in folders {
+        archive.directory(&folder.to_string_lossy());
+    }
+    for addition in additions {
+        archive.program(&addition.name, &addition.bytes()?)?;
+    }
+    Ok(())
 }
 
 /// The name of the package that holds the current cloud kernel.

@@ -13,6 +13,7 @@ pub mod adp_live;
 pub mod borrowed;
 pub mod cpio;
 pub mod demo;
+pub mod fio;
 pub mod guest;
 pub mod image;
 pub mod modules;

@@ -150,7 +150,7 @@ fn disk_of_a_dpu_process_is_protected_live_and_again_by_that_processs_successor(
     let words = ["vm", "protector", VM, QUICK];
     let chosen = stage.product.client(words).expect("a client");
     chosen.success().expect("a policy");
-    disk_work(&mut guest, 16 << 20);
+    disk_work(&mut guest, 8 << 20);
     protected(&stage, 0);
     stage.dpu.as_mut().expect("a DPU process").kill();
     let released = || Ok(number(&stage.product.show(VM)?, "protected_sections") == 0);
@@ -164,7 +164,7 @@ fn disk_of_a_dpu_process_is_protected_live_and_again_by_that_processs_successor(
     stage
         .until("the disk's socket open again", PATIENCE, listening)
         .expect("a disk");
-    disk_work(&mut guest, 16 << 20);
+    disk_work(&mut guest, 8 << 20);
     protected(&stage, heard);
     let vm = stage.product.show(VM).expect("show");
     let devices = vm["protected_devices"].as_array().expect("devices");

@@ -6,42 +6,55 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use pagetide_guestkit::adp_live::{self, Found, Options};
+use pagetide_guestkit::adp_live::{self, Options, Third};
+
+/// Status if the machine lacks something; what it is stands on the output then.
+const UNABLE: u8 = 3;
 
 /// Squeezes a running guest and sets its DMA protector on and off in turns; prints one JSON object.
 #[derive(Parser)]
 struct Arguments {
-    /// Pairs of turns
+    /// Turns of each policy
     #[arg(long, default_value_t = Options::default().alternations)]
     alternations: u32,
+    /// Seconds of each turn before it is measured
+    #[arg(long, default_value_t = Options::default().settle.as_secs())]
+    settle: u64,
     /// Seconds measured of each turn
     #[arg(long, default_value_t = Options::default().measure.as_secs())]
     seconds: u64,
+    /// Give turns to the policy `adaptive`, too
+    #[arg(long)]
+    adaptive: bool,
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let options = Options {
         alternations: arguments.alternations,
+        settle: Duration::from_secs(arguments.settle),
         measure: Duration::from_secs(arguments.seconds),
+        third: if arguments.adaptive {
+            Third::Adaptive
+        } else {
+            Third::Absent
+        },
     };
-    let printed = match adp_live::run(&options) {
-        Ok(found) => print(&found),
-        Err(error) => {
-            eprintln!("adp-live: {error}");
-            return ExitCode::FAILURE;
-        }
+    let (text, status) = match adp_live::run(&options) {
+        Ok(found) => match serde_json::to_string(&found) {
+            Ok(json) => (json, ExitCode::SUCCESS),
+            Err(error) => return failure(&error),
+        },
+        Err(error) if error.is_unable() => (error.to_string(), ExitCode::from(UNABLE)),
+        Err(error) => return failure(&error),
     };
-    match printed {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("adp-live: {error}");
-            ExitCode::FAILURE
-        }
+    match writeln!(std::io::stdout(), "{text}") {
+        Ok(()) => status,
+        Err(error) => failure(&error),
     }
 }
 
-fn print(found: &Found) -> std::io::Result<()> {
-    let json = serde_json::to_string(found)? + "\n";
-    std::io::stdout().write_all(json.as_bytes())
+fn failure(error: &dyn std::error::Error) -> ExitCode {
+    eprintln!("adp-live: {error}");
+    ExitCode::FAILURE
 }

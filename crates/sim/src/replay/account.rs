@@ -3,6 +3,7 @@
 
 use super::Service;
 use pagetide_addr::DeviceId;
+use serde::Serialize;
 use std::time::Duration;
 
 /// A number of sections over time.
@@ -45,7 +46,10 @@ pub struct Capacity {
 
 /// Faults by how long ago the device had touched the section last: what a protector would have had to
 /// bridge. A fault on a section that this device never touched is not among them.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+///
+/// As JSON it is a list of pairs: upper bound in seconds, or null, and faults.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize)]
+#[serde(into = "Vec<(Option<u64>, u64)>")]
 pub struct FaultAges {
     /// Faults at ages from one bound up to the next; the last, beyond [`Self::BOUNDS_S`], has no end.
     pub counts: [u64; Self::BOUNDS_S.len() + 1],
@@ -55,6 +59,15 @@ impl FaultAges {
     /// Upper bounds, in seconds.
     pub const BOUNDS_S: [u64; 9] = [60, 120, 180, 240, 300, 450, 600, 900, 1_800];
 
+    /// All of both.
+    pub(super) fn sum(self, other: Self) -> Self {
+        let mut sum = self;
+        for (count, more) in sum.counts.iter_mut().zip(other.counts) {
+            *count += more;
+        }
+        sum
+    }
+
     /// A fault `age` after the touch before it.
     pub(super) fn add(&mut self, age: Duration) {
         let below = |bound: &u64| Duration::from_secs(*bound) <= age;
@@ -63,6 +76,13 @@ impl FaultAges {
             .take_while(|bound| below(bound))
             .count();
         self.counts[at] += 1;
+    }
+}
+
+impl From<FaultAges> for Vec<(Option<u64>, u64)> {
+    fn from(ages: FaultAges) -> Self {
+        let bounds = FaultAges::BOUNDS_S.into_iter().map(Some).chain([None]);
+        bounds.zip(ages.counts).collect()
     }
 }
 
@@ -163,5 +183,24 @@ impl VmAccount {
     pub fn faults(&self, service: Service) -> u64 {
         let of_kind = |device: &&DeviceAccount| device.service == service;
         self.devices.iter().filter(of_kind).map(|d| d.faults).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fault_is_counted_below_the_bound_that_its_age_has_not_reached() {
+        let mut ages = FaultAges::default();
+        for (age_s, times) in [(0, 1), (59, 1), (60, 3), (1_799, 2), (1_800, 5)] {
+            for _ in 0..times {
+                ages.add(Duration::from_secs(age_s));
+            }
+        }
+        let told = Vec::from(ages.sum(ages));
+        assert_eq!(told.first(), Some(&(Some(60), 4)));
+        assert_eq!(told[1], (Some(120), 6));
+        assert_eq!(told[8..], [(Some(1_800), 4), (None, 10)]);
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Accounts of many VMs in the paper's few figures (VPRI 4.2.2, 7.3).
 
-use super::{DeviceAccount, Service, VmAccount};
+use super::{DeviceAccount, FaultAges, Service, VmAccount};
 use pagetide_addr::DeviceId;
 use serde::Serialize;
 
@@ -52,6 +52,8 @@ pub struct ServiceSummary {
     pub faults: u64,
     /// Of those, faults on sections that no device had touched before.
     pub first_faults: u64,
+    /// The others by how long the device had left the section alone.
+    pub fault_ages: FaultAges,
     /// Consecutive touches of one section more than 300 s apart.
     pub long_reuses: u64,
     /// Memory ever touched, mean over devices.
@@ -170,6 +172,11 @@ impl ServiceSummary {
             touches: sum(|device| device.touches),
             faults: sum(|device| device.faults),
             first_faults: sum(|device| device.first_faults),
+            fault_ages: devices
+                .iter()
+                .fold(FaultAges::default(), |sum, (_, device)| {
+                    sum.sum(device.fault_ages)
+                }),
             long_reuses: sum(|device| device.long_reuses),
             footprint_share: mean(footprint),
             pinned_share: mean(pinned),

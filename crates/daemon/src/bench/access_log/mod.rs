@@ -20,10 +20,14 @@
 //! lower end of the two-sided 95% interval of the mean over alternations, by Student's
 //! distribution. Without a cell's name both are the lowest of any cell.
 //!
+//! The bench's processes have a niceness of -15 if they may, and how many CPUs others kept busy is told
+//! (`cpus_busy_with_others`): on a machine that is not quiet the bounds say little.
+//!
 //! A log that nobody writes or hears costs nothing, and so does a policy that has nothing to do: the
 //! bench fails if in any slice no record was heard, or the policy remembers fewer than [`TRACKED_MIN`]
 //! sections at its end.
 
+mod others;
 mod policy;
 
 use super::{
@@ -37,6 +41,7 @@ use super::{
     },
     figures::{rounded, to_f64},
 };
+use others::Others;
 use serde_json::json;
 use std::{
     path::{Path, PathBuf},
@@ -51,6 +56,8 @@ const TAKER: &str = "pt-access-log";
 const TRACKED_MIN: u64 = 1000;
 /// Where tmpfs is.
 const TMPFS: &str = "/dev/shm";
+/// Niceness of the bench.
+const NICE: i32 = -15;
 /// Queues of the disk.
 const QUEUES: u16 = 4;
 
@@ -151,12 +158,14 @@ struct Heard {
 /// # Errors
 /// [`BenchError`].
 pub fn run(options: &AccessLogBenchOptions) -> Result<BenchReport, BenchError> {
+    come_first();
     let (dir, image) = directory()?;
     let queues = QUEUES.to_string();
     let arguments = ["--queues", queues.as_str()];
     let mut side =
         Side::start_ours(dir.path(), &image, &arguments, Placement::choose()).map_err(failed)?;
     let mut cells: [Cell; CELLS.len()] = Default::default();
+    let others = Others::begin(side.cpu_ns().map_err(failed)?);
     for alternation in 0..=options.alternations {
         eprintln!("bench {NAME}: {alternation} of {}", options.alternations);
         for (cell, load) in cells.iter_mut().zip(CELLS) {
@@ -170,8 +179,11 @@ pub fn run(options: &AccessLogBenchOptions) -> Result<BenchReport, BenchError> {
             }
         }
     }
+    let ours_ns = side.cpu_ns().map_err(failed)?;
+    let others = others.and_then(|others| others.cpus(ours_ns));
     let mut report = BenchReport::new(NAME);
     let figures = &mut report.figures;
+    figures.insert("cpus_busy_with_others".into(), others.map(rounded).into());
     figures.insert("alternations".into(), options.alternations.into());
     figures.insert("slice_ms".into(), json!(options.slice.as_millis()));
     figures.insert("is_on_tmpfs".into(), dir.path().starts_with(TMPFS).into());
@@ -179,6 +191,13 @@ pub fn run(options: &AccessLogBenchOptions) -> Result<BenchReport, BenchError> {
     describe_log(&cells, &mut report);
     figures_of_policies(&mut report);
     Ok(report)
+}
+
+/// The processes that are started from now on are not to wait for others of this machine.
+fn come_first() {
+    if let Err(error) = rustix::process::setpriority_process(None, NICE) {
+        eprintln!("bench {NAME}: others may disturb it, for it may not come before them: {error}");
+    }
 }
 
 /// A directory, on tmpfs if it may be, and the image in it.

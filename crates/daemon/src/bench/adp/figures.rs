@@ -155,6 +155,10 @@ fn details(outcome: &Outcome) -> Value {
     }
     let most = summary.service(Service::Block).map(|s| s.pinned_max_share);
     details.insert("block_pinned_max_share".into(), most.into());
+    let ages = summary.service(Service::Block).map(|s| s.fault_ages);
+    details.insert("block_fault_ages".into(), json!(ages));
+    let brought_back = summary.vm_brought_back_share;
+    details.insert("vm_brought_back_share".into(), brought_back.into());
     details.insert(
         "policy_bytes_per_tracked_section".into(),
         bytes_per_section(&outcome.accounts).into(),

@@ -1,24 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide bench adp-live`: a squeezed guest's disk with a DMA protector and without (VPRI 7.3).
+//! `pagetide bench adp-live`: a squeezed guest with fio on its disk, with a DMA protector and without (VPRI 7.3).
 //!
 //! The guest, and the daemon that squeezes it, are those of the project's own tests, and
 //! so is the program that runs them: `adp-live`, of the crate `pagetide-guestkit`, which
-//! lies beside this one when both were built. It sets the policy of one running VM to
-//! `none` and `adp` in turns and tells what each turn was like; here the turns are put
+//! lies beside this one when both were built. It warms a guest up until it is steady, sets the policy of
+//! the running VM to `none` and `adp` in turns and tells what each turn was like; here the turns are put
 //! together.
 //!
 //! ```text
-//!   alternation = none adp, then adp none     ratio = adp / none, geometric mean over alternations
+//!   alternation = none adp, then adp none     ratio = adp / none of one alternation
+//!   adp_over_none_X: their geometric mean     …_low95, …_high95: the bounds of its 95% interval
 //! ```
-//! The policy's times are divided by `times_divided_by`, since turns last minutes.
+//! The policy's times are divided by `times_divided_by`, since turns last minutes; `policies` has them as they
+//! were set.
 
 use super::{
     BenchError, BenchReport,
-    blk::stats::{PairedRatios, mean},
+    blk::stats::{PairedRatios, mean, overall},
 };
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use std::{
+    collections::BTreeMap,
     path::PathBuf,
     process::{Command, Stdio},
 };
@@ -26,46 +29,26 @@ use std::{
 const NAME: &str = "adp-live";
 /// The program that does it.
 const PROGRAM: &str = "adp-live";
+/// Its status where the machine lacks something; its output says what.
+const UNABLE: i32 = 3;
+/// Whom the others are compared with.
+const NONE: &str = "none";
 
-/// One turn, as the program tells it.
+/// One turn, as the program tells it: its policy, and figures by their names.
 #[derive(Clone, Deserialize)]
 struct Turn {
     policy: String,
-    iopfs_per_minute: f64,
-    iopfs_per_request: f64,
-    blk_p999_us: f64,
-    blk_p50_us: f64,
-    blk_iops: f64,
-    resident_bytes: f64,
-    protected_sections: f64,
-    vcpu_faults_per_minute: f64,
+    #[serde(flatten)]
+    figures: BTreeMap<String, f64>,
 }
 
-/// What the program tells.
+/// What the program tells: turns, and what is told on as it is.
 #[derive(Deserialize)]
 struct Found {
-    accel: String,
-    qemu_version: String,
-    times_divided_by: u32,
-    ram_bytes: u64,
-    limit_bytes: u64,
     turns: Vec<Turn>,
-    verified_bytes: u64,
+    #[serde(flatten)]
+    others: Map<String, Value>,
 }
-
-/// A figure of a turn, by its name.
-type Reading = (&'static str, fn(&Turn) -> f64);
-
-const READINGS: [Reading; 8] = [
-    ("iopfs_per_minute", |turn| turn.iopfs_per_minute),
-    ("iopfs_per_request", |turn| turn.iopfs_per_request),
-    ("blk_p999_us", |turn| turn.blk_p999_us),
-    ("blk_p50_us", |turn| turn.blk_p50_us),
-    ("blk_iops", |turn| turn.blk_iops),
-    ("resident_bytes", |turn| turn.resident_bytes),
-    ("protected_sections", |turn| turn.protected_sections),
-    ("vcpu_faults_per_minute", |turn| turn.vcpu_faults_per_minute),
-];
 
 /// Runs the bench.
 ///
@@ -78,12 +61,18 @@ pub fn run() -> Result<BenchReport, BenchError> {
         .stderr(Stdio::inherit())
         .output()
         .map_err(failed)?;
+    if output.status.code() == Some(UNABLE) {
+        return Err(BenchError::Unable {
+            name: NAME,
+            reason: String::from_utf8_lossy(&output.stdout).trim().to_owned(),
+        });
+    }
     if !output.status.success() {
         return Err(failed(format!("{PROGRAM} ended with {}", output.status)));
     }
     let found: Found = serde_json::from_slice(&output.stdout).map_err(failed)?;
     let mut report = BenchReport::new(NAME);
-    describe(&found, &mut report);
+    describe(found, &mut report);
     Ok(report)
 }
 
@@ -102,34 +91,36 @@ fn program() -> Result<PathBuf, BenchError> {
     })
 }
 
-fn describe(found: &Found, report: &mut BenchReport) {
-    let of = |policy: &'static str| {
-        let turns = found.turns.iter();
-        turns.filter(move |turn| turn.policy.split(':').next() == Some(policy))
-    };
-    let figures = &mut report.figures;
-    figures.insert("guest_accel".into(), found.accel.clone().into());
-    figures.insert("qemu_version".into(), found.qemu_version.clone().into());
-    figures.insert("times_divided_by".into(), found.times_divided_by.into());
-    figures.insert("ram_bytes".into(), found.ram_bytes.into());
-    figures.insert("limit_bytes".into(), found.limit_bytes.into());
-    figures.insert("verified_bytes".into(), found.verified_bytes.into());
-    for policy in ["none", "adp"] {
-        let mean_of = |(name, read): &Reading| {
-            let value = mean(of(policy).map(read));
-            ((*name).to_owned(), json!((value * 1e3).round() / 1e3))
-        };
-        let each = READINGS.iter().map(mean_of).collect();
-        figures.insert(policy.into(), serde_json::Value::Object(each));
-        figures.insert(format!("{policy}_turns"), of(policy).count().into());
+fn describe(found: Found, report: &mut BenchReport) {
+    report.figures = found.others;
+    let mut by_policy: BTreeMap<&str, Vec<&Turn>> = BTreeMap::new();
+    for turn in &found.turns {
+        by_policy.entry(&turn.policy).or_default().push(turn);
     }
-    for (name, read) in READINGS {
-        let pairs = of("adp").zip(of("none"));
-        let ratios = PairedRatios::new(pairs.map(|(adp, none)| read(adp) / read(none)));
-        if let Some(ratios) = ratios {
-            let value = (ratios.mean() * 1e3).round() / 1e3;
-            let name = format!("adp_over_none_{name}");
-            report.ratios.insert(name, value.into());
+    let of_none = by_policy.get(NONE).cloned().unwrap_or_default();
+    for (policy, turns) in &by_policy {
+        let names = turns.first().map(|turn| turn.figures.keys());
+        for name in names.into_iter().flatten() {
+            let rounded = |value: f64| json!((value * 1e3).round() / 1e3);
+            let value = mean(
+                turns
+                    .iter()
+                    .filter_map(|turn| turn.figures.get(name))
+                    .copied(),
+            );
+            let figures = report.figures.entry(*policy).or_insert_with(|| json!({}));
+            figures[name] = rounded(value);
+            figures["turns"] = turns.len().into();
+            if *policy != NONE
+                && let Some([low, mean, high]) = ratio(turns, &of_none, name)
+            {
+                let name = format!("{policy}_over_{NONE}_{name}");
+                report.ratios.insert(format!("{name}_low95"), rounded(low));
+                report
+                    .ratios
+                    .insert(format!("{name}_high95"), rounded(high));
+                report.ratios.insert(name, rounded(mean));
+            }
         }
     }
     let peers = &mut report.peers;
@@ -138,6 +129,21 @@ fn describe(found: &Found, report: &mut BenchReport) {
         json!({"least": 0.36, "most": 0.49}),
     );
     peers.insert("paper_production_block_reduction".into(), 0.51.into());
+    peers.insert("paper_vm_pinned_share".into(), 0.043.into());
+}
+
+/// Of the ratios of turn to turn: lower bound of the 95% interval, geometric mean, upper bound.
+fn ratio(turns: &[&Turn], of_none: &[&Turn], name: &str) -> Option<[f64; 3]> {
+    let read = |turn: &Turn| turn.figures.get(name).copied().unwrap_or(0.0);
+    let pairs = || {
+        turns
+            .iter()
+            .zip(of_none)
+            .map(|(one, none)| (read(one), read(none)))
+    };
+    let ratios = overall(&[PairedRatios::new(pairs().map(|(one, none)| one / none))?])?;
+    let inverse = overall(&[PairedRatios::new(pairs().map(|(one, none)| none / one))?])?;
+    Some([ratios.low95, ratios.mean, 1.0 / inverse.low95])
 }
 
 fn failed(error: impl std::fmt::Display) -> BenchError {
@@ -151,40 +157,46 @@ fn failed(error: impl std::fmt::Display) -> BenchError {
 mod tests {
     use super::*;
 
+    fn report(turns: &[Value]) -> BenchReport {
+        let found = json!({"accel": "kvm", "warm_up": {"is_steady": true}, "turns": turns});
+        let mut report = BenchReport::new(NAME);
+        describe(serde_json::from_value(found).unwrap(), &mut report);
+        report
+    }
+
+    fn turn(policy: &str, iopfs: f64) -> Value {
+        json!({"policy": policy, "iopfs_per_minute": iopfs, "resident_bytes": 5e8, "protected_sections": 0.0})
+    }
+
     #[test]
     fn turns_are_put_together_by_policy_whatever_their_order() {
-        let turn = |policy: &str, iopfs: f64| {
-            json!({
-                "policy": policy, "iopfs_per_minute": iopfs, "iopfs_per_request": 0.0,
-                "blk_p999_us": 10.0,
-                "blk_p50_us": 1.0, "blk_iops": 100.0, "resident_bytes": 5e8,
-                "protected_sections": 0.0, "vcpu_faults_per_minute": 7.0,
-            })
-        };
-        let adp = "adp:promote-after=6s";
-        let turns = [
+        let report = report(&[
             turn("none", 100.0),
-            turn(adp, 50.0),
-            turn(adp, 60.0),
+            turn("adp", 50.0),
+            turn("adp", 60.0),
             turn("none", 120.0),
-        ];
-        let found = json!({
-            "accel": "kvm", "qemu_version": "9", "times_divided_by": 30, "ram_bytes": 1,
-            "limit_bytes": 1, "verified_bytes": 1, "turns": turns,
-        });
-        let found = serde_json::from_value(found).unwrap();
-        let mut report = BenchReport::new(NAME);
-        describe(&found, &mut report);
+        ]);
         let ratio = |name: &str| report.ratios[name].as_f64();
         assert_eq!(ratio("adp_over_none_iopfs_per_minute"), Some(0.5));
         assert_eq!(ratio("adp_over_none_resident_bytes"), Some(1.0));
         // Nothing over nothing is no ratio.
-        assert!(
-            !report
-                .ratios
-                .contains_key("adp_over_none_protected_sections")
-        );
+        let none = "adp_over_none_protected_sections";
+        assert!(!report.ratios.contains_key(none));
         assert_eq!(report.figures["none"]["iopfs_per_minute"], json!(110.0));
-        assert_eq!(report.figures["adp_turns"], json!(2));
+        assert_eq!(report.figures["adp"]["turns"], json!(2));
+        assert_eq!(report.figures["accel"], json!("kvm"));
+    }
+
+    #[test]
+    fn bounds_of_a_ratio_lie_around_it_by_the_scatter_of_the_alternations() {
+        let pairs = [(100.0, 50.0), (100.0, 70.0), (100.0, 60.0)];
+        let turns = pairs.map(|(none, adp)| [turn("none", none), turn("adp", adp)]);
+        let report = report(turns.as_flattened());
+        let of = |end: &str| {
+            let name = format!("adp_over_none_iopfs_per_minute{end}");
+            report.ratios[&name].as_f64().unwrap()
+        };
+        assert!(of("_low95") < 0.5 && of("") > 0.55 && of("") < 0.65 && of("_high95") > 0.7);
+        assert!((of("_low95") * of("_high95") - of("").powi(2)).abs() < 0.01);
     }
 }

@@ -112,6 +112,21 @@ impl Part {
         }
     }
 
+    /// CPU time of all its threads so far.
+    fn cpu_ns(&self) -> Result<u64, PartError> {
+        let tasks = format!("/proc/{}/task", self.child.id());
+        let mut total = 0;
+        for task in std::fs::read_dir(&tasks).map_err(|e| self.silent(e))? {
+            let path = task.map_err(|e| self.silent(e))?.path().join("schedstat");
+            // A worker thread may end while we look; its time is lost to both sides alike.
+            if let Ok(line) = std::fs::read_to_string(path) {
+                let first = line.split(' ').next().unwrap_or_default();
+                total += first.parse::<u64>().map_err(|e| self.silent(e))?;
+            }
+        }
+        Ok(total)
+    }
+
     pub fn read_line(&mut self) -> Result<String, PartError> {
         let mut line = String::new();
         let read = match &mut self.output {
@@ -226,17 +241,7 @@ impl Backend {
     /// # Errors
     /// [`PartError`].
     pub fn cpu_ns(&self) -> Result<u64, PartError> {
-        let tasks = format!("/proc/{}/task", self.0.child.id());
-        let mut total = 0;
-        for task in std::fs::read_dir(&tasks).map_err(|e| self.0.silent(e))? {
-            let path = task.map_err(|e| self.0.silent(e))?.path().join("schedstat");
-            // A worker thread may end while we look; its time is lost to both sides alike.
-            if let Ok(line) = std::fs::read_to_string(path) {
-                let first = line.split(' ').next().unwrap_or_default();
-                total += first.parse::<u64>().map_err(|e| self.0.silent(e))?;
-            }
-        }
-        Ok(total)
+        self.0.cpu_ns()
     }
 
     /// CPU time so far of its threads of this name.
@@ -294,6 +299,14 @@ impl Frontend {
         let mut part = Part::ourselves(&arguments, at.frontend)?;
         part.read_line()?;
         Ok(Self(part))
+    }
+
+    /// CPU time of all its threads so far.
+    ///
+    /// # Errors
+    /// [`PartError`].
+    pub fn cpu_ns(&self) -> Result<u64, PartError> {
+        self.0.cpu_ns()
     }
 
     /// Does one run.

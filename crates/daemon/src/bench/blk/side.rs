@@ -89,6 +89,14 @@ impl Side {
         Ok(Self { backend, frontend })
     }
 
+    /// CPU time of both ends so far.
+    ///
+    /// # Errors
+    /// [`PartError`].
+    pub fn cpu_ns(&self) -> Result<u64, PartError> {
+        Ok(self.backend.cpu_ns()? + self.frontend.cpu_ns()?)
+    }
+
     /// Does one run.
     ///
     /// # Errors

@@ -167,6 +167,7 @@ impl Trial {
     /// The mode that is not thought the better was tried: is it?
     fn compare(&mut self) {
         let [act, rest] = [Mode::Act, Mode::Rest].map(|mode| self.of_modes[mode as usize].missed());
+        if std::env::var("DBG").is_ok() { eprintln!("compare act {act:?} rest {rest:?} better {:?} trial {:?} {:?}", self.better, self.trial, self.of_modes); }
         if let (Some(act), Some(rest)) = (act, rest) {
             let better = if act < rest * (1.0 - GAIN_LEAST) {
                 Mode::Act

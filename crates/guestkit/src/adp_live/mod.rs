@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A squeezed guest with fio on its disk, with and without a DMA protector, in turns (VPRI 7.3).
+//!
+//! ```text
+//!   one guest, one daemon, one limit
+//!   boot ─► fill ─► squeeze ─► warm-up under `none`, until steady ─► turns ─► everything verified
+//!   turn  = policy set ─► settle ─► measure         turns: none adp │ adp none │ none adp │ …
+//! ```
+//! The guest, and why it is as it is: [`scenario`]. It verifies all it reads, and at the end all its
+//! memory and disk; a wrong byte fails the run.
+//!
+//! # Steady first
+//! A squeezed guest's faults change for minutes: what was evicted first comes back bit by bit. So turns
+//! begin when two warm-up turns in a row differ by less than [`STEADY_SHARE`], or after
+//! [`WARM_UP_TURNS_MAX`] of them; which it was is told. What is left of a trend
+//! falls on the policies alike, since their order changes from one alternation to the next.
+//!
+//! # What the turns can show
+//! A policy begins empty with its turn, and finds away what was evicted under the one before. Both make it
+//! look like the other one; a difference between turns is less than between days.
+//! The tail of latencies is that of the daemon's own account of the last minute, so settling and
+//! measuring together last longer than that.
+
+mod scenario;
+mod turn;
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::fio::{self, FioError};
+use crate::guest::{Guest, GuestError};
+use crate::image::{self, ImageError, repository};
+use crate::product::{Product, ProductError};
+use crate::qemu::QemuError;
+use crate::stage::RunFolder;
+use scenario::{ADAPTIVE, ADP, DISK_BYTES, LIMIT_PERCENT, NONE, RAM_BYTES, TIMES_DIVIDED_BY};
+pub use turn::Turn;
+use turn::{LOOK, Meter};
+
+/// Two warm-up turns in a row are steady if the faults of one differ from the other's by less than this share.
+const STEADY_SHARE: f64 = 0.15;
+/// Most warm-up turns.
+const WARM_UP_TURNS_MAX: usize = 8;
+/// Length of one.
+const WARM_UP_TURN: Duration = Duration::from_secs(20);
+const BOOT_TIMEOUT: Duration = Duration::from_secs(600);
+const SQUEEZE_TIMEOUT: Duration = Duration::from_secs(180);
+const NAME: &str = "adp-live";
+
+/// A step failed.
+#[derive(Debug, thiserror::Error)]
+pub enum AdpLiveError {
+    /// The machine lacks something.
+    #[error("{0}")]
+    Unable(String),
+    /// fio cannot be given to the guest.
+    #[error(transparent)]
+    Fio(#[from] FioError),
+    /// No image for the guest.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The guest.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// The daemon.
+    #[error(transparent)]
+    Product(#[from] ProductError),
+    /// A file.
+    #[error("{path}: {source}", path = path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The daemon tells no such figure.
+    #[error("the daemon tells no '{0}'")]
+    NoFigure(&'static str),
+    /// The limit is not kept.
+    #[error("{resident_bytes} bytes are resident {seconds} s after a limit of {limit_bytes}")]
+    NotSqueezed {
+        /// Resident now.
+        resident_bytes: u64,
+        /// The limit.
+        limit_bytes: u64,
+        /// Time given.
+        seconds: u64,
+    },
+    /// The guest read what it had not written.
+    #[error("the guest found {errors} wrong blocks or pages, or fio ended early: {why}")]
+    Corrupt {
+        /// How many.
+        errors: u64,
+        /// Its last report, and the last of its console.
+        why: String,
+    },
+}
+
+impl AdpLiveError {
+    /// Whether the machine lacks something that the message names, and nothing went wrong.
+    #[must_use]
+    pub fn is_unable(&self) -> bool {
+        matches!(
+            self,
+            Self::Unable(_)
+                | Self::Fio(FioError::Missing)
+                | Self::Guest(GuestError::Qemu(QemuError::Missing(_)))
+        )
+    }
+}
+
+/// How much to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Turns of each policy.
+    pub alternations: u32,
+    /// Part of a turn that is not measured.
+    pub settle: Duration,
+    /// Part that is.
+    pub measure: Duration,
+    /// Whether `adaptive` has turns, too.
+    pub third: Third,
+}
+
+/// Whether there is a third policy.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Third {
+    /// `none` and `adp` only.
+    Absent,
+    /// `adaptive`.
+    Adaptive,
+}
+
+impl Default for Options {
+    /// 25 minutes in all.
+    fn default() -> Self {
+        Self {
+            alternations: 8,
+            settle: Duration::from_secs(20),
+            measure: Duration::from_secs(45),
+            third: Third::Absent,
+        }
+    }
+}
+
+/// How the guest became steady.
+#[derive(Clone, Debug, Serialize)]
+pub struct WarmUp {
+    /// I/O page faults a minute, turn by turn.
+    pub iopfs_per_minute: Vec<f64>,
+    /// Whether the last two differ by less than [`WarmUp::share`].
+    pub is_steady: bool,
+    /// See there.
+    pub share: f64,
+}
+
+/// What was found.
+#[derive(Clone, Debug, Serialize)]
+pub struct Found {
+    /// What ran the guest: kvm, or emulated.
+    pub accel: String,
+    /// QEMU's version.
+    pub qemu_version: String,
+    /// The policies as they were given, in the order of the first alternation.
+    pub policies: Vec<&'static str>,
+    /// By what the times of `adp` were divided.
+    pub times_divided_by: u64,
+    /// The VM's RAM.
+    pub ram_bytes: u64,
+    /// Its disk.
+    pub disk_bytes: u64,
+    /// Its limit.
+    pub limit_bytes: u64,
+    /// Before the turns.
+    pub warm_up: WarmUp,
+    /// Every turn.
+    pub turns: Vec<Turn>,
+    /// Bytes of memory and disk that were verified while it worked.
+    pub verified_bytes: u64,
+    /// And at the end, which is all there is.
+    pub finally_verified_bytes: u64,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// [`AdpLiveError`].
+pub fn run(options: &Options) -> Result<Found, AdpLiveError> {
+    if !rustix::process::geteuid().is_root() {
+        let why = "the take-over of a guest needs root";
+        return Err(AdpLiveError::Unable(why.to_owned()));
+    }
+    let additions = fio::additions(&scenario::jobs())?;
+    eprintln!("bench adp-live: the guest's kernel and initramfs, with fio");
+    let image = image::prepare_with("-fio", &additions)?;
+    let folder = RunFolder::new().map_err(|source| file_error(Path::new("/dev/shm"), source))?;
+    let disk = DiskImage::new()?;
+    let log = folder.path().join("pagetide.log");
+    let product = Product::start(&Product::binary()?, &folder.path().join("state"), &log)?;
+    let socket = folder.path().join("disk.sock");
+    product.serve_disk(&socket, &disk.0)?;
+    let spec = scenario::guest(socket.clone());
+    let mut guest = Guest::start(&spec, &image, &folder.path().join("guest"))?;
+    let accel = guest.accel().name().to_owned();
+    eprintln!("bench adp-live: waiting for the guest ({accel}) to fill its disk and memory");
+    guest.wait_for_work(BOOT_TIMEOUT)?;
+    product.attach(guest.pid(), NAME)?;
+    let limit_bytes = guest.resident_bytes()? * LIMIT_PERCENT / 100;
+    product.limit(NAME, limit_bytes)?;
+    wait_until_squeezed(&guest, limit_bytes)?;
+    let meter = Meter {
+        product: &product,
+        guest: &guest,
+        name: NAME,
+        socket: &socket,
+    };
+    let warm_up = warm_up(&meter)?;
+    let policies = policies(options.third);
+    let turns = alternate(&meter, &policies, options)?;
+    product.detach(NAME)?;
+    let qemu_version = guest.version().to_string();
+    let (verified_bytes, finally_verified_bytes) = verified(&mut guest)?;
+    Ok(Found {
+        accel,
+        qemu_version,
+        policies,
+        times_divided_by: TIMES_DIVIDED_BY,
+        ram_bytes: RAM_BYTES,
+        disk_bytes: DISK_BYTES,
+        limit_bytes,
+        warm_up,
+        turns,
+        verified_bytes,
+        finally_verified_bytes,
+    })
+}
+
+fn policies(third: Third) -> Vec<&'static str> {
+    match third {
+        Third::Absent => vec![NONE, ADP],
+        Third::Adaptive => vec![NONE, ADP, ADAPTIVE],
+    }
+}
+
+fn wait_until_squeezed(guest: &Guest, limit_bytes: u64) -> Result<(), AdpLiveError> {
+    let begun = Instant::now();
+    loop {
+        let resident_bytes = guest.resident_bytes()?;
+        if resident_bytes <= limit_bytes {
+            return Ok(());
+        }
+        if begun.elapsed() > SQUEEZE_TIMEOUT {
+            return Err(AdpLiveError::NotSqueezed {
+                resident_bytes,
+                limit_bytes,
+                seconds: SQUEEZE_TIMEOUT.as_secs(),
+            });
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+fn warm_up(meter: &Meter<'_>) -> Result<WarmUp, AdpLiveError> {
+    meter.set(NONE)?;
+    let mut rates = Vec::new();
+    while rates.len() < WARM_UP_TURNS_MAX && !is_steady(&rates) {
+        let rate = meter.measure(NONE, WARM_UP_TURN)?.iopfs_per_minute;
+        eprintln!("bench adp-live: warming up: {rate:.0} I/O page faults a minute");
+        rates.push(rate);
+    }
+    Ok(WarmUp {
+        is_steady: is_steady(&rates),
+        iopfs_per_minute: rates,
+        share: STEADY_SHARE,
+    })
+}
+
+/// Whether the last two of `rates` are near each other.
+fn is_steady(rates: &[f64]) -> bool {
+    match rates {
+        [.., before, last] => (last - before).abs() < STEADY_SHARE * before.max(*last),
+        _ => false,
+    }
+}
+
+/// Turn about, in the order of `policies` and then the other way round.
+fn alternate(
+    meter: &Meter<'_>,
+    policies: &[&'static str],
+    options: &Options,
+) -> Result<Vec<Turn>, AdpLiveError> {
+    let mut turns = Vec::new();
+    for policy in order(policies, options.alternations) {
+        meter.set(policy)?;
+        thread::sleep(options.settle);
+        let turn = meter.measure(policy, options.measure)?;
+        eprintln!(
+            "bench adp-live: {}: {:.0} I/O page faults a minute, p99.9 {:.0} us, {:.1} sections protected",
+            turn.policy, turn.iopfs_per_minute, turn.blk_p999_us, turn.protected_sections
+        );
+        turns.push(turn);
+    }
+    Ok(turns)
+}
+
+fn order(policies: &[&'static str], alternations: u32) -> Vec<&'static str> {
+    let there = policies.iter().copied();
+    let back = policies.iter().rev().copied();
+    let both: Vec<_> = there.chain(back).collect();
+    let turns = policies.len() * alternations as usize;
+    both.into_iter().cycle().take(turns).collect()
+}
+
+/// Ends the guest; bytes it verified on the way and at the end.
+fn verified(guest: &mut Guest) -> Result<(u64, u64), AdpLiveError> {
+    eprintln!("bench adp-live: the guest verifies all its memory and disk");
+    let last = guest.finish(BOOT_TIMEOUT)?;
+    let errors = last.memory_errors + last.disk_errors;
+    if errors > 0 || last.final_disk_bytes < DISK_BYTES {
+        let why = format!("{last:?}\n{}", guest.log_tails());
+        return Err(AdpLiveError::Corrupt { errors, why });
+    }
+    let on_the_way = last.memory_bytes_verified + last.disk_bytes_verified;
+    Ok((on_the_way, last.final_memory_bytes + last.final_disk_bytes))
+}
+
+/// The disk's image, gone on drop.
+struct DiskImage(PathBuf);
+
+impl DiskImage {
+    fn new() -> Result<Self, AdpLiveError> {
+        let folder = repository().join("target/guest/disks");
+        fs::create_dir_all(&folder).map_err(|source| file_error(&folder, source))?;
+        let path = folder.join(format!("adp-live-{}.raw", std::process::id()));
+        let made = fs::File::create(&path).and_then(|file| file.set_len(DISK_BYTES));
+        made.map_err(|source| file_error(&path, source))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for DiskImage {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_file(&self.0) {
+            eprintln!("bench adp-live: {} stays: {error}", self.0.display());
+        }
+    }
+}
+
+fn file_error(path: &Path, source: io::Error) -> AdpLiveError {
+    AdpLiveError::File {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn policies_have_their_turns_before_each_other_as_often_as_after() {
+        for third in [Third::Absent, Third::Adaptive] {
+            let turns = order(&policies(third), 8);
+            let sum_of_places = |one: &str| -> usize {
+                let places = turns.iter().enumerate();
+                places.filter(|(_, t)| **t == one).map(|(at, _)| at).sum()
+            };
+            assert_eq!(sum_of_places(NONE), sum_of_places(ADP));
+        }
+        assert_eq!(order(&policies(Third::Absent), 2), [NONE, ADP, ADP, NONE]);
+    }
+
+    #[test]
+    fn warm_up_is_steady_when_two_turns_in_a_row_are_near_each_other() {
+        assert!(!is_steady(&[]));
+        assert!(!is_steady(&[100.0]));
+        assert!(!is_steady(&[0.0, 0.0]));
+        assert!(!is_steady(&[100.0, 80.0]));
+        assert!(!is_steady(&[100.0, 95.0, 120.0]));
+        assert!(is_steady(&[200.0, 100.0, 110.0]));
+    }
+
+    #[test]
+    fn what_is_not_installed_is_told_apart_from_what_went_wrong() {
+        assert!(AdpLiveError::from(FioError::Missing).is_unable());
+        assert!(!AdpLiveError::NoFigure("iopfs").is_unable());
+    }
+}

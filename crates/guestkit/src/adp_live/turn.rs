@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One turn: a policy is set, and what the VM and its disk do under it is measured.
+
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::AdpLiveError;
+use crate::guest::Guest;
+use crate::product::Product;
+
+/// Between two looks.
+pub(super) const LOOK: Duration = Duration::from_secs(1);
+
+/// What was measured in one turn.
+#[derive(Clone, Debug, Serialize)]
+pub struct Turn {
+    /// The policy, by its name.
+    pub policy: &'static str,
+    /// I/O page faults a minute: page requests of the disk for pages that were away.
+    pub iopfs_per_minute: f64,
+    /// Of the pages they were for, those a minute that a read from the disk covered whole: their old content
+    /// was not brought back.
+    pub overwritten_pages_per_minute: f64,
+    /// The same for each request of the disk.
+    pub iopfs_per_request: f64,
+    /// Half of the requests of the last minute took no longer.
+    pub blk_p50_us: f64,
+    /// All but one in a hundred.
+    pub blk_p99_us: f64,
+    /// All but one in a thousand.
+    pub blk_p999_us: f64,
+    /// Requests a second.
+    pub blk_iops: f64,
+    /// Mean over the turn.
+    pub resident_bytes: f64,
+    /// Mean over the turn.
+    pub protected_sections: f64,
+    /// Sections a minute that the policy protected, and gave up for want of room.
+    pub dropped_sections_per_minute: f64,
+    /// Pages a minute that were evicted though protected.
+    pub evicted_protected_pages_per_minute: f64,
+    /// Pages a minute that the policy had brought back.
+    pub brought_back_pages_per_minute: f64,
+    /// Pages evicted a minute.
+    pub evicted_pages_per_minute: f64,
+    /// Faults of vCPUs a minute.
+    pub vcpu_faults_per_minute: f64,
+}
+
+/// What turns are measured on.
+pub(super) struct Meter<'a> {
+    pub(super) product: &'a Product,
+    pub(super) guest: &'a Guest,
+    /// Name of the VM.
+    pub(super) name: &'static str,
+    /// Of its disk.
+    pub(super) socket: &'a Path,
+}
+
+impl Meter<'_> {
+    /// Has `policy` begin, empty of what it learnt before.
+    pub(super) fn set(&self, policy: &str) -> Result<(), AdpLiveError> {
+        let words = ["vm", "protector", self.name, policy, "--json"];
+        self.product.client(words)?.success()?;
+        Ok(())
+    }
+
+    /// Measures for so long. `policy` is what is set, with its parameters.
+    pub(super) fn measure(
+        &self,
+        policy: &'static str,
+        time: Duration,
+    ) -> Result<Turn, AdpLiveError> {
+        let (before, disk_before) = (self.product.show(self.name)?, self.disk()?);
+        let begun = Instant::now();
+        let (mut resident, mut protected, mut looks) = (0.0, 0.0, 0.0);
+        while begun.elapsed() < time {
+            thread::sleep(LOOK);
+            #[expect(clippy::cast_precision_loss, reason = "bytes far below 2^53")]
+            let bytes = self.guest.resident_bytes()? as f64;
+            resident += bytes;
+            protected += figure(&self.product.show(self.name)?, "protected_sections")?;
+            looks += 1.0;
+        }
+        let seconds = begun.elapsed().as_secs_f64();
+        let after = self.product.show(self.name)?;
+        let more = |name| Ok::<_, AdpLiveError>(figure(&after, name)? - figure(&before, name)?);
+        let a_minute = |name| Ok::<_, AdpLiveError>(more(name)? / seconds * 60.0);
+        let disk = self.disk()?;
+        let done = figure(&disk, "requests")? - figure(&disk_before, "requests")?;
+        let overwritten =
+            figure(&disk, "overwritten_pages")? - figure(&disk_before, "overwritten_pages")?;
+        let account = self.product.client(["dpu", "slo", "--json"])?.json()?;
+        let minute = &account["devices"][0]["windows"][0];
+        Ok(Turn {
+            policy: policy.split(':').next().unwrap_or(policy),
+            iopfs_per_minute: a_minute("absent_iopfs")?,
+            overwritten_pages_per_minute: overwritten / seconds * 60.0,
+            iopfs_per_request: more("absent_iopfs")? / done.max(1.0),
+            blk_p50_us: figure(minute, "p50_us")?,
+            blk_p99_us: figure(minute, "p99_us")?,
+            blk_p999_us: figure(minute, "p999_us")?,
+            blk_iops: done / seconds,
+            resident_bytes: resident / looks,
+            protected_sections: protected / looks,
+            dropped_sections_per_minute: a_minute("dropped_sections")?,
+            evicted_protected_pages_per_minute: a_minute("evicted_protected_pages")?,
+            brought_back_pages_per_minute: a_minute("brought_back_pages")?,
+            evicted_pages_per_minute: a_minute("evicted_pages")?,
+            vcpu_faults_per_minute: a_minute("vcpu_faults")?,
+        })
+    }
+
+    fn disk(&self) -> Result<Value, AdpLiveError> {
+        Ok(self.product.device(self.socket)?)
+    }
+}
+
+fn figure(report: &Value, name: &'static str) -> Result<f64, AdpLiveError> {
+    report[name].as_f64().ok_or(AdpLiveError::NoFigure(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figure_that_is_not_told_is_named() {
+        let report = serde_json::json!({"iopfs": 3});
+        assert!(figure(&report, "iopfs").is_ok_and(|it| (it - 3.0).abs() < 1e-9));
+        let error = figure(&report, "p999_us").expect_err("it is not there");
+        assert!(error.to_string().contains("p999_us"));
+    }
+}
