@@ -54,10 +54,9 @@ impl Chunks {
     /// Place of the chunk with this number.
     #[inline]
     pub(crate) fn find(&self, number: u64) -> Option<usize> {
-        let place = if number < LOW_NUMBERS {
-            *self.low.get(usize::try_from(number).ok()?)?
-        } else {
-            *self.far.get(&number)?
+        let place = match usize::try_from(number) {
+            Ok(index) if number < LOW_NUMBERS => *self.low.get(index)?,
+            _ => *self.far.get(&number)?,
         };
         (place != NOWHERE).then_some(place as usize)
     }

@@ -105,7 +105,9 @@ impl Pending {
         }
         let (order, first) = (&mut self.order, self.first);
         let is_it = |number: &u32| section_of(order, first, *number) == section;
-        let entry = self.live.find_entry(hash(section), is_it).ok()?;
+        let Ok(entry) = self.live.find_entry(hash(section), is_it) else {
+            return None;
+        };
         let (number, _) = entry.remove();
         let stamp = &mut order[place(first, number)].stamp;
         let kind = stamp.kind();
