@@ -42,6 +42,7 @@
 
 mod guess;
 mod life_table;
+mod mark;
 mod params;
 mod pending;
 mod trial;
@@ -52,11 +53,12 @@ use super::{
     Change, Fate, PolicyReport, ProtectionPolicy, Touch, parameters::Share, recency::nanos,
 };
 use crate::{
-    cells::{Halves, List, Slot},
+    cells::{List, Slot},
     links::Links,
 };
 use guess::{Absent, Guesses, Kind};
-use life_table::{AGES_S, CLASSES, INTERVALS, LifeTable, interval_of};
+use life_table::{AGES_S, INTERVALS, LifeTable, interval_of};
+use mark::{Mark, NEVER};
 use pagetide_addr::SectionNo;
 use std::{collections::VecDeque, time::Duration};
 use trial::{Trial, VISIT_S};
@@ -82,57 +84,6 @@ const PRICE_MAX: f64 = 1.0;
 const GAIN_LEAST: f64 = 0.05;
 /// The same where most of it is in vain, so that memory changes places all the time.
 const GAIN_OF_CHURN: f64 = 0.35;
-/// Never shown an interval between visits.
-const NEVER: u8 = u8::MAX;
-
-/// Class of sections that the device never touched, among others that it did.
-const STRANGER: usize = CLASSES - 1;
-/// What is known of a section.
-#[derive(Clone, Copy, Debug)]
-struct Mark {
-    touched_ns: Halves,
-    /// The section whose visit began next, the last time; itself for none.
-    next: Option<Slot>,
-    /// Interval of its age.
-    interval: u8,
-    /// Interval of the rest before its last visit.
-    rested: u8,
-    visits: u8,
-    protected: bool,
-    /// The evictor took it once: its CPUs let it go cold.
-    cold: bool,
-}
-
-impl Mark {
-    fn touched_at(&self) -> Duration {
-        Duration::from_nanos(self.touched_ns.into())
-    }
-
-    fn age(&self, now: Duration) -> Duration {
-        now.saturating_sub(self.touched_at())
-    }
-
-    fn class(&self) -> usize {
-        if self.visits == 0 {
-            return STRANGER;
-        }
-        let rest = match self.rested {
-            NEVER => 0,
-            rested => match AGES_S[usize::from(rested)] {
-                0..180 => 1,
-                180..300 => 2,
-                300..450 => 3,
-                450..750 => 4,
-                750..1_500 => 5,
-                1_500..3_600 => 6,
-                _ => 7,
-            },
-        };
-        let visits = usize::from(self.visits.clamp(1, 3)) - 1;
-        rest * 3 + visits
-    }
-}
-
 /// See the module.
 #[derive(Debug)]
 pub struct Adaptive {
