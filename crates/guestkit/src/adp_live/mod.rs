@@ -12,7 +12,8 @@
 //! # Steady first
 //! A squeezed guest's faults change for minutes: what was evicted first comes back bit by bit. So turns
 //! begin when two warm-up turns in a row differ by less than [`STEADY_SHARE`], or after
-//! [`WARM_UP_TURNS_MAX`] of them; which it was is told. What is left of a trend
+//! [`WARM_UP_TURNS_MAX`] of them; which it was is told. Two turns may be near each other by chance: faults
+//! were seen to fall by half afterwards. What is left of a trend
 //! falls on the policies alike, since their order changes from one alternation to the next.
 //!
 //! # What the turns can show
