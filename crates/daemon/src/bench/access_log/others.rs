@@ -47,7 +47,9 @@ fn busy_of(stat: &str) -> Option<Duration> {
     let all = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
     let ticks = all.split_whitespace().map(str::parse::<u64>);
     let ticks: Result<Vec<u64>, _> = ticks.take(7).collect();
-    let [user, nice, system, _, _, irq, softirq] = ticks.ok()?.try_into().ok()?;
+    let Ok(&[user, nice, system, _, _, irq, softirq]) = ticks.as_deref() else {
+        return None;
+    };
     let ticks = user + nice + system + irq + softirq;
     Some(Duration::from_secs_f64(
         to_f64(ticks) / to_f64(TICKS_A_SECOND),
