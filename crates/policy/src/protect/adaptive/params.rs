@@ -27,7 +27,7 @@ impl Default for AdaptiveParams {
         Self {
             tracked_max: Share::percent(60),
             protected_max: Share::percent(5),
-            protected_mean: Share::millionths(45_000),
+            protected_mean: Share::millionths(43_000),
             likely: Share::percent(10),
             bring_backs_a_minute: Share::percent(10),
             reach_at_first: Duration::from_secs(180),

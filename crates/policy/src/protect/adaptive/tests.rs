@@ -128,7 +128,7 @@ impl Vm {
     fn check_price(&mut self, now: u64) {
         if now - self.weighed_s >= 20 {
             self.weighed_s = now;
-            let step = if self.held.len() as u64 > self.sections * 45 / 1_000 {
+            let step = if self.held.len() as u64 > self.sections * 43 / 1_000 {
                 1.15
             } else {
                 1.0 / 1.15
