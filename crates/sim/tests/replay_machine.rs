@@ -188,11 +188,17 @@ impl Naive {
 
     fn serve_wishes(&mut self) {
         let mut pages = 0;
-        while pages < 1024 && !self.is_low() {
+        while pages < 1024 {
+            let low = self.is_low();
             let Some(section) = self.wishes.pop_front() else {
                 return;
             };
-            if self.present.contains(&section) || self.free() < SECTION_PAGES {
+            if low {
+                // All that are left come to nothing: no page of them counts.
+                self.counts.refused += 1;
+                let now = self.now();
+                self.protector.fate(section, Fate::NotBroughtBack, now);
+            } else if self.present.contains(&section) || self.free() < SECTION_PAGES {
                 self.counts.refused += 1;
                 let now = self.now();
                 self.protector.fate(section, Fate::NotBroughtBack, now);

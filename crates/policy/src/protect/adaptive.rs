@@ -23,9 +23,9 @@
 //!   does not wait. While nothing is evicted, nothing is protected.
 //! - *The price* is the least worth that is protected. It rises while more is protected than
 //!   `protected-mean` and falls else, so that what is protected is the best of what there is.
-//! - *Guesses* (`guess.rs`): a guest fills memory in the order in which it was freed, so what was
-//!   visited after a section last time, or lies beside it, is about to be visited. How far ahead to
-//!   guess is learnt from how many guesses were touched before they were evicted again.
+//! - *Guesses* (`guess.rs`): where a guest fills memory in the order in which it was freed, what was
+//!   visited after a section last time, or lies beside it, is about to be visited. Not all guests do, so how
+//!   far ahead to guess is learnt from how many guesses were touched before they were evicted again.
 //! - *Strangers*: an evicted section that the device never touched, but whose neighbours it did, is
 //!   remembered too, in a class of its own.
 //!
@@ -61,7 +61,7 @@ use life_table::{AGES_S, INTERVALS, LifeTable, interval_of};
 use mark::{Mark, NEVER};
 use pagetide_addr::SectionNo;
 use std::{collections::VecDeque, time::Duration};
-use trial::{Trial, VISIT_S};
+use trial::{RETURN_S, Trial};
 
 /// A touch after so long a rest begins a new visit: what comes sooner belongs to the same one.
 const VISIT_GAP_S: u64 = 60;
@@ -84,6 +84,7 @@ const PRICE_MAX: f64 = 1.0;
 const GAIN_LEAST: f64 = 0.05;
 /// The same where most of it is in vain, so that memory changes places all the time.
 const GAIN_OF_CHURN: f64 = 0.35;
+
 /// See the module.
 #[derive(Debug)]
 pub struct Adaptive {
@@ -428,8 +429,8 @@ impl ProtectionPolicy for Adaptive {
                 self.releases
                     .push_back((nanos(touch.at + RELEASE_AFTER), touch.section));
             }
-            if age_s >= VISIT_S {
-                self.trial.visited(touch.at);
+            if age_s >= RETURN_S {
+                self.trial.returned(touch.at);
             }
             if visits {
                 self.visit(slot, changes);
@@ -506,7 +507,7 @@ impl ProtectionPolicy for Adaptive {
             Fate::Faulted => {
                 self.absent.remove(section);
                 self.guesses.faulted(section);
-                if slot.is_some_and(|slot| self.links.value(slot).age(now).as_secs() >= VISIT_S) {
+                if slot.is_some_and(|slot| self.links.value(slot).age(now).as_secs() >= RETURN_S) {
                     self.trial.faulted(now);
                 }
             }

@@ -355,10 +355,16 @@ impl VmReplay {
         }
     }
 
-    /// One turn: wishes are served in order, and none while little is free. They wait then.
+    /// One turn: wishes are served in order. Once little is free all that are left come to nothing, as in the
+    /// daemon: a wish is worth no eviction.
     fn bring_back(&mut self) {
         let mut left = TURN_PAGES;
-        while left > 0 && !self.memory.is_below_low_mark() {
+        while left > 0 {
+            if self.memory.is_below_low_mark() {
+                let wishes: Vec<SectionNo> = self.wishes.drain(..).collect();
+                wishes.into_iter().for_each(|section| self.refuse(section));
+                break;
+            }
             let Some(section) = self.wishes.pop_front() else {
                 break;
             };

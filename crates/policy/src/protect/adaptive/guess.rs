@@ -67,7 +67,8 @@ const GOOD_AGE: f64 = 0.1;
 const AGE_LEAST: u64 = 4;
 const AGE_MAX: u64 = 1 << 20;
 const AGE_FIRST: u64 = 1 << 10;
-/// What was given up is tried again after so many weighings, then after twice as many, and so on.
+/// What was given up is tried again so many weighings after the try before, then after twice as many, and so
+/// on; so at once, if that one is long ago.
 const TRY_AGAIN: u64 = 16;
 const PAUSE_MAX: u64 = 1_024;
 /// How much of what was learnt is left each time it is weighed.

@@ -11,9 +11,9 @@
 //!     │ rest ┌ act, 8 times as long ┐ rest ┌ better? ───┤
 //!     │                                                 └ rest, 8 times        ┐ act, twice as long …
 //!
-//!   missed := faults / visits      of a slice past its first third, in which the one before shows still
+//!   missed := faults / returns     of a slice past its first third, in which the one before shows still
 //! ```
-//! A *visit* is a touch after at least [`VISIT_S`] of rest: only such a touch can fault, so load cancels out.
+//! A *return* is a touch after at least [`RETURN_S`] of rest: only such a touch can fault, so load cancels out.
 //! The first slices are short, since much can be gained or lost soon. Each that confirms what was believed makes
 //! the next longer, up to hours: a guest that goes round in an hour shows only after that what it lost.
 
@@ -38,7 +38,7 @@ impl Mode {
 }
 
 /// A touch after so long a rest may be a fault.
-pub(super) const VISIT_S: u64 = 15;
+pub(super) const RETURN_S: u64 = 15;
 /// Length of the first trials of the mode that is not thought the better, and of the longest.
 const TRIAL_FIRST: Duration = Duration::from_secs(360);
 const TRIAL_MAX: Duration = Duration::from_secs(2 * 3_600);
@@ -49,17 +49,18 @@ const BETTER_TIMES_MAX: u32 = 16;
 const SETTLING: u32 = 3;
 /// How much of a mode's counts is left after another slice of it.
 const KEPT: f64 = 0.7;
-/// Fewer visits say nothing.
+/// Fewer returns say nothing.
 const KNOWN_LEAST: f64 = 20.0;
+
 #[derive(Clone, Copy, Default, Debug)]
 struct Tally {
-    visits: f64,
+    returns: f64,
     faults: f64,
 }
 
 impl Tally {
     fn missed(self) -> Option<f64> {
-        (self.visits >= KNOWN_LEAST).then(|| self.faults / self.visits)
+        (self.returns >= KNOWN_LEAST).then(|| self.faults / self.returns)
     }
 }
 
@@ -121,9 +122,9 @@ impl Trial {
         self.began.get_or_insert(now);
     }
 
-    /// The device touched a section after a rest of [`VISIT_S`] or more.
-    pub(super) fn visited(&mut self, now: Duration) {
-        self.slice.visits += self.weight(now);
+    /// The device touched a section after a rest of [`RETURN_S`] or more.
+    pub(super) fn returned(&mut self, now: Duration) {
+        self.slice.returns += self.weight(now);
     }
 
     /// Such a touch was a fault.
@@ -151,7 +152,7 @@ impl Trial {
             return;
         }
         let tally = &mut self.of_modes[self.mode as usize];
-        tally.visits = tally.visits * KEPT + self.slice.visits;
+        tally.returns = tally.returns * KEPT + self.slice.returns;
         tally.faults = tally.faults * KEPT + self.slice.faults;
         self.slice = Tally::default();
         self.began = Some(now);
@@ -165,12 +166,6 @@ impl Trial {
     /// The mode that is not thought the better was tried: is it?
     fn compare(&mut self, gain_least: f64) {
         let [act, rest] = [Mode::Act, Mode::Rest].map(|mode| self.of_modes[mode as usize].missed());
-        if std::env::var("DBG").is_ok() {
-            eprintln!(
-                "compare act {act:?} rest {rest:?} better {:?} trial {:?} {:?}",
-                self.better, self.trial, self.of_modes
-            );
-        }
         if let (Some(act), Some(rest)) = (act, rest) {
             let better = if act < rest * (1.0 - gain_least) {
                 Mode::Act
@@ -195,7 +190,7 @@ impl Trial {
 mod tests {
     use super::*;
 
-    /// Share of the seconds in which it acts, of a device that visits once a second and misses so many of
+    /// Share of the seconds in which it acts, of a device that returns once a second and misses so many of
     /// thousand while it acts and while it rests.
     fn acting_share(act_permille: u64, rest_permille: u64, hours: u64) -> f64 {
         let (mut trial, mut acting, mut owed) = (Trial::default(), 0_u32, 0);
@@ -203,7 +198,7 @@ mod tests {
         let end = hours * 3_600;
         for now in (0..end).map(Duration::from_secs) {
             acting += u32::from(trial.acts());
-            trial.visited(now);
+            trial.returned(now);
             owed += if trial.acts() {
                 act_permille
             } else {
@@ -239,8 +234,8 @@ mod tests {
         for second in 0..400 * 3_600 {
             let now = Duration::from_secs(second);
             let gains = second < 100 * 3_600;
-            trial.visited(now);
-            // It misses every second visit, and every fourth where it does the better thing.
+            trial.returned(now);
+            // It misses every second return, and every fourth where it does the better thing.
             let every = if trial.acts() == gains { 4 } else { 2 };
             if second % every == 0 {
                 trial.faulted(now);
@@ -254,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn device_that_hardly_visits_is_believed_to_gain() {
+    fn device_that_hardly_returns_is_believed_to_gain() {
         let mut trial = Trial::default();
         trial.evicted(Duration::ZERO);
         for second in 0..100_000 {
