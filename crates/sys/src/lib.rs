@@ -15,7 +15,9 @@
 //! |---|---|
 //! | [`uffd`] | userfaultfd: faults as messages, pages installed from outside |
 //! | [`memory_file`] | the file behind guest RAM: presence, punching, reading |
+//! | [`guest_ram`] | which files may be guest RAM, and what can be guaranteed of them |
 //! | [`mapping`] | our own mapping of such a file |
+//! | [`sigbus`] | a mapping whose file is cut short under us |
 //! | [`process`] | another process by pidfd; page-out, descriptors, same-memory |
 //! | [`pagemap`] | which pages a process has mapped |
 //! | [`volatile`] | that mapping as volatile slices, for virtio |
@@ -25,10 +27,12 @@
 //! | [`membarrier`] | a fence whose cost falls on one side |
 //! | [`cpu`] | where this thread runs |
 //! | [`event`] | an eventfd for the vhost crates |
+//! | [`signal`] | an eventfd signalled without waiting for its owner |
 //! | [`socket`] | a Unix socket with one peer at a time |
 
 pub mod cpu;
 pub mod event;
+pub mod guest_ram;
 pub mod interrupt;
 pub mod lent;
 pub mod mapping;
@@ -37,6 +41,8 @@ pub mod memory_file;
 pub mod pagemap;
 pub mod process;
 pub mod ptrace;
+pub mod sigbus;
+pub mod signal;
 pub mod socket;
 pub mod uffd;
 pub mod volatile;

@@ -8,13 +8,15 @@
 //!
 //! Touching a hole of the file allocates a page of zeros, and touching bytes
 //! past its end is a `SIGBUS`. Who maps guest RAM must know that the page is
-//! present first; who maps a pool has allocated it first.
+//! present first, and maps it *guarded* ([`crate::sigbus`]), because the file's
+//! length is not ours to keep; who maps a pool has allocated it first.
 #![expect(
     unsafe_code,
     reason = "mmap, and access to the memory it returns, have no safe form"
 )]
 
-use crate::to_usize;
+use crate::{sigbus::Guard, to_usize};
+use pagetide_addr::PAGE_BYTES;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -45,11 +47,26 @@ pub enum MappingError {
     },
 }
 
-/// A file mapped whole, shared, readable and writable; not inherited by children.
+/// Part of a file to be mapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FilePart {
+    /// First byte; a multiple of `page_bytes`.
+    pub offset: u64,
+    /// Number of bytes.
+    pub bytes: u64,
+    /// Size of the pages that the file is mapped by.
+    pub page_bytes: u64,
+}
+
+/// Part of a file mapped shared, readable and writable; not inherited by children.
 #[derive(Debug)]
 pub struct SharedMapping {
     base: NonNull<u8>,
     len_bytes: u64,
+    /// Whole pages of the file, so no less than `len_bytes`.
+    mapped_bytes: u64,
+    /// Before the mapping goes, its range must be guarded no more.
+    guard: Option<Guard>,
 }
 
 // SAFETY: the memory is shared with other processes anyway; all access goes through atomics,
@@ -67,32 +84,82 @@ impl SharedMapping {
     /// # Errors
     /// What `mmap` and `madvise` say.
     pub fn new(file: BorrowedFd<'_>, len_bytes: u64) -> Result<Self, MappingError> {
+        let part = FilePart {
+            offset: 0,
+            bytes: len_bytes,
+            page_bytes: PAGE_BYTES,
+        };
+        Self::map(file, part)
+    }
+
+    /// Maps `part` of `file`, whose owner may shorten it or leave it without memory: bytes that are
+    /// not there any more read as zeros then, and [`Self::is_lost`] tells.
+    ///
+    /// # Errors
+    /// What `mmap`, `madvise` and `sigaction` say.
+    pub fn guarded(file: BorrowedFd<'_>, part: FilePart) -> Result<Self, MappingError> {
+        let mut mapping = Self::map(file, part)?;
+        let len = to_usize(mapping.mapped_bytes);
+        // SAFETY: the range is the mapping just made, of which only atomics, copies and raw pointers
+        // are given out; `drop` takes the guard away before it unmaps.
+        let guard = unsafe { Guard::new(mapping.address(), len) };
+        mapping.guard = Some(guard.map_err(|source| MappingError::Kernel {
+            operation: "sigaction",
+            len_bytes: part.bytes,
+            source,
+        })?);
+        Ok(mapping)
+    }
+
+    /// True if the file of a guarded mapping has let go of part of it: what was read since may be
+    /// zeros that nobody wrote. It stays so.
+    #[inline]
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.guard.as_ref().is_some_and(Guard::is_lost)
+    }
+
+    fn map(file: BorrowedFd<'_>, part: FilePart) -> Result<Self, MappingError> {
+        let FilePart {
+            offset,
+            bytes: len_bytes,
+            page_bytes,
+        } = part;
         let failed = |operation, source: rustix::io::Errno| MappingError::Kernel {
             operation,
             len_bytes,
             source: source.into(),
         };
+        let mapped_bytes = len_bytes
+            .checked_next_multiple_of(page_bytes.max(PAGE_BYTES))
+            .filter(|bytes| *bytes <= isize::MAX.cast_unsigned() as u64)
+            .ok_or_else(|| failed("mmap", rustix::io::Errno::NOMEM))?;
         // SAFETY: a null hint without MAP_FIXED lets the kernel choose free address space, so no
         // existing mapping is touched.
         let base = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
-                to_usize(len_bytes),
+                to_usize(mapped_bytes),
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED | MapFlags::NORESERVE,
                 file,
-                0,
+                offset,
             )
         }
         .map_err(|e| failed("mmap", e))?;
         let base = NonNull::new(base.cast::<u8>())
             .ok_or_else(|| failed("mmap", rustix::io::Errno::NOMEM))?;
-        let mapping = Self { base, len_bytes };
+        let mapping = Self {
+            base,
+            len_bytes,
+            mapped_bytes,
+            guard: None,
+        };
         // SAFETY: the range is the mapping just made; DONTFORK does not change its content.
         unsafe {
             rustix::mm::madvise(
                 mapping.base.as_ptr().cast(),
-                to_usize(len_bytes),
+                to_usize(mapped_bytes),
                 Advice::LinuxDontFork,
             )
         }
@@ -196,10 +263,11 @@ impl SharedMapping {
 
 impl Drop for SharedMapping {
     fn drop(&mut self) {
-        // SAFETY: the range is exactly what `new` mapped, and `&mut self` proves that no borrow
+        drop(self.guard.take());
+        // SAFETY: the range is exactly what `map` mapped, and `&mut self` proves that no borrow
         // of it is left. Raw pointers given to the kernel are the caller's duty (`ptr_at`).
         let unmapped =
-            unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), to_usize(self.len_bytes)) };
+            unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), to_usize(self.mapped_bytes)) };
         debug_assert!(unmapped.is_ok(), "munmap of our own mapping: {unmapped:?}");
     }
 }
@@ -238,6 +306,94 @@ mod tests {
             mapping.copy_to(8190, b"abc"),
             Err(MappingError::OutOfBounds { offset: 8190, .. })
         ));
+    }
+
+    fn part(offset: u64, bytes: u64) -> FilePart {
+        FilePart {
+            offset,
+            bytes,
+            page_bytes: PAGE_BYTES,
+        }
+    }
+
+    #[test]
+    fn part_of_a_file_is_that_part() {
+        let file = GuestFile::new_memfd("mapping", 4 * PAGE_BYTES).unwrap();
+        file.write_at(2 * PAGE_BYTES, b"tide").unwrap();
+        let mapping =
+            SharedMapping::guarded(file.as_fd(), part(2 * PAGE_BYTES, PAGE_BYTES)).unwrap();
+        let mut bytes = [0; 4];
+        mapping.copy_from(0, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"tide");
+        assert!(mapping.ptr_at(PAGE_BYTES, 1).is_none());
+        assert!(SharedMapping::guarded(file.as_fd(), part(1, PAGE_BYTES)).is_err());
+        assert!(SharedMapping::guarded(file.as_fd(), part(0, u64::MAX - 1)).is_err());
+    }
+
+    #[test]
+    fn file_cut_short_reads_as_zeros_and_is_lost_and_its_neighbours_are_not() {
+        let file = GuestFile::new_memfd("mapping", 4 * PAGE_BYTES).unwrap();
+        let other = GuestFile::new_memfd("other", PAGE_BYTES).unwrap();
+        let before = SharedMapping::guarded(other.as_fd(), part(0, PAGE_BYTES)).unwrap();
+        let mapping = SharedMapping::guarded(file.as_fd(), part(0, 4 * PAGE_BYTES)).unwrap();
+        let after = SharedMapping::guarded(other.as_fd(), part(0, PAGE_BYTES)).unwrap();
+        mapping.copy_to(0, &[7; 100]).unwrap();
+        before.copy_to(0, &[8; 100]).unwrap();
+        rustix::fs::ftruncate(file.as_fd(), 0).unwrap();
+        assert!(!mapping.is_lost());
+        let mut bytes = [1; 100];
+        mapping.copy_from(3 * PAGE_BYTES, &mut bytes).unwrap();
+        assert_eq!(bytes, [0; 100]);
+        assert!(mapping.is_lost());
+        mapping.copy_to(0, &[9; 100]).unwrap();
+        after.copy_from(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [8; 100]);
+        assert!(!before.is_lost() && !after.is_lost());
+        drop(mapping);
+        let again = SharedMapping::guarded(other.as_fd(), part(0, PAGE_BYTES)).unwrap();
+        assert!(!again.is_lost(), "a list entry that is used again");
+    }
+
+    #[test]
+    fn many_threads_lose_their_files_at_once() {
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        let file = GuestFile::new_memfd("mapping", PAGE_BYTES).unwrap();
+                        let mapping =
+                            SharedMapping::guarded(file.as_fd(), part(0, PAGE_BYTES)).unwrap();
+                        mapping.copy_to(0, &[1]).unwrap();
+                        rustix::fs::ftruncate(file.as_fd(), 0).unwrap();
+                        mapping.copy_to(0, &[1]).unwrap();
+                        assert!(mapping.is_lost());
+                    }
+                });
+            }
+        });
+    }
+
+    /// Set for the child that is to die.
+    const UNGUARDED: &str = "PAGETIDE_TEST_UNGUARDED";
+
+    #[test]
+    fn memory_that_is_not_guarded_still_ends_the_process() {
+        if std::env::var_os(UNGUARDED).is_some() {
+            let file = GuestFile::new_memfd("mapping", PAGE_BYTES).unwrap();
+            let _guarded = SharedMapping::guarded(file.as_fd(), part(0, PAGE_BYTES)).unwrap();
+            let mapping = SharedMapping::new(file.as_fd(), PAGE_BYTES).unwrap();
+            rustix::fs::ftruncate(file.as_fd(), 0).unwrap();
+            mapping.copy_to(0, &[1]).unwrap();
+            return;
+        }
+        let this = "mapping::tests::memory_that_is_not_guarded_still_ends_the_process";
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", this])
+            .env(UNGUARDED, "1")
+            .output()
+            .unwrap();
+        let signal = std::os::unix::process::ExitStatusExt::signal(&child.status);
+        assert_eq!(signal, Some(libc::SIGBUS), "{child:?}");
     }
 
     #[test]
