@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::control::{DEFAULT_BLK_QUEUES, OnFault};
+use crate::control::{DEFAULT_BLK_QUEUES, OnFault, RamKind};
 use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::DEFAULT_FILES;
@@ -373,6 +373,15 @@ pub struct BlkArgs {
     /// What a queue does while one of its requests waits for pages: begin no later one, or go on
     #[arg(long, value_enum, value_name = "HOW", default_value_t)]
     pub on_fault: OnFault,
+    /// Refuse guest RAM that is not sealed against shrinking
+    #[arg(long)]
+    pub require_sealed: bool,
+    /// Take guest RAM of these kinds, too: it can be lost under the device, which then stops
+    #[arg(long, value_enum, value_name = "KIND,…", value_delimiter = ',')]
+    pub allow_ram: Vec<RamKind>,
+    /// Most guest RAM that a front end may have mapped
+    #[arg(long, value_name = "SIZE", default_value_t = ByteSize(pagetide_dpu::RAM_BYTES_MAX))]
+    pub ram_max: ByteSize,
     /// Of every client.
     #[command(flatten)]
     pub client: ClientArgs,

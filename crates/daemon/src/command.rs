@@ -328,6 +328,9 @@ fn add_blk(args: BlkArgs) -> Result<(), CommandError> {
         lookup: !args.no_lookup,
         serial: args.serial,
         on_fault: args.on_fault,
+        require_sealed: args.require_sealed,
+        allow_ram: args.allow_ram,
+        ram_max_bytes: args.ram_max.0,
     };
     let call = Call {
         client: &args.client,

@@ -164,6 +164,26 @@ pub struct BlkRequest {
     /// What a queue does while one of its requests waits for pages.
     #[serde(default)]
     pub on_fault: OnFault,
+    /// Refuse guest RAM that is not sealed against shrinking.
+    #[serde(default)]
+    pub require_sealed: bool,
+    /// Guest RAM to be taken besides memfds of ordinary pages.
+    #[serde(default)]
+    pub allow_ram: Vec<RamKind>,
+    /// Most guest RAM, in bytes, that the front end may have mapped.
+    #[serde(default = "default_ram_max")]
+    pub ram_max_bytes: u64,
+}
+
+/// A kind of file that is guest RAM only by the operator's word: it can lose memory while a device
+/// uses it, which ends that device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum RamKind {
+    /// A file on a mounted tmpfs.
+    Tmpfs,
+    /// Huge pages: a file on hugetlbfs, or a memfd of them.
+    Hugetlbfs,
 }
 
 /// What a queue does while one of its requests waits for pages.
@@ -189,6 +209,10 @@ fn default_queues() -> u16 {
 
 fn default_lookup() -> bool {
     true
+}
+
+fn default_ram_max() -> u64 {
+    pagetide_dpu::RAM_BYTES_MAX
 }
 
 /// How far a VM is in its life under Pagetide.
@@ -375,6 +399,8 @@ report! {
         state: DeviceState => skip,
         /// Why the device stopped.
         error: Option<String> => skip,
+        /// Whether the guest RAM it works on is sealed against shrinking; absent while it has none.
+        ram_sealed: Option<bool> => skip,
         /// VM the device is matched to; absent while its RAM belongs to no attached VM.
         vm: Option<String> => skip,
         /// Request queues offered.

@@ -27,6 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         serial: "example".into(),
         direct_io: DirectIo::Auto,
         on_fault: OnFault::default(),
+        ram: pagetide_dpu::RamPolicy::default(),
     })?;
     std::io::stdin().read_to_end(&mut Vec::new())?;
     for device in dpu.devices() {

@@ -23,7 +23,7 @@ use pagetide_addr::{
     RequestId, RequestKind, ResponseCode,
 };
 use pagetide_sys::uffd::{Features, FillOutcome, Userfaultfd, Watch, page_of};
-use pagetide_vpri::{DeviceEnd, DmaDomain, Doorbell, MappingWatch};
+use pagetide_vpri::{DeviceEnd, Doorbell, MappingWatch, RamWindow};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     fd::AsFd,
@@ -76,6 +76,8 @@ struct WatchedRanges(Mutex<Vec<Watched>>);
 #[derive(Debug, Clone, Copy)]
 struct Watched {
     domain: DomainId,
+    /// Offset in the file of its first byte.
+    first_byte: u64,
     start: Hva,
     bytes: u64,
 }
@@ -89,7 +91,8 @@ impl WatchedRanges {
     fn page_at(&self, address: Hva) -> Option<(DomainId, PageNo)> {
         self.lock().iter().find_map(|watched| {
             let offset = address.offset_from(watched.start)?;
-            (offset < watched.bytes).then(|| (watched.domain, PageNo::containing(offset)))
+            let page = PageNo::containing(watched.first_byte + offset);
+            (offset < watched.bytes).then_some((watched.domain, page))
         })
     }
 }
@@ -144,33 +147,32 @@ impl Alias {
 }
 
 impl MappingWatch for Alias {
-    fn watch(&self, domain: &DmaDomain) -> Result<(), String> {
-        let Some(mapping) = domain.mapping() else {
-            return Ok(());
-        };
-        if self.watched.lock().iter().any(|w| w.domain == domain.id()) {
+    fn watch(&self, window: &RamWindow) -> Result<(), String> {
+        let start = window.address();
+        if self.watched.lock().iter().any(|w| w.start == start) {
             return Ok(());
         }
         let userfaultfd = self.userfaultfd()?;
         let watched = Watched {
-            domain: domain.id(),
-            start: Hva(mapping.address() as u64),
-            bytes: domain.len_bytes().next_multiple_of(PAGE_BYTES),
+            domain: window.domain().id(),
+            first_byte: window.first_byte(),
+            start,
+            bytes: window.len_bytes().next_multiple_of(PAGE_BYTES),
         };
         // Listed first: an event may come at once.
         self.watched.lock().push(watched);
         let watch = Watch::MissingAndWriteProtected;
         let registered = userfaultfd.register(watched.start, watched.bytes, watch);
         registered.map_err(|error| {
-            self.watched.lock().retain(|w| w.domain != domain.id());
+            self.watched.lock().retain(|w| w.start != start);
             error.to_string()
         })
     }
 
-    fn unwatch(&self, domain: &DmaDomain) {
+    fn unwatch(&self, window: &RamWindow) {
         let gone = {
             let mut watched = self.watched.lock();
-            let at = watched.iter().position(|w| w.domain == domain.id());
+            let at = watched.iter().position(|w| w.start == window.address());
             at.map(|at| watched.swap_remove(at))
         };
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
@@ -335,7 +337,8 @@ mod tests {
         host_bell: Arc<Doorbell>,
         table: DomainTable,
         file: GuestFile,
-        domain: Arc<DmaDomain>,
+        window: Arc<RamWindow>,
+        domain: Arc<pagetide_vpri::DmaDomain>,
     }
 
     fn rig(pages: u64) -> Option<Rig> {
@@ -350,15 +353,15 @@ mod tests {
         let table = DomainTable::new(1);
         table.set_watch(alias.clone());
         let file = GuestFile::new_memfd("alias", pages * PAGE_BYTES).unwrap();
-        let domain = table
-            .open(file.as_fd(), file.key().unwrap(), pages * PAGE_BYTES)
-            .unwrap();
+        let window = table.map_whole(file.as_fd()).unwrap();
+        let domain = Arc::clone(window.domain());
         Some(Rig {
             alias,
             host,
             host_bell,
             table,
             file,
+            window,
             domain,
         })
     }
@@ -371,7 +374,7 @@ mod tests {
 
         /// Reads a byte of `page` by our mapping, answering the slip by `answer`.
         fn touch(&self, page: u64, answer: impl FnOnce(PageRequest)) -> u8 {
-            let mapping = self.domain.mapping().unwrap();
+            let mapping = &self.window;
             std::thread::scope(|scope| {
                 let slip = scope.spawn(|| {
                     let mut byte = [9];
@@ -419,7 +422,7 @@ mod tests {
     #[test]
     fn domain_that_is_nobodys_or_was_given_back_is_not_watched() {
         let Some(rig) = rig(2) else { return };
-        let mapping = rig.domain.mapping().unwrap().clone();
+        let mapping = rig.window.clone();
         mapping.copy_to(0, &[1]).unwrap();
         rig.take();
         assert_eq!(rig.alias.watched.lock().len(), 1);

@@ -277,10 +277,7 @@ pub(crate) fn split_last_byte(spans: &mut Vec<Span>) -> Option<Span> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{
-        RegionTable,
-        tests::{domain, region},
-    };
+    use crate::memory::{RegionTable, tests::Ram};
     use pagetide_addr::PageNo;
     use pagetide_vpri::LookUp;
     use proptest::prelude::*;
@@ -292,18 +289,15 @@ mod tests {
 
     struct Fixture {
         memory: DeviceMemory,
-        _file: pagetide_sys::memory_file::GuestFile,
+        _ram: Ram,
     }
 
     fn fixture() -> Fixture {
-        let (file, domain) = domain(64);
+        let ram = Ram::new(64);
         let mut table = RegionTable::default();
-        table.add(region(&domain, BASE, 64, 0)).unwrap();
+        table.add(ram.region(BASE, 64, 0)).unwrap();
         let memory = table.for_engine(0, LookUp::On).unwrap();
-        Fixture {
-            memory,
-            _file: file,
-        }
+        Fixture { memory, _ram: ram }
     }
 
     fn put(

@@ -10,6 +10,7 @@ use crate::{
     engine::queue::OnFault,
     inject::InjectionError,
     lock::LockError,
+    memory::RamPolicy,
     ring::DEVICES_MAX,
 };
 use pagetide_addr::DeviceId;
@@ -172,4 +173,6 @@ pub struct BlkConfig {
     pub direct_io: DirectIo,
     /// What a queue does while one of its requests waits for pages.
     pub on_fault: OnFault,
+    /// What is taken as guest RAM.
+    pub ram: RamPolicy,
 }

@@ -13,6 +13,7 @@ use crate::{
     engine::{Engine, EngineShared, Seed, command::Command, queue::OnFault},
     inject::{Injection, InjectionReport},
     lock,
+    memory::RamPolicy,
     ring::DEVICES_MAX,
     shared::DeviceShared,
     slo::{
@@ -21,6 +22,7 @@ use crate::{
     },
 };
 use pagetide_addr::{DeviceId, FileKey};
+use pagetide_sys::guest_ram::Sealed;
 use pagetide_vpri::{
     AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LandingArea, LookUp, fault_queue,
 };
@@ -53,6 +55,10 @@ pub struct DeviceReport {
     pub serial: String,
     /// Files of guest RAM it works on now.
     pub files: Vec<FileKey>,
+    /// Whether those files are sealed against shrinking; `None` without any.
+    pub ram_sealed: Option<Sealed>,
+    /// What it takes as guest RAM.
+    pub ram: RamPolicy,
     /// Request queues offered.
     pub queue_count: u16,
     /// Whether the guest may write.
@@ -289,6 +295,7 @@ impl Dpu {
             domains: self.domains.clone(),
             look_up: config.look_up,
             queue_count: config.queue_count,
+            ram: config.ram,
             socket: config.socket.clone(),
         }));
         control.add_to_engines()?.map_err(DpuError::Table)?;
@@ -449,6 +456,8 @@ impl BlkDevice {
             image: self.config.image.clone(),
             serial: self.config.serial.clone(),
             files: control.files(),
+            ram_sealed: control.sealed(),
+            ram: self.config.ram,
             queue_count: self.config.queue_count,
             writes: self.config.writes,
             look_up: self.config.look_up,

@@ -69,6 +69,12 @@ pub(crate) struct Left {
 }
 
 impl InflightQueue {
+    /// True once its file has let go of the region: what is read there may be zeros.
+    #[inline]
+    pub fn is_lost(&self) -> bool {
+        self.region.is_lost()
+    }
+
     /// The area of queue number `queue` in `region`, whose areas start at `offset` and are for
     /// `desc_num` descriptors each. `None` if it does not fit.
     pub fn new(region: Arc<SharedMapping>, offset: u64, queue: u16, desc_num: u16) -> Option<Self> {

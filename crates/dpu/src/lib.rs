@@ -56,7 +56,7 @@ pub use device::{DeviceState, EngineGone, SocketError};
 pub use dpu::{DeviceReport, Dpu};
 pub use engine::queue::OnFault;
 pub use lock::{LockError, wait_for_dead_engines};
-pub use memory::{MemoryError, OutsideMemory};
+pub use memory::{MemoryError, OutsideMemory, RAM_BYTES_MAX, RamAllowed, RamPolicy, Sealing};
 pub use shared::StopReason;
 pub use slo::{
     report::{Accounting, SloReport, SloWindow},

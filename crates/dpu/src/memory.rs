@@ -6,10 +6,11 @@
 //! at an offset of a file whose descriptor comes along, and mapped in the front
 //! end at a [`FrontendVa`] (rings are named by that one). [`RegionTable`] is the
 //! control thread's list of them. From it each engine gets a [`DeviceMemory`] of
-//! its own: *windows* sorted by address, over one [`EnginePort`] a file.
+//! its own: *slots* sorted by address, over one [`EnginePort`] for each part of a
+//! file that is mapped.
 //!
 //! ```text
-//!   Gpa ──window──► port (a DmaDomain) + offset = Span ──► lease, then volatile slice or iovec
+//!   Gpa ──slot──► port (a RamWindow) + offset in the file = Span ──► lease, then volatile slice or iovec
 //! ```
 //!
 //! # Ordering
@@ -20,12 +21,15 @@
 //!
 //! # What may go wrong
 //! A descriptor may point anywhere: an address outside all regions is
-//! [`OutsideMemory`]. A front end that shrinks a file it has given us kills the
-//! process by SIGBUS; a memfd sealed against shrinking (QEMU's default) cannot.
+//! [`OutsideMemory`]. A front end may give us a file of any kind: what is taken
+//! is said in [`RamPolicy`], and looked at before it is mapped. A file that cannot
+//! be sealed may lose its memory while we use it; then [`DeviceMemory::is_lost`],
+//! and the device stops.
 
 use pagetide_addr::{Access, FileKey, FrontendVa, Gpa, PAGE_BYTES, PageRange};
-use pagetide_vpri::{DmaDomain, DomainError, EnginePort, Lease, LookUp};
-use std::{cell::Cell, sync::Arc};
+use pagetide_sys::guest_ram::{RamFile, RamFileError, RamFileKind, Sealed};
+use pagetide_vpri::{DomainError, DomainTable, EnginePort, Lease, LookUp, RamWindow};
+use std::{cell::Cell, os::fd::BorrowedFd, sync::Arc};
 use vm_memory::{
     GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, Permissions, VolatileSlice,
     guest_memory::GuestMemorySliceIterator,
@@ -89,42 +93,203 @@ pub enum MemoryError {
     /// Its file cannot be a DMA domain.
     #[error(transparent)]
     Domain(#[from] DomainError),
+    /// Its file is no memory at all.
+    #[error(transparent)]
+    File(#[from] RamFileError),
+    /// Memory of this kind is taken only by the operator's word.
+    #[error(
+        "RAM file {key} is on {kind}, where it can run out of memory or be cut short under the device: \
+         give the VM a memfd, or allow it by `dpu blk --allow-ram {kind}`"
+    )]
+    NotAllowed {
+        /// The file.
+        key: FileKey,
+        /// What it is on.
+        kind: &'static str,
+    },
+    /// The file could be made shorter, and the device takes none such.
+    #[error(
+        "RAM file {0} takes no seal against shrinking, and the device was made with --require-sealed: \
+         give the VM a memfd with sealing (QEMU: memory-backend-memfd,seal=on)"
+    )]
+    NotSealed(FileKey),
+    /// More than one front end may have mapped.
+    #[error(
+        "the front end's regions have {bytes} bytes in all; a device takes {max_bytes} at most: raise --ram-max"
+    )]
+    OverQuota {
+        /// What it wants.
+        bytes: u64,
+        /// What it may have.
+        max_bytes: u64,
+    },
+}
+
+/// Most guest RAM of one device unless told otherwise. Address space is 128 TiB for all devices, of
+/// which there are 128 at most: half of it.
+pub const RAM_BYTES_MAX: u64 = 512 << 30;
+
+/// What a device takes as guest RAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RamPolicy {
+    /// Whether files that can be made shorter are taken.
+    pub sealing: Sealing,
+    /// Whether files on a tmpfs are taken.
+    pub tmpfs: RamAllowed,
+    /// Whether huge pages of hugetlbfs are taken.
+    pub hugetlbfs: RamAllowed,
+    /// Most bytes of all regions together.
+    pub bytes_max: u64,
+}
+
+impl Default for RamPolicy {
+    fn default() -> Self {
+        Self {
+            sealing: Sealing::default(),
+            tmpfs: RamAllowed::default(),
+            hugetlbfs: RamAllowed::default(),
+            bytes_max: RAM_BYTES_MAX,
+        }
+    }
+}
+
+/// Whether a RAM file must be sealed against shrinking.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Sealing {
+    /// It is sealed if it takes seals.
+    #[default]
+    Preferred,
+    /// It is refused if it takes none.
+    Required,
+}
+
+/// Whether a kind of file is taken as guest RAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum RamAllowed {
+    /// The operator vouches for it.
+    Yes,
+    /// It is refused.
+    #[default]
+    No,
+}
+
+impl RamPolicy {
+    /// Refuses what is not to be taken.
+    ///
+    /// # Errors
+    /// [`MemoryError::NotAllowed`], [`MemoryError::NotSealed`].
+    pub(crate) fn check(&self, file: &RamFile) -> Result<(), MemoryError> {
+        let (allowed, kind) = match file.kind {
+            RamFileKind::Memfd => (RamAllowed::Yes, "memfd"),
+            RamFileKind::Tmpfs => (self.tmpfs, "tmpfs"),
+            RamFileKind::Hugetlbfs => (self.hugetlbfs, "hugetlbfs"),
+        };
+        if allowed == RamAllowed::No {
+            let key = file.key;
+            return Err(MemoryError::NotAllowed { key, kind });
+        }
+        if self.sealing == Sealing::Required && file.sealed == Sealed::No {
+            return Err(MemoryError::NotSealed(file.key));
+        }
+        Ok(())
+    }
+
+    /// Refuses more memory than a front end may have mapped.
+    ///
+    /// # Errors
+    /// [`MemoryError::OverQuota`].
+    pub(crate) fn check_bytes(
+        &self,
+        regions: impl Iterator<Item = u64>,
+    ) -> Result<(), MemoryError> {
+        let bytes = regions.fold(0, u64::saturating_add);
+        let max_bytes = self.bytes_max;
+        if bytes > max_bytes {
+            return Err(MemoryError::OverQuota { bytes, max_bytes });
+        }
+        Ok(())
+    }
+}
+
+/// A region as a front end names it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RegionShape {
+    pub gpa: Gpa,
+    pub bytes: u64,
+    pub frontend: FrontendVa,
+    pub file_offset: u64,
+}
+
+impl RegionShape {
+    /// Looks that it is in order, and within a file of `file_bytes`.
+    fn check(&self, file_bytes: u64) -> Result<(), MemoryError> {
+        let Self {
+            gpa,
+            bytes,
+            frontend,
+            file_offset,
+        } = *self;
+        let aligned = gpa.is_page_aligned()
+            && frontend.is_page_aligned()
+            && file_offset.is_multiple_of(PAGE_BYTES);
+        if !aligned || bytes == 0 {
+            return Err(MemoryError::Misaligned {
+                gpa,
+                bytes,
+                frontend,
+                file_offset,
+            });
+        }
+        let wraps = gpa.checked_add(bytes).is_none() || frontend.checked_add(bytes).is_none();
+        let end = file_offset.checked_add(bytes);
+        let (Some(end), false) = (end, wraps) else {
+            return Err(MemoryError::Wraps { gpa, bytes });
+        };
+        if end > file_bytes {
+            return Err(MemoryError::BeyondFile { end, file_bytes });
+        }
+        Ok(())
+    }
 }
 
 /// One region of guest RAM.
 #[derive(Debug, Clone)]
 pub(crate) struct Region {
-    pub gpa: Gpa,
-    pub bytes: u64,
-    pub frontend: FrontendVa,
-    pub file_offset: u64,
-    pub domain: Arc<DmaDomain>,
+    pub shape: RegionShape,
+    pub window: Arc<RamWindow>,
+    pub sealed: Sealed,
 }
 
 impl Region {
-    fn check(&self) -> Result<(), MemoryError> {
-        let (gpa, bytes) = (self.gpa, self.bytes);
-        let aligned = gpa.is_page_aligned()
-            && self.frontend.is_page_aligned()
-            && self.file_offset.is_multiple_of(PAGE_BYTES);
-        if !aligned || bytes == 0 {
-            return Err(MemoryError::Misaligned {
-                gpa,
-                bytes,
-                frontend: self.frontend,
-                file_offset: self.file_offset,
-            });
-        }
-        let wraps = gpa.checked_add(bytes).is_none() || self.frontend.checked_add(bytes).is_none();
-        let end = self.file_offset.checked_add(bytes);
-        let (Some(end), false) = (end, wraps) else {
-            return Err(MemoryError::Wraps { gpa, bytes });
-        };
-        let file_bytes = self.domain.len_bytes();
-        if end > file_bytes {
-            return Err(MemoryError::BeyondFile { end, file_bytes });
-        }
-        Ok(())
+    /// Maps the region of `file`, after every check.
+    pub fn map(
+        shape: RegionShape,
+        file: BorrowedFd<'_>,
+        policy: &RamPolicy,
+        domains: &DomainTable,
+    ) -> Result<Self, MemoryError> {
+        let ram = RamFile::of(file)?;
+        policy.check(&ram)?;
+        let domain = domains.open(ram.key, ram.bytes)?;
+        shape.check(domain.len_bytes())?;
+        let window = domain.map(file, &ram, shape.file_offset, shape.bytes)?;
+        Ok(Self {
+            shape,
+            window,
+            sealed: ram.sealed,
+        })
+    }
+
+    fn gpa(&self) -> Gpa {
+        self.shape.gpa
+    }
+
+    fn bytes(&self) -> u64 {
+        self.shape.bytes
+    }
+
+    fn end(&self) -> u64 {
+        self.shape.gpa.0 + self.shape.bytes
     }
 }
 
@@ -135,23 +300,17 @@ pub(crate) struct RegionTable(Vec<Region>);
 impl RegionTable {
     /// Takes one more region.
     pub fn add(&mut self, region: Region) -> Result<(), MemoryError> {
-        region.check()?;
         if self.0.len() == REGIONS_MAX {
             return Err(MemoryError::TooMany);
         }
-        let at = self.0.partition_point(|r| r.gpa < region.gpa);
-        let after_previous = at == 0 || {
-            let previous = &self.0[at - 1];
-            previous.gpa.0 + previous.bytes <= region.gpa.0
-        };
-        let before_next = self
-            .0
-            .get(at)
-            .is_none_or(|next| region.gpa.0 + region.bytes <= next.gpa.0);
+        let at = self.0.partition_point(|r| r.gpa() < region.gpa());
+        let after_previous = at == 0 || self.0[at - 1].end() <= region.gpa().0;
+        let next = self.0.get(at);
+        let before_next = next.is_none_or(|next| region.end() <= next.gpa().0);
         if !after_previous || !before_next {
             return Err(MemoryError::Overlap {
-                gpa: region.gpa,
-                bytes: region.bytes,
+                gpa: region.gpa(),
+                bytes: region.bytes(),
             });
         }
         self.0.insert(at, region);
@@ -163,18 +322,23 @@ impl RegionTable {
         let found = self
             .0
             .iter()
-            .position(|r| r.gpa == gpa && r.bytes == bytes && r.frontend == at)
+            .position(|r| r.gpa() == gpa && r.bytes() == bytes && r.shape.frontend == at)
             .ok_or(MemoryError::NoSuchRegion { gpa, bytes })?;
         self.0.remove(found);
         Ok(())
     }
 
+    /// Lengths of the regions.
+    pub fn lengths(&self) -> impl Iterator<Item = u64> {
+        self.0.iter().map(Region::bytes)
+    }
+
     /// Where the guest sees what the front end has at `address`, if all `bytes` lie in one region.
     pub fn translate(&self, address: FrontendVa, bytes: u64) -> Option<Gpa> {
         self.0.iter().find_map(|region| {
-            let offset = address.offset_from(region.frontend)?;
-            (offset.checked_add(bytes)? <= region.bytes).then_some(())?;
-            region.gpa.checked_add(offset)
+            let offset = address.offset_from(region.shape.frontend)?;
+            (offset.checked_add(bytes)? <= region.bytes()).then_some(())?;
+            region.gpa().checked_add(offset)
         })
     }
 
@@ -182,7 +346,7 @@ impl RegionTable {
     pub fn files(&self) -> Vec<FileKey> {
         let mut files: Vec<FileKey> = Vec::new();
         for region in &self.0 {
-            let key = region.domain.key();
+            let key = region.window.domain().key();
             if !files.contains(&key) {
                 files.push(key);
             }
@@ -190,30 +354,39 @@ impl RegionTable {
         files
     }
 
+    /// Whether all of it is sealed against shrinking; `None` if there is none.
+    pub fn sealed(&self) -> Option<Sealed> {
+        let mut regions = self.0.iter();
+        let first = regions.next()?.sealed;
+        let unsealed = regions.find(|region| region.sealed == Sealed::No);
+        Some(unsealed.map_or(first, |region| region.sealed))
+    }
+
     /// The same memory for engine `engine`.
     pub fn for_engine(&self, engine: usize, look_up: LookUp) -> Result<DeviceMemory, MemoryError> {
         let mut ports: Vec<EnginePort> = Vec::new();
-        let mut windows = Vec::with_capacity(self.0.len());
+        let mut slots = Vec::with_capacity(self.0.len());
         for region in &self.0 {
             let known = ports
                 .iter()
-                .position(|port| Arc::ptr_eq(port.domain(), &region.domain));
+                .position(|port| Arc::ptr_eq(port.window(), &region.window));
             let port = match known {
                 Some(port) => port,
                 None => {
-                    ports.push(EnginePort::new(region.domain.clone(), engine, look_up)?);
+                    let window = Arc::clone(&region.window);
+                    ports.push(EnginePort::new(window, engine, look_up)?);
                     ports.len() - 1
                 }
             };
-            windows.push(Window {
-                start: region.gpa.0,
-                end: region.gpa.0 + region.bytes,
-                file_offset: region.file_offset,
+            slots.push(Slot {
+                start: region.gpa().0,
+                end: region.end(),
+                file_offset: region.shape.file_offset,
                 port,
             });
         }
         Ok(DeviceMemory {
-            windows: windows.into(),
+            slots: slots.into(),
             ports: ports.into(),
             last: Cell::new(0),
         })
@@ -231,7 +404,7 @@ pub struct OutsideMemory {
 }
 
 #[derive(Debug)]
-struct Window {
+struct Slot {
     start: u64,
     end: u64,
     file_offset: u64,
@@ -256,36 +429,43 @@ impl Span {
 /// A device's guest memory on one engine.
 #[derive(Debug)]
 pub(crate) struct DeviceMemory {
-    windows: Box<[Window]>,
+    slots: Box<[Slot]>,
     ports: Box<[EnginePort]>,
-    /// Window of the last address: the next one is mostly in it, too.
+    /// Slot of the last address: the next one is mostly in it, too.
     last: Cell<usize>,
 }
 
 impl DeviceMemory {
+    /// True once a file of it has let go of memory: what was read since may be zeros that the guest
+    /// has not written, and nothing may be done on the strength of it.
+    #[inline]
+    pub fn is_lost(&self) -> bool {
+        self.ports.iter().any(|port| port.window().is_lost())
+    }
+
     /// The port of a span.
     pub fn port(&self, span: Span) -> &EnginePort {
         &self.ports[span.port]
     }
 
-    fn window(&self, address: u64) -> Option<&Window> {
-        let last = self.windows.get(self.last.get())?;
+    fn slot(&self, address: u64) -> Option<&Slot> {
+        let last = self.slots.get(self.last.get())?;
         if last.start <= address && address < last.end {
             return Some(last);
         }
-        let at = self.windows.partition_point(|w| w.end <= address);
-        let found = self.windows.get(at).filter(|w| w.start <= address)?;
+        let at = self.slots.partition_point(|w| w.end <= address);
+        let found = self.slots.get(at).filter(|w| w.start <= address)?;
         self.last.set(at);
         Some(found)
     }
 
     /// The first part of `bytes` at `address` that lies together: all of it, but at a region's end.
     fn first_span(&self, address: u64, bytes: u32) -> Option<Span> {
-        let window = self.window(address)?;
-        let room = window.end - address;
+        let slot = self.slot(address)?;
+        let room = slot.end - address;
         Some(Span {
-            port: window.port,
-            offset: window.file_offset + (address - window.start),
+            port: slot.port,
+            offset: slot.file_offset + (address - slot.start),
             len: u32::try_from(room).map_or(bytes, |room| room.min(bytes)),
         })
     }
@@ -308,8 +488,8 @@ impl DeviceMemory {
 
     /// The bytes of a span. They must be leased or wired.
     pub fn slice(&self, span: Span) -> Result<VolatileSlice<'_>, OutsideMemory> {
-        let mapping = self.ports[span.port].mapping();
-        mapping
+        self.ports[span.port]
+            .window()
             .volatile(span.offset, u64::from(span.len))
             .ok_or(OutsideMemory {
                 gpa: Gpa(span.offset),
@@ -417,63 +597,147 @@ impl Drop for LeaseSet {
 pub(crate) mod tests {
     use super::*;
     use pagetide_sys::memory_file::GuestFile;
-    use pagetide_vpri::DomainTable;
     use std::os::fd::AsFd;
     use vm_memory::Bytes;
 
-    pub(crate) fn domain(pages: u64) -> (GuestFile, Arc<DmaDomain>) {
-        let bytes = pages * PAGE_BYTES;
-        let file = GuestFile::new_memfd("dpu-test", bytes).unwrap();
-        let domain = DomainTable::new(1)
-            .open(file.as_fd(), file.key().unwrap(), bytes)
-            .unwrap();
-        (file, domain)
+    /// A memfd and the domains that know it.
+    pub(crate) struct Ram {
+        pub file: GuestFile,
+        domains: DomainTable,
     }
 
-    pub(crate) fn region(domain: &Arc<DmaDomain>, gpa: u64, pages: u64, file_page: u64) -> Region {
-        Region {
-            gpa: Gpa(gpa),
-            bytes: pages * PAGE_BYTES,
-            frontend: FrontendVa(gpa.wrapping_add(1 << 40)),
-            file_offset: file_page * PAGE_BYTES,
-            domain: domain.clone(),
+    impl Ram {
+        pub fn new(pages: u64) -> Self {
+            Self {
+                file: GuestFile::new_memfd("dpu-test", pages * PAGE_BYTES).unwrap(),
+                domains: DomainTable::new(1),
+            }
+        }
+
+        pub fn try_region(
+            &self,
+            gpa: u64,
+            pages: u64,
+            file_page: u64,
+        ) -> Result<Region, MemoryError> {
+            let shape = RegionShape {
+                gpa: Gpa(gpa),
+                bytes: pages * PAGE_BYTES,
+                frontend: FrontendVa(gpa.wrapping_add(1 << 40)),
+                file_offset: file_page * PAGE_BYTES,
+            };
+            let policy = RamPolicy::default();
+            Region::map(shape, self.file.as_fd(), &policy, &self.domains)
+        }
+
+        pub fn region(&self, gpa: u64, pages: u64, file_page: u64) -> Region {
+            self.try_region(gpa, pages, file_page).unwrap()
         }
     }
 
     #[test]
     fn regions_that_overlap_or_leave_their_file_are_refused() {
-        let (_file, domain) = domain(8);
+        let ram = Ram::new(8);
         let mut table = RegionTable::default();
-        table.add(region(&domain, 0x4000, 2, 0)).unwrap();
+        table.add(ram.region(0x4000, 2, 0)).unwrap();
         for gpa in [0x3000, 0x5000] {
             assert!(matches!(
-                table.add(region(&domain, gpa, 2, 0)),
+                table.add(ram.region(gpa, 2, 0)),
                 Err(MemoryError::Overlap { .. })
             ));
         }
         assert!(matches!(
-            table.add(region(&domain, 0x10000, 2, 7)),
+            ram.try_region(0x10000, 2, 7),
             Err(MemoryError::BeyondFile { .. })
         ));
         assert!(matches!(
-            table.add(region(&domain, !0xfff - (1 << 40), 2, 0)),
+            ram.try_region(!0xfff - (1 << 40), 2, 0),
             Err(MemoryError::Wraps { .. })
         ));
         assert!(matches!(
-            table.add(region(&domain, 0x10001, 1, 0)),
+            ram.try_region(0x10001, 1, 0),
             Err(MemoryError::Misaligned { .. })
         ));
-        table.add(region(&domain, 0x6000, 2, 0)).unwrap();
+        table.add(ram.region(0x6000, 2, 0)).unwrap();
         let at = FrontendVa(0x6000 + (1 << 40));
         table.remove(Gpa(0x6000), 2 * PAGE_BYTES, at).unwrap();
         assert!(table.remove(Gpa(0x6000), 2 * PAGE_BYTES, at).is_err());
     }
 
     #[test]
-    fn front_end_address_translates_only_within_one_region() {
-        let (_file, domain) = domain(8);
+    fn policy_decides_by_what_can_be_guaranteed() {
+        let file = |kind, sealed| RamFile {
+            key: FileKey { dev: 1, ino: 2 },
+            bytes: 4096,
+            kind,
+            sealed,
+            page_bytes: 4096,
+        };
+        let usual = RamPolicy::default();
+        let strict = RamPolicy {
+            sealing: Sealing::Required,
+            ..usual
+        };
+        let lenient = RamPolicy {
+            tmpfs: RamAllowed::Yes,
+            hugetlbfs: RamAllowed::Yes,
+            ..usual
+        };
+        for sealed in [Sealed::Yes, Sealed::No] {
+            assert!(usual.check(&file(RamFileKind::Memfd, sealed)).is_ok());
+            let strictly = strict.check(&file(RamFileKind::Memfd, sealed));
+            assert_eq!(strictly.is_ok(), sealed == Sealed::Yes);
+            for kind in [RamFileKind::Tmpfs, RamFileKind::Hugetlbfs] {
+                let refused = usual.check(&file(kind, sealed));
+                assert!(matches!(refused, Err(MemoryError::NotAllowed { .. })));
+                assert!(lenient.check(&file(kind, sealed)).is_ok());
+            }
+        }
+        assert!(usual.check_bytes([RAM_BYTES_MAX].into_iter()).is_ok());
+        assert!(usual.check_bytes([RAM_BYTES_MAX, 1].into_iter()).is_err());
+        assert!(usual.check_bytes([u64::MAX, 1].into_iter()).is_err());
+    }
+
+    #[test]
+    fn only_what_is_named_of_a_file_is_mapped_and_once_for_all() {
+        let ram = Ram::new(8);
         let mut table = RegionTable::default();
-        table.add(region(&domain, 0x4000, 2, 0)).unwrap();
+        table.add(ram.region(0x4000, 4, 2)).unwrap();
+        table.add(ram.region(0x10000, 2, 3)).unwrap();
+        table.add(ram.region(0x20000, 2, 6)).unwrap();
+        let memory = table.for_engine(0, LookUp::On).unwrap();
+        assert_eq!(memory.ports.len(), 2);
+        let mapped: u64 = (memory.ports.iter())
+            .map(|port| port.window().len_bytes())
+            .sum();
+        assert_eq!(mapped, 6 * PAGE_BYTES);
+        let domain = Arc::clone(memory.ports[0].domain());
+        assert!(domain.is_mapped());
+        drop((memory, table));
+        assert!(!domain.is_mapped());
+    }
+
+    #[test]
+    fn memory_whose_file_is_cut_short_is_lost() {
+        let ram = Ram::new(4);
+        let mut table = RegionTable::default();
+        table.add(ram.region(0x4000, 4, 0)).unwrap();
+        assert_eq!(table.sealed(), Some(Sealed::No));
+        let memory = table.for_engine(0, LookUp::On).unwrap();
+        memory.write_slice(&[7; 32], GuestAddress(0x4000)).unwrap();
+        rustix::fs::ftruncate(ram.file.as_fd(), 0).unwrap();
+        assert!(!memory.is_lost());
+        let mut back = [1; 32];
+        memory.read_slice(&mut back, GuestAddress(0x4000)).unwrap();
+        assert_eq!(back, [0; 32]);
+        assert!(memory.is_lost());
+    }
+
+    #[test]
+    fn front_end_address_translates_only_within_one_region() {
+        let ram = Ram::new(8);
+        let mut table = RegionTable::default();
+        table.add(ram.region(0x4000, 2, 0)).unwrap();
         let base = 1 << 40;
         assert_eq!(
             table.translate(FrontendVa(base + 0x4010), 16),
@@ -486,10 +750,10 @@ pub(crate) mod tests {
 
     #[test]
     fn bytes_across_two_regions_are_two_spans_and_beyond_them_an_error() {
-        let (_file, domain) = domain(8);
+        let ram = Ram::new(8);
         let mut table = RegionTable::default();
-        table.add(region(&domain, 0x4000, 1, 5)).unwrap();
-        table.add(region(&domain, 0x5000, 1, 2)).unwrap();
+        table.add(ram.region(0x4000, 1, 5)).unwrap();
+        table.add(ram.region(0x5000, 1, 2)).unwrap();
         let memory = table.for_engine(0, LookUp::On).unwrap();
         let mut spans = Vec::new();
         memory.spans(Gpa(0x4ff0), 32, &mut spans).unwrap();

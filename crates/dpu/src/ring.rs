@@ -451,10 +451,7 @@ fn retry(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{
-        RegionTable,
-        tests::{domain, region},
-    };
+    use crate::memory::{RegionTable, tests::Ram};
     use pagetide_addr::Gpa;
     use pagetide_vpri::LookUp;
     use std::{
@@ -469,9 +466,9 @@ mod tests {
 
     #[test]
     fn vectored_transfer_goes_straight_to_and_from_guest_memory() {
-        let (guest, domain) = domain(4);
+        let ram = Ram::new(4);
         let mut table = RegionTable::default();
-        table.add(region(&domain, 0, 4, 0)).unwrap();
+        table.add(ram.region(0, 4, 0)).unwrap();
         let memory = Rc::new(table.for_engine(0, LookUp::On).unwrap());
         let mut image = tempfile::tempfile().unwrap();
         image.write_all(&[5; 1024]).unwrap();
@@ -494,9 +491,9 @@ mod tests {
         };
         assert_eq!(job.request, 9);
         let mut bytes = [0; 512];
-        guest.read_at(0x3000, &mut bytes).unwrap();
+        ram.file.read_at(0x3000, &mut bytes).unwrap();
         assert_eq!(bytes, [5; 512]);
-        guest.write_at(0x3000, &[6; 512]).unwrap();
+        ram.file.write_at(0x3000, &[6; 512]).unwrap();
         job.dma.aim(&memory, &spans).unwrap();
         job.dma.advance(600);
         assert_eq!(job.dma.left(), 424);

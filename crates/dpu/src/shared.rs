@@ -62,6 +62,11 @@ pub enum StopReason {
         /// Queue number.
         queue: u16,
     },
+    /// A file of its memory was made shorter, or has no memory for its holes.
+    #[error(
+        "guest memory was lost: its file was made shorter, or its file system has no room for a hole of it"
+    )]
+    MemoryLost,
     /// The engine's io_uring failed.
     #[error("the engine's io_uring failed: {0}")]
     Engine(String),

@@ -46,6 +46,7 @@ fn passes(on_fault: OnFault, landing_slots: u32) {
         writes: Writes::Refused,
         look_up: LookUp::On,
         on_fault,
+        ram: pagetide_dpu::RamPolicy::default(),
         serial: "check".into(),
         direct_io: DirectIo::Auto,
     });

@@ -92,6 +92,7 @@ impl Setting {
             serial: "tide-1".into(),
             direct_io: DirectIo::Auto,
             on_fault: OnFault::OutOfOrder,
+            ram: pagetide_dpu::RamPolicy::default(),
         }
     }
 

@@ -15,11 +15,19 @@
 //! device knows begins unmapped ([`DomainTable::set_initial`]). A device that does
 //! not look up would not notice, so until then it gets no port.
 //!
-//! Order of locks: the table's entries, then a domain's owner.
+//! # What is mapped
+//! A domain covers a file; mapped are only the parts of it that devices have
+//! named ([`RamWindow`]), each as long as some device uses it. A file may be
+//! sparse and of any length, and address space is everybody's.
+//!
+//! Order of locks: the table's entries, then a domain's owner. The list of
+//! windows is a leaf.
 
 mod port;
+mod window;
 
 pub use port::EnginePort;
+pub use window::RamWindow;
 
 use crate::{
     bitmap::Attribute,
@@ -28,9 +36,12 @@ use crate::{
     space::{IoSpace, IoSpaces, LookError},
 };
 use pagetide_addr::{
-    Access, DomainId, FileKey, Hva, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo,
+    Access, DomainId, FileKey, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo,
 };
-use pagetide_sys::{mapping::SharedMapping, pagemap::Pagemap};
+use pagetide_sys::{
+    guest_ram::{RamFile, RamFileError},
+    mapping::{FilePart, SharedMapping},
+};
 use std::{
     collections::{HashMap, HashSet},
     os::fd::BorrowedFd,
@@ -46,12 +57,15 @@ pub enum DomainError {
     /// The file is larger than [`DOMAIN_BYTES_MAX`].
     #[error("a file of {0} bytes is too large for a DMA domain")]
     TooLarge(u64),
-    /// The file cannot be mapped.
-    #[error("guest RAM file {key} of {bytes} bytes cannot be mapped: {source}")]
+    /// The file cannot be guest RAM.
+    #[error(transparent)]
+    File(#[from] RamFileError),
+    /// Part of the file cannot be mapped.
+    #[error("{bytes} bytes of guest RAM file {key} cannot be mapped: {source}")]
     Map {
         /// The file.
         key: FileKey,
-        /// Its length.
+        /// Length of the part.
         bytes: u64,
         /// The kernel's answer.
         source: pagetide_sys::mapping::MappingError,
@@ -115,27 +129,27 @@ pub enum LookUp {
 /// Watches this process' mappings of files that belong to VMs, so that DMA into an absent page is
 /// noticed.
 pub trait MappingWatch: std::fmt::Debug + Send + Sync {
-    /// Watches the mapping of `domain`, if it has one; does nothing if it is watched already.
+    /// Watches `window`; does nothing if it is watched already.
     ///
     /// # Errors
     /// A sentence.
-    fn watch(&self, domain: &DmaDomain) -> Result<(), String>;
+    fn watch(&self, window: &RamWindow) -> Result<(), String>;
 
     /// Watches it no more.
-    fn unwatch(&self, domain: &DmaDomain);
+    fn unwatch(&self, window: &RamWindow);
 }
 
 /// The watch of a table, once it has one.
 type TheWatch = Arc<OnceLock<Arc<dyn MappingWatch>>>;
 
-/// One file of guest RAM, mapped once in this process, with its page attributes.
+/// One file of guest RAM with its page attributes.
 #[derive(Debug)]
 pub struct DmaDomain {
     id: DomainId,
     key: FileKey,
     len_bytes: u64,
-    /// Made when the first device of this process has the file.
-    mapping: OnceLock<Arc<SharedMapping>>,
+    /// Those that devices of this process use; dead ones are cleared away when another is made.
+    windows: Mutex<Vec<Weak<RamWindow>>>,
     attributes: PageAttributes,
     owner: Mutex<Ownership>,
     watch: TheWatch,
@@ -168,10 +182,60 @@ impl DmaDomain {
         self.len_bytes
     }
 
-    /// This process' one mapping of the file; `None` as long as no device has brought the file.
+    /// The window through which a device reaches `bytes` bytes at `offset` of the file, made if no
+    /// device has one that covers them. `file` is what [`RamFile::of`] has looked at.
+    ///
+    /// # Errors
+    /// [`DomainError::Map`], or [`DomainError::Device`] if the domain's VM is attached and the window
+    /// cannot be watched.
+    pub fn map(
+        self: &Arc<Self>,
+        file: BorrowedFd<'_>,
+        ram: &RamFile,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<Arc<RamWindow>, DomainError> {
+        let mut windows = lock(&self.windows);
+        windows.retain(|window| window.strong_count() > 0);
+        let mut live = windows.iter().filter_map(Weak::upgrade);
+        if let Some(window) = live.find(|window| window.covers(offset, bytes) && !window.is_lost())
+        {
+            return Ok(window);
+        }
+        let part = FilePart {
+            offset,
+            bytes,
+            page_bytes: ram.page_bytes,
+        };
+        let mapping = SharedMapping::guarded(file, part).map_err(|source| DomainError::Map {
+            key: self.key,
+            bytes,
+            source,
+        })?;
+        let window = Arc::new(RamWindow::new(self, offset, mapping));
+        windows.push(Arc::downgrade(&window));
+        drop(windows);
+        // After it is listed: an attach that comes now either finds it there, or is found here.
+        if self.is_attached() {
+            // Nobody has used it yet, so nothing is under way.
+            self.watch_window(&window)?;
+        }
+        Ok(window)
+    }
+
+    /// True while a device of this process has part of the file mapped.
     #[must_use]
-    pub fn mapping(&self) -> Option<&Arc<SharedMapping>> {
-        self.mapping.get()
+    pub fn is_mapped(&self) -> bool {
+        !self.windows().is_empty()
+    }
+
+    /// The parts of the file that devices of this process have mapped.
+    #[must_use]
+    pub fn windows(&self) -> Vec<Arc<RamWindow>> {
+        lock(&self.windows)
+            .iter()
+            .filter_map(Weak::upgrade)
+            .collect()
     }
 
     /// The page attributes.
@@ -205,7 +269,14 @@ impl DmaDomain {
     /// # Errors
     /// [`DomainError::Device`]: our own mapping cannot be watched.
     pub fn watch(&self) -> Result<(), DomainError> {
-        let watched = self.watch.get().map_or(Ok(()), |watch| watch.watch(self));
+        let windows = self.windows();
+        windows
+            .iter()
+            .try_for_each(|window| self.watch_window(window))
+    }
+
+    fn watch_window(&self, window: &RamWindow) -> Result<(), DomainError> {
+        let watched = self.watch.get().map_or(Ok(()), |watch| watch.watch(window));
         watched.map_err(|error| {
             DomainError::Device(format!(
                 "cannot watch its own mapping of the VM's RAM: {error}"
@@ -213,10 +284,9 @@ impl DmaDomain {
         })
     }
 
-    fn unwatch_mapping(&self) {
-        if let Some(watch) = self.watch.get() {
-            watch.unwatch(self);
-        }
+    fn unwatch_windows(&self) {
+        let windows = self.windows();
+        windows.iter().for_each(|window| window.unwatch());
     }
 
     /// Gives the domain back: every page becomes read-write. All pages must be present, or the VM's
@@ -225,7 +295,7 @@ impl DmaDomain {
         self.attributes.grant_all();
         let mut owner = self.lock_owner();
         owner.attached = false;
-        self.unwatch_mapping();
+        self.unwatch_windows();
     }
 
     /// Gives the domain back though pages of it may be absent: all but the standing ones are
@@ -234,7 +304,7 @@ impl DmaDomain {
         self.attributes.unmap_all();
         let mut owner = self.lock_owner();
         owner.attached = false;
-        self.unwatch_mapping();
+        self.unwatch_windows();
     }
 
     /// True while a VM owns the domain.
@@ -245,12 +315,6 @@ impl DmaDomain {
 
     fn lock_owner(&self) -> MutexGuard<'_, Ownership> {
         self.owner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for DmaDomain {
-    fn drop(&mut self) {
-        self.unwatch_mapping();
     }
 }
 
@@ -330,17 +394,12 @@ impl DomainTable {
         self.engine_count
     }
 
-    /// The domain of `file`, made and mapped if nobody has it yet. `key` and `bytes` are what
-    /// `fstat` says of the file.
+    /// The domain of the file `key`, made if nobody has it yet. `key` and `bytes` are what `fstat`
+    /// says of the file. Nothing of it is mapped ([`DmaDomain::map`]).
     ///
     /// # Errors
-    /// [`DomainError::TooLarge`], [`DomainError::Map`].
-    pub fn open(
-        &self,
-        file: BorrowedFd<'_>,
-        key: FileKey,
-        bytes: u64,
-    ) -> Result<Arc<DmaDomain>, DomainError> {
+    /// [`DomainError::TooLarge`], [`DomainError::Barred`], [`DomainError::Length`].
+    pub fn open(&self, key: FileKey, bytes: u64) -> Result<Arc<DmaDomain>, DomainError> {
         if bytes > DOMAIN_BYTES_MAX {
             return Err(DomainError::TooLarge(bytes));
         }
@@ -349,26 +408,20 @@ impl DomainTable {
             return Err(DomainError::Barred(key));
         }
         let initial = entries.initial;
-        let domain = match entries.known(key, bytes)? {
-            Some(domain) => domain,
-            None => entries.make(key, bytes, (self, initial)),
-        };
-        if domain.mapping.get().is_none() {
-            seal(file, key);
-            let mapping = SharedMapping::new(file, bytes).map_err(|source| DomainError::Map {
-                key,
-                bytes,
-                source,
-            })?;
-            // Under the table's lock nobody else has set it.
-            domain.mapping.get_or_init(|| Arc::new(mapping));
-            let owner = domain.lock_owner();
-            if owner.attached {
-                // Nothing of it is mapped for devices, so nothing is under way.
-                domain.watch()?;
-            }
+        match entries.known(key, bytes)? {
+            Some(domain) => Ok(domain),
+            None => Ok(entries.make(key, bytes, (self, initial))),
         }
-        Ok(domain)
+    }
+
+    /// All of `file`, mapped: for whoever made the file himself, as benches and tests do.
+    ///
+    /// # Errors
+    /// [`DomainError`].
+    pub fn map_whole(&self, file: BorrowedFd<'_>) -> Result<Arc<RamWindow>, DomainError> {
+        let ram = RamFile::of(file)?;
+        let domain = self.open(ram.key, ram.bytes)?;
+        domain.map(file, &ram, 0, ram.bytes)
     }
 
     /// From now on nobody gets a domain of this file: pages of it are away, and nobody brings them
@@ -393,7 +446,7 @@ impl DomainTable {
         }
         drop(entries);
         domain.attributes.unmap_all();
-        domain.unwatch_mapping();
+        domain.unwatch_windows();
     }
 
     /// The domain of a file, if anybody has it.
@@ -407,8 +460,8 @@ impl DomainTable {
     }
 }
 
-fn lock(entries: &Mutex<Entries>) -> MutexGuard<'_, Entries> {
-    entries.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Entries {
@@ -426,7 +479,7 @@ impl Entries {
             return Ok(None);
         };
         // One that a device has mapped stays as long as it was: whoever asks anew gets that part.
-        if domain.mapping.get().is_none() && domain.len_bytes != bytes {
+        if !domain.is_mapped() && domain.len_bytes != bytes {
             return Err(DomainError::Length {
                 key,
                 bytes,
@@ -449,7 +502,7 @@ impl Entries {
             id,
             key,
             len_bytes: bytes,
-            mapping: OnceLock::new(),
+            windows: Mutex::default(),
             attributes: PageAttributes::new(pages, table.engine_count, attribute),
             owner: Mutex::default(),
             watch: Arc::clone(&table.watch),
@@ -514,47 +567,28 @@ impl IoSpace for DmaDomain {
         self.attributes.wired_pages()
     }
 
-    /// DMA goes through this process' mapping, so its present bits are the marks.
+    /// DMA goes through this process' windows, so their present bits are the marks.
     fn touched(
         &self,
         pages: PageRange,
         marks: Marks,
         visit: &mut dyn FnMut(PageNo),
     ) -> Result<(), LookError> {
-        let Some(mapping) = self.mapping.get() else {
-            return Ok(());
-        };
-        let failed = |error: &dyn std::fmt::Display| LookError(error.to_string());
-        let first = Hva(mapping.address() as u64 + pages.start.byte_offset());
-        let map = Pagemap::of_self().map_err(|error| failed(&error))?;
-        let mut any = false;
-        map.visit(first, pages.len(), |position, entry| {
-            if entry.is_present() {
-                any = true;
-                visit(PageNo(pages.start.0 + position));
-            }
-        })
-        .map_err(|error| failed(&error))?;
-        if any && marks == Marks::Forget {
-            let dropped = mapping.drop_translations(pages.start.byte_offset(), pages.bytes());
-            dropped.map_err(|error| failed(&error))?;
-        }
-        Ok(())
-    }
-
-    fn mapping(&self) -> Option<&Arc<SharedMapping>> {
-        self.mapping.get()
+        let windows = self.windows();
+        windows
+            .iter()
+            .try_for_each(|window| window.touched(pages, marks, visit))
     }
 }
 
 impl IoSpaces for DomainTable {
     fn open(
         &self,
-        file: BorrowedFd<'_>,
+        _file: BorrowedFd<'_>,
         key: FileKey,
         bytes: u64,
     ) -> Result<Arc<dyn IoSpace>, DomainError> {
-        Self::open(self, file, key, bytes).map(|domain| domain as Arc<dyn IoSpace>)
+        Self::open(self, key, bytes).map(|domain| domain as Arc<dyn IoSpace>)
     }
 
     fn bar(&self, key: FileKey) {
@@ -576,17 +610,5 @@ impl IoSpaces for DomainTable {
 
     fn eviction_bar(&self) -> Option<String> {
         None
-    }
-}
-
-/// Keeps a memfd from being shrunk: a page of ours past its end would kill this process. One that
-/// takes no seals, or a file on tmpfs, is its owner's to keep whole.
-fn seal(file: BorrowedFd<'_>, key: FileKey) {
-    use rustix::fs::{SealFlags, fcntl_add_seals, fcntl_get_seals};
-    if fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
-        return;
-    }
-    if let Err(error) = fcntl_add_seals(file, SealFlags::SHRINK) {
-        tracing::warn!(%key, %error, "the RAM file takes no seal: whoever has it open could stop this daemon by shrinking it");
     }
 }

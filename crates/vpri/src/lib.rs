@@ -43,7 +43,9 @@ pub use bitmap::{Attribute, PaBitmap};
 #[cfg(not(loom))]
 pub use delay::Delay;
 #[cfg(not(loom))]
-pub use domain::{DmaDomain, DomainError, DomainTable, EnginePort, LookUp, MappingWatch};
+pub use domain::{
+    DmaDomain, DomainError, DomainTable, EnginePort, LookUp, MappingWatch, RamWindow,
+};
 #[cfg(not(loom))]
 pub use driver::{Driver, DriverCounts, DriverError};
 #[cfg(not(loom))]

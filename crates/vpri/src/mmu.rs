@@ -176,7 +176,6 @@ mod tests {
     };
     use pagetide_addr::PAGE_BYTES;
     use pagetide_sys::memory_file::GuestFile;
-    use std::os::fd::AsFd;
 
     fn mmu(sizes: &[u64]) -> (DmaMmu, Vec<Arc<DmaDomain>>) {
         let mut domains = Vec::new();
@@ -186,9 +185,7 @@ mod tests {
             let range = PageRange::new(PageNo(first), PageNo(first + pages));
             first += pages;
             let file = GuestFile::new_memfd("part", pages * PAGE_BYTES).unwrap();
-            let domain = table
-                .open(file.as_fd(), file.key().unwrap(), pages * PAGE_BYTES)
-                .unwrap();
+            let domain = table.open(file.key().unwrap(), pages * PAGE_BYTES).unwrap();
             domains.push(Arc::clone(&domain));
             (domain as Arc<dyn IoSpace>, range)
         }));

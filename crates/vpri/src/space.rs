@@ -8,7 +8,6 @@
 
 use crate::DomainError;
 use pagetide_addr::{Access, DomainId, FileKey, Marks, PageNo, PageRange, PageSet, SectionNo};
-use pagetide_sys::mapping::SharedMapping;
 use std::{fmt::Debug, os::fd::BorrowedFd, sync::Arc};
 
 /// The device did not do it: it is gone, or does not answer.
@@ -78,9 +77,6 @@ pub trait IoSpace: Debug + Send + Sync {
         marks: Marks,
         visit: &mut dyn FnMut(PageNo),
     ) -> Result<(), LookError>;
-
-    /// The mapping by which devices of *this* process reach the file; `None` if they are elsewhere.
-    fn mapping(&self) -> Option<&Arc<SharedMapping>>;
 }
 
 /// Where a host has its I/O address spaces from.

@@ -8,7 +8,7 @@ use pagetide_addr::{
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_vpri::{
     Attribute, DeviceEnd, DmaDomain, DomainTable, Doorbell, Driver, EnginePort, FaultSource,
-    IoSpace, IoSpaces, Logged, LookUp, Wanted,
+    IoSpace, IoSpaces, Logged, LookUp, RamWindow, Wanted,
     check::{self, CheckOptions, Verdict},
     fault_queue,
     function::{FunctionParts, FunctionServer, Phase},
@@ -63,11 +63,8 @@ impl Dpu {
     }
 
     /// The domain of `file`, as a disk's front end brings it.
-    fn bring(&self, file: &GuestFile) -> Arc<DmaDomain> {
-        let key = file.key().unwrap();
-        self.table
-            .open(file.as_fd(), key, PAGES * PAGE_BYTES)
-            .unwrap()
+    fn bring(&self, file: &GuestFile) -> Arc<RamWindow> {
+        self.table.map_whole(file.as_fd()).unwrap()
     }
 
     fn ask(&self, id: u64, domain: DomainId, pages: PageRange) {
@@ -172,11 +169,13 @@ fn page_request_goes_to_the_host_and_its_grant_and_answer_come_back() {
     let (dpu, host) = (Dpu::start(dir.path()), Host::start(dir.path()));
     host.driver.wait_connected(PATIENCE).unwrap();
     let file = memory();
-    let domain = dpu.bring(&file);
+    let window = dpu.bring(&file);
+    let domain = Arc::clone(window.domain());
     assert_eq!(attribute(&domain, 3), Attribute::Unmapped, "before READY");
     let space = host.take(&file);
     host.driver.all_known();
-    let other = dpu.bring(&memory());
+    let other_window = dpu.bring(&memory());
+    let other = other_window.domain();
     assert_eq!(attribute(&other, 3), Attribute::ReadWrite, "nobody's");
     dpu.ask(7, domain.id(), pages(3, 6));
     let request = host.next();
@@ -187,7 +186,7 @@ fn page_request_goes_to_the_host_and_its_grant_and_answer_come_back() {
     assert_eq!(response.id, RequestId(7));
     assert_eq!(response.queue, QueueId(1));
     // The grant went before the answer.
-    let port = EnginePort::new(Arc::clone(&domain), 0, LookUp::On).unwrap();
+    let port = EnginePort::new(Arc::clone(&window), 0, LookUp::On).unwrap();
     let lease = port.lease(pages(3, 6), Access::Write).unwrap();
     let set = PageSet::of_range(SectionNo(0), pages(3, 4));
     assert!(!space.unmap(SectionNo(0), &set), "DMA is under way");
@@ -211,7 +210,8 @@ fn request_that_was_open_when_the_driver_died_is_answered_by_the_next() {
     let dir = tempfile::tempdir().unwrap();
     let dpu = Dpu::start(dir.path());
     let file = memory();
-    let domain = dpu.bring(&file);
+    let window = dpu.bring(&file);
+    let domain = Arc::clone(window.domain());
     let first = Host::start(dir.path());
     first.driver.wait_connected(PATIENCE).unwrap();
     let space = first.take(&file);
@@ -254,7 +254,8 @@ fn device_that_starts_anew_is_found_and_begins_with_everything_unmapped() {
         let dpu = Dpu::start(dir.path());
         eventually("a session", || host.driver.counts().sessions == round);
         eventually("it is in use", || host.driver.eviction_bar().is_none());
-        let domain = dpu.bring(&file);
+        let window = dpu.bring(&file);
+        let domain = Arc::clone(window.domain());
         assert_eq!(attribute(&domain, 0), Attribute::Unmapped);
         dpu.ask(1, domain.id(), pages(512, 514));
         let request = host.next();
@@ -274,10 +275,11 @@ const HERE: u64 = 1;
 /// The engine: DMA to whatever is mapped, and requests for the rest, until it is stopped.
 fn do_dma(
     dpu: &Dpu,
-    domain: &Arc<DmaDomain>,
+    window: &Arc<RamWindow>,
     (state, leases, stop): (&[AtomicU64], &AtomicU64, &AtomicBool),
 ) {
-    let port = EnginePort::new(Arc::clone(domain), 0, LookUp::On).unwrap();
+    let domain = window.domain();
+    let port = EnginePort::new(Arc::clone(window), 0, LookUp::On).unwrap();
     let (mut random, mut id) = (1_u64, 0);
     while !stop.load(Ordering::SeqCst) {
         random = random
@@ -308,13 +310,14 @@ fn no_grant_outlives_an_unmap_under_load() {
     let (dpu, host) = (Dpu::start(dir.path()), Host::start(dir.path()));
     host.driver.wait_connected(PATIENCE).unwrap();
     let file = memory();
-    let domain = dpu.bring(&file);
+    let window = dpu.bring(&file);
+    let domain = Arc::clone(window.domain());
     let space = host.take(&file);
     host.driver.all_known();
     let state: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(AWAY)).collect();
     let (stop, leases) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
-        let engine = scope.spawn(|| do_dma(&dpu, &domain, (&state, &leases, &stop)));
+        let engine = scope.spawn(|| do_dma(&dpu, &window, (&state, &leases, &stop)));
         // Each section has its lock's holder: grants and unmaps take turns, as under that lock.
         let holders: Vec<_> = (0..SECTIONS)
             .map(|section| {
@@ -376,7 +379,8 @@ fn barred_memory_is_reached_by_no_device_and_given_to_nobody() {
     let (dpu, host) = (Dpu::start(dir.path()), Host::start(dir.path()));
     host.driver.wait_connected(PATIENCE).unwrap();
     let file = memory();
-    let domain = dpu.bring(&file);
+    let window = dpu.bring(&file);
+    let domain = Arc::clone(window.domain());
     host.driver.bar(file.key().unwrap());
     host.driver.all_known();
     assert_eq!(attribute(&domain, 1), Attribute::Unmapped);
@@ -412,7 +416,8 @@ fn accesses_are_told_with_the_hosts_number_of_the_space_while_they_are_wanted_an
     host.driver.wait_connected(PATIENCE).unwrap();
     let files = [0, 1].map(|_| GuestFile::new_memfd("guest", PAGES * PAGE_BYTES).unwrap());
     // The device numbers what it meets first.
-    let brought = dpu.bring(&files[1]);
+    let window = dpu.bring(&files[1]);
+    let brought = window.domain();
     let theirs = brought.id();
     let spaces = [0, 1].map(|at| host.take(&files[at]));
     host.driver.all_known();

@@ -231,6 +231,9 @@ mod tests {
                 lookup: true,
                 serial: Some(serial.to_owned()),
                 on_fault: OnFault::default(),
+                require_sealed: false,
+                allow_ram: Vec::new(),
+                ram_max_bytes: pagetide_dpu::RAM_BYTES_MAX,
             };
             DeviceId(set.add(request, &[]).unwrap().id)
         };

@@ -7,12 +7,16 @@
 //! connect again by themselves and bring their requests in flight with them.
 
 use crate::{
-    control::{BlkRequest, ControlError, DeviceReport, DeviceState, OnFault},
+    control::{BlkRequest, ControlError, DeviceReport, DeviceState, OnFault, RamKind},
     settings::EngineSettings,
 };
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_dpu::config::POLL_MAX;
-use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, Writes, wait_for_dead_engines};
+use pagetide_dpu::{
+    BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, RamAllowed, RamPolicy, Sealing, Writes,
+    wait_for_dead_engines,
+};
+use pagetide_sys::guest_ram::Sealed;
 use pagetide_vpri::{AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LookUp};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -258,6 +262,23 @@ fn config_of(request: &BlkRequest) -> BlkConfig {
             OnFault::Pause => pagetide_dpu::OnFault::Pause,
             OnFault::OutOfOrder => pagetide_dpu::OnFault::OutOfOrder,
         },
+        ram: ram_policy_of(request),
+    }
+}
+
+fn ram_policy_of(request: &BlkRequest) -> RamPolicy {
+    let allowed = |kind| match request.allow_ram.contains(&kind) {
+        true => RamAllowed::Yes,
+        false => RamAllowed::No,
+    };
+    RamPolicy {
+        sealing: match request.require_sealed {
+            true => Sealing::Required,
+            false => Sealing::Preferred,
+        },
+        tmpfs: allowed(RamKind::Tmpfs),
+        hugetlbfs: allowed(RamKind::Hugetlbfs),
+        bytes_max: request.ram_max_bytes,
     }
 }
 
@@ -289,6 +310,7 @@ fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> D
             pagetide_dpu::DeviceState::Stopped => DeviceState::Stopped,
         },
         error: device.stopped_because,
+        ram_sealed: device.ram_sealed.map(|sealed| sealed == Sealed::Yes),
         vm,
         queues: device.queue_count,
         read_only: device.writes == Writes::Refused,

@@ -600,7 +600,7 @@ mod tests {
     use pagetide_sys::memory_file::GuestFile;
     use pagetide_trace::AccessLogReader;
     use pagetide_vpri::{DmaMmu, DomainTable, IoSpace};
-    use std::{os::fd::AsFd, sync::atomic::AtomicBool};
+    use std::sync::atomic::AtomicBool;
 
     const PAGES: u64 = 2048;
     const PATIENCE: Duration = Duration::from_secs(30);
@@ -660,7 +660,7 @@ mod tests {
             let feed = Feed::start(Arc::clone(&source) as _, &config).unwrap();
             let file = GuestFile::new_memfd("ram", PAGES * PAGE_BYTES).unwrap();
             let table = DomainTable::new(1);
-            let domain = table.open(file.as_fd(), file.key().unwrap(), PAGES * PAGE_BYTES);
+            let domain = table.open(file.key().unwrap(), PAGES * PAGE_BYTES);
             let domain = domain.unwrap() as Arc<dyn IoSpace>;
             let ram = PageRange::new(pagetide_addr::PageNo(0), pagetide_addr::PageNo(PAGES));
             let mmu = Arc::new(DmaMmu::new([(Arc::clone(&domain), ram)]));

@@ -14,7 +14,6 @@ use pagetide_sys::memory_file::GuestFile;
 use pagetide_vpri::{DPU, DmaMmu, DomainTable, Doorbell, FaultService, IoSpace};
 use std::{
     collections::BTreeSet,
-    os::fd::AsFd,
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -134,7 +133,7 @@ impl Rig {
         let bytes = PAGES * PAGE_BYTES;
         let file = GuestFile::new_memfd("live", bytes).unwrap();
         let table = DomainTable::new(1);
-        let domain = table.open(file.as_fd(), file.key().unwrap(), bytes);
+        let domain = table.open(file.key().unwrap(), bytes);
         let domain = domain.unwrap();
         domain.attach().unwrap();
         IoSpace::unmap_all(&*domain);

@@ -593,7 +593,6 @@ mod tests {
     use pagetide_addr::Access;
     use pagetide_sys::memory_file::GuestFile;
     use pagetide_vpri::{DomainTable, IoSpace, wire::Service};
-    use std::os::fd::AsFd;
 
     const SECTIONS: u64 = 8;
     const NOW: Duration = Duration::from_secs(1000);
@@ -614,7 +613,7 @@ mod tests {
             let end = SECTIONS * SECTION_PAGES;
             let parts = [pages(0, 1000), pages(1000, end)].map(|part| {
                 let file = GuestFile::new_memfd("part", part.bytes()).unwrap();
-                let domain = table.open(file.as_fd(), file.key().unwrap(), part.bytes());
+                let domain = table.open(file.key().unwrap(), part.bytes());
                 (domain.unwrap() as Arc<dyn IoSpace>, part)
             });
             let domains = parts.iter().map(|(domain, _)| Arc::clone(domain)).collect();

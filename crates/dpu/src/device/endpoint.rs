@@ -1,18 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The socket of a device and its two threads.
+//!
+//! # A front end that holds its connection thread
+//! The front end sends descriptors of any kind, and closing one of them may wait
+//! for its owner: the last close of a file of a FUSE file system asks the file
+//! system's server. So nothing but the connection thread ever closes what a
+//! front end has sent, and nobody waits for that thread for ever. The listener
+//! itself ends the session of a front end that is to go; a connection thread
+//! that has not ended [`STUCK_AFTER`] later is left to itself. As long as it is
+//! there its device takes no other front end, so there is one such thread a
+//! device at most, and no other device notices.
 
 use super::{Connection, Control, session::Session};
 use pagetide_sys::socket;
 pub use pagetide_sys::socket::SocketError;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::{
+    convert::Infallible,
     io,
     os::{
         fd::OwnedFd,
         unix::net::{UnixListener, UnixStream},
     },
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        mpsc::{Receiver, RecvTimeoutError, channel},
+    },
     thread::JoinHandle,
+    time::Duration,
 };
 use vhost::vhost_user::{BackendReqHandler, Error as VhostError};
 
@@ -75,14 +90,31 @@ impl Drop for Endpoint {
     }
 }
 
+/// How long a connection thread may take to end when its session has ended and its socket is shut
+/// down. All that is left for it to do then is to close descriptors.
+const STUCK_AFTER: Duration = Duration::from_secs(2);
+
 /// A connection that is being served.
 struct Served {
     stream: UnixStream,
+    session: Arc<Mutex<Session>>,
+    /// Says nothing; it is cut when the thread ends.
+    ended: Receiver<Infallible>,
     thread: JoinHandle<()>,
 }
 
+/// What the listener knows of front ends.
+enum Tenancy {
+    /// There is none.
+    Nobody,
+    /// One is there, or has hung up.
+    Served(Served),
+    /// The thread of one that has gone is stuck.
+    Stuck(JoinHandle<()>),
+}
+
 fn listen(control: &Arc<Control>, socket: &UnixListener, stop: &OwnedFd) {
-    let mut served: Option<Served> = None;
+    let mut tenancy = Tenancy::Nobody;
     loop {
         let mut polled = [
             PollFd::new(socket, PollFlags::IN),
@@ -98,34 +130,46 @@ fn listen(control: &Arc<Control>, socket: &UnixListener, stop: &OwnedFd) {
             break;
         }
         match socket.accept() {
-            Ok((stream, _)) => served = admit(control, served, stream),
+            Ok((stream, _)) => tenancy = admit(control, tenancy, stream),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => tracing::warn!(%error, "a front end could not be accepted"),
         }
     }
-    if let Some(served) = served {
-        hang_up(served);
+    if let Tenancy::Served(served) = tenancy
+        && let Tenancy::Stuck(_) = hang_up(control, served)
+    {
+        tracing::warn!(socket = %control.socket.display(), "the device ends without its connection thread");
     }
 }
 
 /// Serves a new front end, unless another is there.
-fn admit(control: &Arc<Control>, old: Option<Served>, stream: UnixStream) -> Option<Served> {
-    if let Some(old) = old {
-        if !old.thread.is_finished() && !socket::has_hung_up(&old.stream) {
+fn admit(control: &Arc<Control>, old: Tenancy, stream: UnixStream) -> Tenancy {
+    let left = match old {
+        Tenancy::Served(old) if !old.thread.is_finished() && !socket::has_hung_up(&old.stream) => {
             tracing::warn!(
                 socket = %control.socket.display(),
                 "a second front end was turned away: the device has one already"
             );
-            return Some(old);
+            return Tenancy::Served(old);
         }
         // Its I/O must have drained before another may begin.
-        hang_up(old);
+        Tenancy::Served(old) => hang_up(control, old),
+        left => left,
+    };
+    if let Tenancy::Stuck(thread) = left
+        && !thread.is_finished()
+    {
+        tracing::warn!(
+            socket = %control.socket.display(),
+            "a front end was turned away: descriptors of the last one are still being closed"
+        );
+        return Tenancy::Stuck(thread);
     }
     match serve(control, stream) {
-        Ok(served) => Some(served),
+        Ok(served) => Tenancy::Served(served),
         Err(error) => {
             tracing::warn!(%error, "a front end could not be served");
-            None
+            Tenancy::Nobody
         }
     }
 }
@@ -134,26 +178,42 @@ fn serve(control: &Arc<Control>, stream: UnixStream) -> io::Result<Served> {
     stream.set_nonblocking(false)?;
     let (copy, closing) = (stream.try_clone()?, stream.try_clone()?);
     let control = control.clone();
+    let session = Arc::new(Mutex::new(Session::new(control.clone())));
+    let its_session = session.clone();
+    let (end, ended) = channel();
     let thread = std::thread::Builder::new()
         .name(format!("blk-{}-conn", control.slot))
-        .spawn(move || converse(&control, stream, &closing))?;
+        .spawn(move || {
+            converse(&control, &its_session, stream, &closing);
+            drop(end);
+        })?;
     Ok(Served {
         stream: copy,
+        session,
+        ended,
         thread,
     })
 }
 
-fn converse(control: &Arc<Control>, stream: UnixStream, closing: &UnixStream) {
+fn converse(
+    control: &Arc<Control>,
+    session: &Arc<Mutex<Session>>,
+    stream: UnixStream,
+    closing: &UnixStream,
+) {
     control.shared.forget_stop();
     control.set_connection(Connection::There);
-    let session = Arc::new(Mutex::new(Session::new(control.clone())));
     let mut messages = BackendReqHandler::from_stream(stream, session.clone());
     loop {
-        match messages.handle_request() {
+        let handled = messages.handle_request();
+        // Not under the session's lock: a close may wait for the front end.
+        let discarded = lock(session).take_discarded();
+        drop(discarded);
+        match handled {
             Ok(()) => {}
             Err(VhostError::SocketRetry(_)) => {}
             Err(VhostError::Disconnected | VhostError::SocketBroken(_)) => break,
-            Err(error) if lock(&session).was_answered() => {
+            Err(error) if lock(session).was_answered() => {
                 tracing::warn!(socket = %control.socket.display(), %error, "the front end's message was refused");
             }
             Err(error) => {
@@ -164,7 +224,7 @@ fn converse(control: &Arc<Control>, stream: UnixStream, closing: &UnixStream) {
     }
     // First everything is stopped, then the socket closes: a front end that sees the hang-up may
     // be sure that nothing touches its memory any more.
-    lock(&session).end();
+    lock(session).end();
     control.set_connection(Connection::Nobody);
     // The listener has a copy of the descriptor, so dropping ours would not hang up.
     shut_down(closing);
@@ -180,9 +240,20 @@ fn shut_down(stream: &UnixStream) {
     }
 }
 
-fn hang_up(served: Served) {
+/// Ends a session: when this returns nothing of it touches memory any more.
+fn hang_up(control: &Control, served: Served) -> Tenancy {
     shut_down(&served.stream);
+    lock(&served.session).end();
+    control.set_connection(Connection::Nobody);
+    if served.ended.recv_timeout(STUCK_AFTER) == Err(RecvTimeoutError::Timeout) {
+        tracing::error!(
+            socket = %control.socket.display(),
+            "closing descriptors of a front end that has gone takes for ever; the device takes no other until it is done"
+        );
+        return Tenancy::Stuck(served.thread);
+    }
     if served.thread.join().is_err() {
         tracing::error!("a connection thread panicked");
     }
+    Tenancy::Nobody
 }

@@ -9,13 +9,12 @@ use crate::{
     blk::config::{QUEUE_SIZE_MAX, QUEUES_MAX},
     inflight::{InflightQueue, area_bytes},
 };
-use pagetide_sys::mapping::{MappingError, SharedMapping};
-use rustix::fs::{MemfdFlags, SealFlags};
-use std::{
-    fs::File,
-    os::fd::{AsFd, OwnedFd},
-    sync::Arc,
+use pagetide_sys::{
+    guest_ram::{RamFile, RamFileError, Sealed},
+    mapping::{FilePart, MappingError, SharedMapping},
 };
+use rustix::fs::{MemfdFlags, SealFlags};
+use std::{fs::File, os::fd::BorrowedFd, sync::Arc};
 
 /// Why an in-flight region cannot be made or taken.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +43,9 @@ pub(crate) enum InflightError {
         operation: &'static str,
         source: rustix::io::Errno,
     },
+    /// It is no memory.
+    #[error(transparent)]
+    File(#[from] RamFileError),
     /// It cannot be mapped.
     #[error(transparent)]
     Map(#[from] MappingError),
@@ -90,15 +92,13 @@ pub(crate) struct InflightRegion {
 
 impl InflightRegion {
     /// Maps it, after every check.
-    pub fn open(file: File, shape: Shape) -> Result<Self, InflightError> {
+    pub fn open(file: BorrowedFd<'_>, shape: Shape) -> Result<Self, InflightError> {
         let needed = needed(shape.queues, shape.size)?;
-        let file = OwnedFd::from(file);
-        let seals = rustix::fs::fcntl_get_seals(&file).map_err(|_| InflightError::NotSealed)?;
-        if !seals.contains(SealFlags::SHRINK) {
+        let ram = RamFile::of(file)?;
+        if ram.sealed == Sealed::No {
             return Err(InflightError::NotSealed);
         }
-        let stat = rustix::fs::fstat(&file).map_err(failed("fstat"))?;
-        let file_bytes = u64::try_from(stat.st_size).unwrap_or(0);
+        let file_bytes = ram.bytes;
         let end = shape.offset.checked_add(needed);
         let fits = shape.bytes >= needed
             && shape.offset.is_multiple_of(8)
@@ -111,7 +111,12 @@ impl InflightRegion {
                 needed,
             });
         };
-        let mapping = Arc::new(SharedMapping::new(file.as_fd(), end)?);
+        let part = FilePart {
+            offset: 0,
+            bytes: end,
+            page_bytes: ram.page_bytes,
+        };
+        let mapping = Arc::new(SharedMapping::guarded(file, part)?);
         Ok(Self { mapping, shape })
     }
 
@@ -128,6 +133,7 @@ impl InflightRegion {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsFd;
 
     fn shape(bytes: u64) -> Shape {
         Shape {
@@ -141,7 +147,7 @@ mod tests {
     #[test]
     fn region_that_was_made_here_is_taken_back() {
         let (file, bytes) = create(2, 128).unwrap();
-        let region = InflightRegion::open(file, shape(bytes)).unwrap();
+        let region = InflightRegion::open(file.as_fd(), shape(bytes)).unwrap();
         assert!(region.queue(1, 128).is_some());
         assert!(region.queue(2, 128).is_none());
         assert!(region.queue(0, 256).is_none());
@@ -151,12 +157,12 @@ mod tests {
     fn region_that_could_shrink_or_is_too_small_is_refused() {
         let (file, bytes) = create(1, 128).unwrap();
         assert!(matches!(
-            InflightRegion::open(file, shape(bytes * 2)),
+            InflightRegion::open(file.as_fd(), shape(bytes * 2)),
             Err(InflightError::Bounds { .. })
         ));
         assert!(matches!(
-            InflightRegion::open(tempfile::tempfile().unwrap(), shape(1 << 20)),
-            Err(InflightError::NotSealed)
+            InflightRegion::open(tempfile::tempfile().unwrap().as_fd(), shape(1 << 20)),
+            Err(InflightError::File(_))
         ));
         assert!(matches!(create(0, 128), Err(InflightError::Shape { .. })));
         assert!(matches!(create(1, 2048), Err(InflightError::Shape { .. })));

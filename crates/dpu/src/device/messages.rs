@@ -3,7 +3,10 @@
 
 use super::{
     inflight_fd::{self, InflightRegion, Shape},
-    session::{Answered, Enabled, RingAddresses, Runs, Session, gone, refused_memory, wire_of},
+    session::{
+        Answered, Enabled, RingAddresses, Runs, Session, check_event, gone, refused_memory,
+        shape_of, signal_of,
+    },
 };
 use crate::{
     blk::config::{self, QUEUE_SIZE_MAX},
@@ -11,7 +14,10 @@ use crate::{
     memory::{REGIONS_MAX, RegionTable},
 };
 use pagetide_addr::FrontendVa;
-use std::{fs::File, os::fd::OwnedFd};
+use std::{
+    fs::File,
+    os::fd::{AsFd, OwnedFd},
+};
 use vhost::{
     VhostUserMemoryRegionBase,
     vhost_user::{
@@ -27,6 +33,20 @@ use vhost::{
 
 fn unsupported<T>(what: &'static str) -> Result<T> {
     Err(Error::InvalidOperation(what))
+}
+
+impl Session {
+    /// The eventfd that a front end has sent; what is none is refused and closed apart.
+    fn event(&mut self, file: File) -> Result<OwnedFd> {
+        let event = OwnedFd::from(file);
+        match check_event(event.as_fd()) {
+            Ok(()) => Ok(event),
+            Err(refused) => {
+                self.discarded.push(event);
+                Err(refused)
+            }
+        }
+    }
 }
 
 impl VhostUserBackendReqHandlerMut for Session {
@@ -67,10 +87,16 @@ impl VhostUserBackendReqHandlerMut for Session {
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
         let mut table = RegionTable::default();
-        for (wire, file) in regions.iter().zip(&files) {
-            let region = self.region(&wire.into(), file)?;
-            table.add(region).map_err(|error| refused_memory(&error))?;
-        }
+        let files: Vec<OwnedFd> = files.into_iter().map(OwnedFd::from).collect();
+        let lengths = regions.iter().map(|region| region.memory_size);
+        let mapped = self.check_quota(lengths).and_then(|()| {
+            regions.iter().zip(&files).try_for_each(|(wire, file)| {
+                let region = self.region(wire.into(), file.as_fd())?;
+                table.add(region).map_err(|error| refused_memory(&error))
+            })
+        });
+        self.discarded.extend(files);
+        mapped?;
         self.stop_all(StopHow::Drain)?;
         self.regions = table;
         self.publish_memory()?;
@@ -133,11 +159,12 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let (queue, vring) = self.vring(u32::from(index))?;
         let Some(fd) = fd else {
             return unsupported("a ring without a kick descriptor");
         };
-        vring.kick = Some(fd.into());
+        let fd = self.event(fd)?;
+        let (queue, vring) = self.vring(u32::from(index))?;
+        vring.kick = Some(fd);
         if vring.runs == Runs::Yes {
             self.stop(queue, StopHow::Drain).map_err(gone)?;
         }
@@ -145,13 +172,13 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let fd = fd.map(|fd| self.event(fd)).transpose()?;
+        let call = fd.as_ref().map(signal_of).transpose()?;
         let (queue, vring) = self.vring(u32::from(index))?;
-        vring.call = fd.map(OwnedFd::from);
+        vring.call = fd;
         if vring.runs == Runs::No {
             return Ok(());
         }
-        let copy = vring.call.as_ref().map(OwnedFd::try_clone).transpose();
-        let call = copy.map_err(Error::ReqHandlerError)?;
         self.control
             .engine_of(queue)
             .mailbox
@@ -164,8 +191,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let fd = fd.map(|fd| self.event(fd)).transpose()?;
         let (_, vring) = self.vring(u32::from(index))?;
-        vring.error = fd.map(OwnedFd::from);
+        vring.error = fd;
         Ok(())
     }
 
@@ -240,7 +268,9 @@ impl VhostUserBackendReqHandlerMut for Session {
             queues: inflight.num_queues,
             size: inflight.queue_size,
         };
-        let region = InflightRegion::open(file, shape).map_err(|error| {
+        let opened = InflightRegion::open(file.as_fd(), shape);
+        self.discarded.push(file.into());
+        let region = opened.map_err(|error| {
             tracing::warn!(%error, "the in-flight region is refused");
             Error::InvalidParam
         })?;
@@ -259,7 +289,12 @@ impl VhostUserBackendReqHandlerMut for Session {
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<VhostUserMemoryRegionBase>> {
         self.answered = Answered::Yes;
-        let region = self.region(&wire_of(wire), &file)?;
+        let shape = shape_of(wire);
+        let region = self
+            .check_quota(self.regions.lengths().chain([shape.bytes]))
+            .and_then(|()| self.region(shape, file.as_fd()));
+        self.discarded.push(file.into());
+        let region = region?;
         let mut table = self.regions.clone();
         table.add(region).map_err(|error| refused_memory(&error))?;
         let before = std::mem::replace(&mut self.regions, table);
@@ -274,10 +309,10 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn remove_mem_region(&mut self, wire: &VhostUserSingleMemoryRegion) -> Result<()> {
         self.answered = Answered::Yes;
-        let wire = wire_of(wire);
+        let shape = shape_of(wire);
         let mut table = self.regions.clone();
         table
-            .remove(wire.gpa, wire.bytes, wire.frontend)
+            .remove(shape.gpa, shape.bytes, shape.frontend)
             .map_err(|error| refused_memory(&error))?;
         // I/O under way may be to this region; rings may be in it.
         self.stop_all(StopHow::Drain)?;
@@ -292,8 +327,9 @@ impl VhostUserBackendReqHandlerMut for Session {
         &mut self,
         _direction: VhostTransferStateDirection,
         _phase: VhostTransferStatePhase,
-        _fd: File,
+        fd: File,
     ) -> Result<Option<File>> {
+        self.discarded.push(fd.into());
         unsupported("SET_DEVICE_STATE_FD")
     }
 
@@ -305,7 +341,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         unsupported("GET_SHMEM_CONFIG")
     }
 
-    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
+    fn set_log_base(&mut self, _log: &VhostUserLog, file: File) -> Result<()> {
+        self.discarded.push(file.into());
         unsupported("SET_LOG_BASE")
     }
 }

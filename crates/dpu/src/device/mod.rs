@@ -23,9 +23,11 @@ use crate::{
         command::{AddDevice, Command},
     },
     mailbox::Ended,
+    memory::RamPolicy,
     shared::DeviceShared,
 };
 use pagetide_addr::FileKey;
+use pagetide_sys::guest_ram::Sealed;
 use pagetide_vpri::{DomainTable, LookUp};
 use std::{
     io,
@@ -76,6 +78,7 @@ pub(crate) struct Control {
     pub domains: Arc<DomainTable>,
     pub look_up: LookUp,
     pub queue_count: u16,
+    pub ram: RamPolicy,
     pub socket: PathBuf,
     status: Mutex<Status>,
 }
@@ -84,6 +87,7 @@ pub(crate) struct Control {
 struct Status {
     connected: Connection,
     files: Vec<FileKey>,
+    sealed: Option<Sealed>,
 }
 
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -101,6 +105,7 @@ pub(crate) struct Parts {
     pub domains: Arc<DomainTable>,
     pub look_up: LookUp,
     pub queue_count: u16,
+    pub ram: RamPolicy,
     pub socket: PathBuf,
 }
 
@@ -113,6 +118,7 @@ impl Control {
             domains: parts.domains,
             look_up: parts.look_up,
             queue_count: parts.queue_count,
+            ram: parts.ram,
             socket: parts.socket,
             status: Mutex::default(),
         }
@@ -158,8 +164,15 @@ impl Control {
         self.status().connected = connected;
     }
 
-    pub fn set_files(&self, files: Vec<FileKey>) {
-        self.status().files = files;
+    pub fn set_memory(&self, files: Vec<FileKey>, sealed: Option<Sealed>) {
+        let mut status = self.status();
+        status.files = files;
+        status.sealed = sealed;
+    }
+
+    /// Whether the memory that the device works on now is sealed; `None` without memory.
+    pub fn sealed(&self) -> Option<Sealed> {
+        self.status().sealed
     }
 
     /// Files of guest RAM that the device works on now.

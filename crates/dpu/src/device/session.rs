@@ -15,13 +15,12 @@ use crate::{
     blk::config::{F_EVENT_IDX, F_INDIRECT_DESC, F_PROTOCOL_FEATURES, QUEUE_SIZE_MAX},
     chain::Indirect,
     engine::command::{Command, QueueSetup, StopHow},
-    memory::{Region, RegionTable},
+    memory::{Region, RegionShape, RegionTable},
 };
-use pagetide_addr::{FileKey, FrontendVa, Gpa};
-use pagetide_vpri::DmaDomain;
+use pagetide_addr::{FrontendVa, Gpa};
+use pagetide_sys::signal::{EventSignal, SignalError, is_eventfd};
 use std::{
-    fs::File,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, mpsc::channel},
 };
 use vhost::vhost_user::{
@@ -73,6 +72,11 @@ pub(crate) struct Session {
     pub vrings: Vec<Vring>,
     pub inflight: Option<InflightRegion>,
     pub answered: Answered,
+    /// Descriptors that the front end has sent and nobody needs: closing one may wait for it, which
+    /// nobody must do with the session locked.
+    pub discarded: Vec<OwnedFd>,
+    /// It has ended: what still comes of its front end does nothing.
+    ended: bool,
 }
 
 /// Whether the message just refused was answered, so that the front end knows.
@@ -93,6 +97,8 @@ impl Session {
             vrings,
             inflight: None,
             answered: Answered::No,
+            discarded: Vec::new(),
+            ended: false,
         }
     }
 
@@ -101,8 +107,16 @@ impl Session {
         std::mem::take(&mut self.answered) == Answered::Yes
     }
 
-    /// Stops everything and lets go of the front end's memory.
+    /// Descriptors to be closed.
+    pub fn take_discarded(&mut self) -> Vec<OwnedFd> {
+        std::mem::take(&mut self.discarded)
+    }
+
+    /// Stops everything and lets go of the front end's memory. Once is enough.
     pub fn end(&mut self) {
+        if std::mem::replace(&mut self.ended, true) {
+            return;
+        }
         for queue in 0..self.control.queue_count {
             if let Err(error) = self.stop(queue, StopHow::Abandon) {
                 tracing::error!(%error, queue, "a queue could not be stopped");
@@ -149,7 +163,7 @@ impl Session {
             return Ok(None);
         };
         let wanted = vring.enabled == Enabled::Yes || self.features & F_PROTOCOL_FEATURES == 0;
-        if vring.runs == Runs::Yes || !wanted {
+        if vring.runs == Runs::Yes || !wanted || self.ended {
             return Ok(None);
         }
         // A ring outside memory stays stopped: memory or a new address may still come.
@@ -167,10 +181,6 @@ impl Session {
                 Error::InvalidParam
             })?),
         };
-        let copy = |fd: &Option<OwnedFd>| match fd {
-            Some(fd) => fd.try_clone().map(Some).map_err(Error::ReqHandlerError),
-            None => Ok(None),
-        };
         Ok(Some(QueueSetup {
             number: queue,
             queue: ring,
@@ -181,8 +191,8 @@ impl Session {
                 Indirect::Negotiated
             },
             kick: Some(kick.try_clone().map_err(Error::ReqHandlerError)?),
-            call: copy(&vring.call)?,
-            error: copy(&vring.error)?,
+            call: vring.call.as_ref().map(signal_of).transpose()?,
+            error: vring.error.as_ref().map(signal_of).transpose()?,
             inflight,
             on_fault: self.control.shared.on_fault,
         }))
@@ -263,44 +273,47 @@ impl Session {
             engine.mailbox.post(command).map_err(|e| gone(e.into()))?;
             taken.recv().map_err(|e| gone(e.into()))?;
         }
-        self.control.set_files(self.regions.files());
+        self.control
+            .set_memory(self.regions.files(), self.regions.sealed());
         Ok(())
     }
 
-    pub fn region(&self, wire: &WireRegion, file: &File) -> Result<Region> {
-        let domain = self.domain(file)?;
-        Ok(Region {
-            gpa: wire.gpa,
-            bytes: wire.bytes,
-            frontend: wire.frontend,
-            file_offset: wire.file_offset,
-            domain,
-        })
-    }
-
-    fn domain(&self, file: &File) -> Result<Arc<DmaDomain>> {
-        let stat = rustix::fs::fstat(file).map_err(|e| Error::ReqHandlerError(e.into()))?;
-        let key = FileKey {
-            dev: stat.st_dev,
-            ino: stat.st_ino,
-        };
-        let bytes = u64::try_from(stat.st_size).unwrap_or(0);
-        self.control
-            .domains
-            .open(file.as_fd(), key, bytes)
+    /// Maps a region that the front end names.
+    pub fn region(&self, shape: RegionShape, file: BorrowedFd<'_>) -> Result<Region> {
+        if self.ended {
+            return Err(Error::BackendInternalError);
+        }
+        Region::map(shape, file, &self.control.ram, &self.control.domains)
             .map_err(|error| refused_memory(&error))
     }
+
+    /// Refuses regions of which there would be too much in all.
+    pub fn check_quota(&self, lengths: impl Iterator<Item = u64>) -> Result<()> {
+        let checked = self.control.ram.check_bytes(lengths);
+        checked.map_err(|error| refused_memory(&error))
+    }
 }
 
-/// A region as it comes in a message.
-pub(super) struct WireRegion {
-    pub gpa: Gpa,
-    pub bytes: u64,
-    pub frontend: FrontendVa,
-    pub file_offset: u64,
+/// The right to signal an eventfd that the front end gave.
+pub(super) fn signal_of(event: &OwnedFd) -> Result<EventSignal> {
+    EventSignal::new(event.as_fd()).map_err(|error| refused_event(&error))
 }
 
-impl From<&VhostUserMemoryRegion> for WireRegion {
+/// Refuses what is not an eventfd: other files may make whoever polls or writes them wait.
+pub(super) fn check_event(event: BorrowedFd<'_>) -> Result<()> {
+    match is_eventfd(event) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(refused_event(&SignalError::NotAnEventfd)),
+        Err(error) => Err(refused_event(&error)),
+    }
+}
+
+fn refused_event(error: &SignalError) -> Error {
+    tracing::warn!(%error, "the front end's kick, call or error descriptor is refused");
+    Error::InvalidParam
+}
+
+impl From<&VhostUserMemoryRegion> for RegionShape {
     fn from(wire: &VhostUserMemoryRegion) -> Self {
         Self {
             gpa: Gpa(wire.guest_phys_addr),
@@ -322,7 +335,7 @@ pub(super) fn gone(error: EngineGone) -> Error {
 }
 
 /// The region of a message that names one.
-pub(super) fn wire_of(single: &VhostUserSingleMemoryRegion) -> WireRegion {
+pub(super) fn shape_of(single: &VhostUserSingleMemoryRegion) -> RegionShape {
     // It derefs to the region in it.
     let region: &VhostUserMemoryRegion = single;
     region.into()

@@ -31,6 +31,13 @@ impl Io {
         ready: Ready,
     ) -> io::Result<()> {
         let mut ready = ready;
+        // The header, and before it the descriptors, were read: zeros in their place ask for nothing.
+        if let Some(reason) = queue.lost(memory) {
+            self.forgo(memory, ready);
+            device.shared.stop(reason);
+            queue.tell_error();
+            return Ok(());
+        }
         if let Some(landing) = ready.landing.take() {
             let Landing { plan, offset } = *landing;
             let buffers = std::mem::take(&mut self.scratch.buffers);
@@ -73,6 +80,14 @@ impl Io {
             queue.tell_error();
         }
         Ok(())
+    }
+
+    /// Gives back what a chain holds that will not be done.
+    fn forgo(&mut self, memory: &DeviceMemory, mut ready: Ready) {
+        if let Some(landing) = ready.landing.take() {
+            self.landings.abandon(&landing.plan);
+        }
+        ready.leases.release(memory);
     }
 
     fn start_task(

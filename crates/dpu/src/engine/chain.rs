@@ -189,6 +189,11 @@ impl Io {
         let Some(memory) = device.memory.clone() else {
             return Ok(0);
         };
+        if let Some(reason) = queue.lost(&memory) {
+            device.shared.stop(reason);
+            queue.tell_error();
+            return Ok(0);
+        }
         let mut popped = 0;
         while let Some(head) = self.resubmit_next(queue) {
             if popped == 0 {

@@ -3,6 +3,7 @@
 
 use super::queue::OnFault;
 use crate::{chain::Indirect, inflight::InflightQueue, memory::DeviceMemory, shared::DeviceShared};
+use pagetide_sys::signal::EventSignal;
 use pagetide_vpri::{AccessPen, FaultAssist};
 use std::{
     io,
@@ -39,7 +40,7 @@ pub(crate) enum Command {
     SetCall {
         device: usize,
         queue: u16,
-        call: Option<OwnedFd>,
+        call: Option<EventSignal>,
     },
     SetAssist(Arc<dyn FaultAssist>),
     SetPen(AccessPen),
@@ -73,8 +74,8 @@ pub(crate) struct QueueSetup {
     pub next_avail: u16,
     pub indirect: Indirect,
     pub kick: Option<OwnedFd>,
-    pub call: Option<OwnedFd>,
-    pub error: Option<OwnedFd>,
+    pub call: Option<EventSignal>,
+    pub error: Option<EventSignal>,
     pub inflight: Option<InflightQueue>,
     pub on_fault: OnFault,
 }

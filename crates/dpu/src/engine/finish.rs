@@ -167,6 +167,9 @@ impl Io {
         if let Some(inflight) = &queue.inflight {
             inflight.finish(answer.head, queue.queue.next_used());
         }
+        if let Some(reason) = queue.lost(memory) {
+            return Err(reason);
+        }
         queue.needs_call = true;
         self.tell_done(device, queue, &answer);
         Ok(())

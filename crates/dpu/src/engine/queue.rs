@@ -50,6 +50,7 @@ use crate::{
     slo::course::Course,
 };
 use pagetide_addr::{Access, Gpa, PageRange};
+use pagetide_sys::signal::EventSignal;
 use pagetide_vpri::DmaDomain;
 use std::{
     collections::VecDeque,
@@ -106,8 +107,8 @@ pub(crate) struct EngineQueue {
     pub token: u32,
     pub polled: bool,
     pub kick: Option<OwnedFd>,
-    call: Option<OwnedFd>,
-    error: Option<OwnedFd>,
+    call: Option<EventSignal>,
+    error: Option<EventSignal>,
     pub inflight: Option<InflightQueue>,
     /// Left by a predecessor, to be done before anything new.
     pub resubmit: VecDeque<u16>,
@@ -292,20 +293,22 @@ impl EngineQueue {
     }
 
     /// Replaces the call descriptor and rings it once: a call may have gone to the old one.
-    pub fn set_call(&mut self, call: Option<OwnedFd>) {
+    pub fn set_call(&mut self, call: Option<EventSignal>) {
         self.call = call;
         self.ring_call();
     }
 
-    fn ring_call(&self) {
-        if let Some(call) = &self.call {
+    fn ring_call(&mut self) {
+        if let Some(call) = &mut self.call {
             signal(call);
         }
     }
 
     /// Tells the front end that the device has stopped.
     pub fn tell_error(&mut self) {
-        if let Some(error) = self.error.as_ref().filter(|_| !self.error_told) {
+        if !self.error_told
+            && let Some(error) = &mut self.error
+        {
             signal(error);
         }
         self.error_told = true;
@@ -346,6 +349,14 @@ impl EngineQueue {
         self.queue
             .disable_notification(memory)
             .map_err(|e| self.broken(&e))
+    }
+
+    /// Why nothing may be done any more on the strength of what was read from `memory` or from the
+    /// in-flight region, if that is so.
+    pub fn lost(&self, memory: &DeviceMemory) -> Option<StopReason> {
+        let inflight = self.inflight.as_ref();
+        let is_lost = memory.is_lost() || inflight.is_some_and(InflightQueue::is_lost);
+        is_lost.then_some(StopReason::MemoryLost)
     }
 
     /// What is wrong with the rings, for the report.
@@ -409,6 +420,9 @@ impl EngineQueue {
             .0;
         self.queue.set_next_used(used);
         self.queue.set_next_avail(self.base);
+        if let Some(reason) = self.lost(memory) {
+            return Err(reason);
+        }
         if let Some(inflight) = &mut self.inflight {
             let left = inflight.take_over(used);
             if !left.resubmit.is_empty() {
@@ -568,11 +582,9 @@ fn load_u16(memory: &DeviceMemory, at: u64) -> Option<u16> {
     }
 }
 
-/// Adds one to an eventfd. A full counter is a signal already; nothing else can fail but a
-/// descriptor that is no eventfd, which is the front end's own loss.
-fn signal(event: &OwnedFd) {
-    match rustix::io::write(event, &1_u64.to_ne_bytes()) {
-        Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
-        Err(error) => tracing::debug!(%error, "an eventfd of the front end cannot be written"),
+/// Signals an eventfd of the front end, which may do with it what it likes: this waits for nobody.
+fn signal(event: &mut EventSignal) {
+    if let Err(error) = event.signal() {
+        tracing::error!(%error, "a front end cannot be signalled");
     }
 }

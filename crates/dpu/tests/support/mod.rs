@@ -134,6 +134,7 @@ impl Rig {
                 serial: "tide-1".into(),
                 direct_io: DirectIo::Auto,
                 on_fault,
+                ram: pagetide_dpu::RamPolicy::default(),
             })
             .unwrap();
         socket
@@ -300,7 +301,7 @@ impl Guest {
     /// Makes the domain before any device does.
     pub fn early_domain(&self, rig: &Rig) -> Arc<DmaDomain> {
         let key = self.file.key().unwrap();
-        let domain = rig.domains.open(self.file.as_fd(), key, RAM_BYTES).unwrap();
+        let domain = rig.domains.open(key, RAM_BYTES).unwrap();
         rig.known.lock().unwrap().push(domain.clone());
         domain
     }

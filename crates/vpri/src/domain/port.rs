@@ -7,10 +7,9 @@
 //! attached ([`DomainError::LookUpOff`]); so a port that was made while all was known
 //! stays right when a later driver says what it pages.
 
-use super::{DmaDomain, DomainError, LookUp};
+use super::{DmaDomain, DomainError, LookUp, RamWindow};
 use crate::lease::Lease;
 use pagetide_addr::{Access, PageRange};
-use pagetide_sys::mapping::SharedMapping;
 use std::sync::Arc;
 
 /// One device's way into a domain, used on one engine's thread only.
@@ -19,29 +18,24 @@ use std::sync::Arc;
 /// engine have one writer.
 #[derive(Debug)]
 pub struct EnginePort {
-    domain: Arc<DmaDomain>,
-    mapping: Arc<SharedMapping>,
+    window: Arc<RamWindow>,
     engine: usize,
     look_up: LookUp,
     not_sync: std::marker::PhantomData<std::cell::Cell<()>>,
 }
 
 impl EnginePort {
-    /// A port of engine number `engine`.
+    /// A port of engine number `engine`, through which it reaches `window`.
     ///
     /// # Errors
     /// If look-up is to be off: [`DomainError::LookUpNeeded`] if a VM owns the domain,
     /// [`DomainError::NotKnown`] if one may turn out to, [`DomainError::Barred`].
-    /// [`DomainError::Device`] if its file is not mapped.
     pub fn new(
-        domain: Arc<DmaDomain>,
+        window: Arc<RamWindow>,
         engine: usize,
         look_up: LookUp,
     ) -> Result<Self, DomainError> {
-        let Some(mapping) = domain.mapping.get().map(Arc::clone) else {
-            let why = format!("has not mapped RAM file {}", domain.key);
-            return Err(DomainError::Device(why));
-        };
+        let domain = window.domain();
         if look_up == LookUp::Off {
             // Held until the port counts: who says from now on that not all is known finds it.
             let entries = super::lock(&domain.entries);
@@ -53,8 +47,7 @@ impl EnginePort {
             owner.ports_without_lookup += 1;
         }
         Ok(Self {
-            domain,
-            mapping,
+            window,
             engine,
             look_up,
             not_sync: std::marker::PhantomData,
@@ -64,25 +57,25 @@ impl EnginePort {
     /// The domain.
     #[must_use]
     pub fn domain(&self) -> &Arc<DmaDomain> {
-        &self.domain
+        self.window.domain()
     }
 
-    /// The mapping of the domain's file.
+    /// The part of the domain's file that it reaches.
     #[must_use]
     #[inline]
-    pub fn mapping(&self) -> &SharedMapping {
-        &self.mapping
+    pub fn window(&self) -> &Arc<RamWindow> {
+        &self.window
     }
 
     /// Leases `range` if all of it allows `access`; `None` means a page request is due.
     #[inline]
     pub fn lease(&self, range: PageRange, access: Access) -> Option<Lease> {
         match self.look_up {
-            LookUp::On => self.domain.attributes.lease(self.engine, range, access),
+            LookUp::On => self.domain().attributes.lease(self.engine, range, access),
             LookUp::Off => Some(Lease::nothing()),
             LookUp::Slowed(delay) => {
                 delay.pass();
-                self.domain.attributes.lease(self.engine, range, access)
+                self.domain().attributes.lease(self.engine, range, access)
             }
         }
     }
@@ -90,14 +83,14 @@ impl EnginePort {
     /// Returns a lease this port gave.
     #[inline]
     pub fn release(&self, lease: Lease) {
-        self.domain.attributes.release(self.engine, lease);
+        self.domain().attributes.release(self.engine, lease);
     }
 }
 
 impl Drop for EnginePort {
     fn drop(&mut self) {
         if self.look_up == LookUp::Off {
-            self.domain.lock_owner().ports_without_lookup -= 1;
+            self.domain().lock_owner().ports_without_lookup -= 1;
         }
     }
 }

@@ -22,7 +22,6 @@ use crate::{
 use pagetide_addr::{
     Access, DomainId, FileKey, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo,
 };
-use pagetide_sys::mapping::SharedMapping;
 use std::{
     sync::{
         Arc, Mutex, PoisonError,
@@ -359,9 +358,5 @@ impl IoSpace for RemoteSpace {
                 .for_each(&mut *visit);
         }
         Ok(())
-    }
-
-    fn mapping(&self) -> Option<&Arc<SharedMapping>> {
-        None
     }
 }

@@ -7,8 +7,11 @@
 
 use crate::landing::{LANDING_SLOTS_MAX, LandingArea, LandingError};
 use pagetide_addr::PAGE_BYTES;
-use pagetide_sys::mapping::SharedMapping;
-use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
+use pagetide_sys::{
+    guest_ram::{RamFile, RamFileError, RamFileKind, Sealed},
+    mapping::SharedMapping,
+};
+use rustix::fs::fstat;
 use std::{fs::File, os::fd::AsFd, sync::Arc};
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
@@ -16,8 +19,13 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap, Mmap
 #[derive(Debug, thiserror::Error)]
 pub(super) enum MemoryError {
     /// It could be shrunk under us.
-    #[error("memory of the function must be a memfd sealed against shrinking")]
+    #[error(
+        "memory of the function must be a memfd of ordinary pages that can be sealed against shrinking"
+    )]
     NotSealed,
+    /// It is no memory.
+    #[error(transparent)]
+    File(#[from] RamFileError),
     /// It does not lie in its file, or cannot be mapped.
     #[error("{bytes} bytes at offset {offset} of its file cannot be mapped: {source}")]
     Map {
@@ -70,8 +78,8 @@ impl FunctionMemory {
     ) -> Result<Self, MemoryError> {
         let mut memory = Self::default();
         for (shape, file) in regions {
-            let seals = fcntl_get_seals(&file).map_err(|_| MemoryError::NotSealed)?;
-            if !seals.contains(SealFlags::SHRINK) {
+            let ram = RamFile::of(file.as_fd())?;
+            if ram.kind != RamFileKind::Memfd || ram.sealed == Sealed::No {
                 return Err(MemoryError::NotSealed);
             }
             let RegionShape {

@@ -8,7 +8,8 @@ use super::{
     state::State,
 };
 use crate::wire::{EVENT_QUEUE, QUEUE_COUNT, feature};
-use std::{fs::File, os::fd::OwnedFd, sync::Arc};
+use pagetide_sys::signal::{EventSignal, SignalError, is_eventfd};
+use std::{fs::File, os::fd::AsFd, sync::Arc};
 use vhost::{
     VhostUserMemoryRegionBase,
     vhost_user::{
@@ -45,6 +46,20 @@ fn unsupported<T>(what: &'static str) -> Result<T> {
 fn refused(error: &dyn std::fmt::Display) -> Error {
     tracing::warn!(%error, "a driver's message is refused");
     Error::InvalidParam
+}
+
+/// The right to signal an eventfd of the driver.
+fn signal_of(event: &File) -> Result<EventSignal> {
+    EventSignal::new(event.as_fd()).map_err(|error| refused(&error))
+}
+
+/// Refuses what is not an eventfd: other files may make whoever polls them wait.
+fn check_event(event: &File) -> Result<()> {
+    match is_eventfd(event.as_fd()) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(refused(&SignalError::NotAnEventfd)),
+        Err(error) => Err(refused(&error)),
+    }
 }
 
 impl State {
@@ -183,23 +198,26 @@ impl VhostUserBackendReqHandlerMut for State {
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let (queue, vring) = self.vring(u32::from(index))?;
         let Some(fd) = fd else {
             return unsupported("a ring without a kick descriptor");
         };
+        check_event(&fd)?;
+        let (queue, vring) = self.vring(u32::from(index))?;
         vring.kick = Some(Arc::new(fd.into()));
         self.start_if_ready(queue)
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let call = fd.as_ref().map(signal_of).transpose()?;
         let (_, vring) = self.vring(u32::from(index))?;
-        vring.call = fd.map(OwnedFd::from);
+        vring.call = call;
         Ok(())
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let error = fd.as_ref().map(signal_of).transpose()?;
         let (_, vring) = self.vring(u32::from(index))?;
-        vring.error = fd.map(OwnedFd::from);
+        vring.error = error;
         Ok(())
     }
 

@@ -7,6 +7,7 @@
 
 use super::memory::FunctionMemory;
 use crate::wire::STATUS_BYTES;
+use pagetide_sys::signal::EventSignal;
 use rustix::fd::OwnedFd;
 use std::sync::{Arc, atomic::Ordering};
 use virtio_queue::{Queue, QueueOwnedT, QueueT, desc::split::Descriptor};
@@ -35,8 +36,8 @@ pub(super) struct Vring {
     pub addresses: Option<RingAddresses>,
     pub base: u16,
     pub kick: Option<Arc<OwnedFd>>,
-    pub call: Option<OwnedFd>,
-    pub error: Option<OwnedFd>,
+    pub call: Option<EventSignal>,
+    pub error: Option<EventSignal>,
     pub is_enabled: bool,
     /// The ring, while it runs.
     pub ring: Option<Queue>,
@@ -185,7 +186,7 @@ impl Vring {
         };
         ring.add_used(memory.mapped(), chain.head, len)?;
         if ring.needs_notification(memory.mapped())? {
-            notify(self.call.as_ref());
+            notify(self.call.as_mut());
         }
         Ok(())
     }
@@ -207,8 +208,8 @@ impl Vring {
     }
 
     /// Tells the driver that its ring is broken.
-    pub fn complain(&self) {
-        notify(self.error.as_ref());
+    pub fn complain(&mut self) {
+        notify(self.error.as_mut());
     }
 
     /// Starts the ring, if all that it needs is there and in memory.
@@ -269,13 +270,10 @@ fn made(size: u16, at: RingAddresses, memory: &FunctionMemory) -> Result<Option<
     Ok(Some(ring))
 }
 
-fn notify(event: Option<&OwnedFd>) {
-    let Some(event) = event else {
-        return;
-    };
-    match rustix::io::write(event, &1_u64.to_ne_bytes()) {
-        // A counter at its limit wakes whoever waits all the same.
-        Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
-        Err(error) => tracing::debug!(%error, "a driver's eventfd cannot be written"),
+fn notify(event: Option<&mut EventSignal>) {
+    if let Some(event) = event
+        && let Err(error) = event.signal()
+    {
+        tracing::error!(%error, "a driver cannot be signalled");
     }
 }

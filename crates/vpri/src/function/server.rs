@@ -27,7 +27,7 @@ use pagetide_sys::socket::{self, SocketError};
 use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
     fd::{AsFd, OwnedFd},
-    io::Errno,
+    io::{Errno, ReadWriteFlags},
 };
 use std::{
     io,
@@ -418,9 +418,13 @@ fn prepared(stream: &UnixStream) -> io::Result<UnixStream> {
     stream.try_clone()
 }
 
-/// Takes what was written to an eventfd of the driver, which poll has just found readable.
+/// Takes what was written to an eventfd of the driver, which poll has just found readable. The driver
+/// may have read it since and may have made the file blocking, so this asks not to wait.
 fn drain(kick: &OwnedFd) {
-    match rustix::io::read(kick, &mut [0; 8]) {
+    let mut count = [0; 8];
+    let into = &mut [std::io::IoSliceMut::new(&mut count)];
+    // An offset of -1: at the file's position, of which an eventfd has none.
+    match rustix::io::preadv2(kick, into, u64::MAX, ReadWriteFlags::NOWAIT) {
         Ok(_) | Err(Errno::AGAIN) => {}
         Err(error) => tracing::debug!(%error, "a driver's kick cannot be read"),
     }

@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::{
-    Attribute, DmaDomain, DomainError, DomainTable, EnginePort, Lease, LookUp,
+    Attribute, DmaDomain, DomainError, DomainTable, EnginePort, Lease, LookUp, RamWindow,
     wire::{Answer, Code, Config, Event, Farewell, Reply, Status},
 };
 use pagetide_addr::{
@@ -108,10 +108,8 @@ impl Rig {
     }
 
     /// A device of this process maps the file.
-    fn open(&self) -> Arc<DmaDomain> {
-        let bytes = PAGES * PAGE_BYTES;
-        let domain = self.table.open(self.file.as_fd(), self.name(), bytes);
-        domain.unwrap()
+    fn open(&self) -> Arc<RamWindow> {
+        self.table.map_whole(self.file.as_fd()).unwrap()
     }
 
     fn map(&mut self, space: DomainId, range: PageRange, access: Access) {
@@ -184,7 +182,8 @@ fn r1_space_begins_unmapped_in_the_step_that_creates_it_and_ends_in_one_step() {
     let mut rig = Rig::new();
     rig.tell(Event::Begin);
     rig.tell(Event::Ready);
-    let domain = rig.open();
+    let window = rig.open();
+    let domain = Arc::clone(window.domain());
     assert!(all_are(&domain, Attribute::ReadWrite));
     let space = rig.create();
     assert!(all_are(&domain, Attribute::Unmapped));
@@ -207,7 +206,8 @@ fn r1_space_begins_unmapped_in_the_step_that_creates_it_and_ends_in_one_step() {
 #[test]
 fn r2_unmap_is_done_only_when_no_dma_goes_on_and_allows_none_from_then_on() {
     let (mut rig, space) = Rig::with_space();
-    let domain = rig.open();
+    let window = rig.open();
+    let domain = Arc::clone(window.domain());
     rig.map(space, range(0, PAGES), Access::Write);
     let unmap = |first, end| Event::Unmap {
         space,
@@ -234,7 +234,8 @@ fn r2_unmap_is_done_only_when_no_dma_goes_on_and_allows_none_from_then_on() {
 #[test]
 fn r2_protected_page_is_read_but_not_written_and_an_unmapped_one_stays_so() {
     let (mut rig, space) = Rig::with_space();
-    let domain = rig.open();
+    let window = rig.open();
+    let domain = Arc::clone(window.domain());
     rig.map(space, range(0, 4), Access::Write);
     rig.tell(Event::Protect {
         space,
@@ -256,7 +257,8 @@ fn r2_protected_page_is_read_but_not_written_and_an_unmapped_one_stays_so() {
 #[test]
 fn r3_dma_that_was_looked_up_keeps_its_page_until_it_is_done() {
     let (mut rig, space) = Rig::with_space();
-    let domain = rig.open();
+    let window = rig.open();
+    let domain = Arc::clone(window.domain());
     rig.map(space, range(0, 1), Access::Write);
     let dma = lease(&domain, 0, Access::Write).unwrap();
     let whole = Event::Invalidate {
@@ -272,7 +274,8 @@ fn r3_dma_that_was_looked_up_keeps_its_page_until_it_is_done() {
 #[test]
 fn section_with_a_standing_page_is_left_and_the_others_are_done() {
     let (mut rig, space) = Rig::with_space();
-    let domain = rig.open();
+    let window = rig.open();
+    let domain = Arc::clone(window.domain());
     rig.map(space, range(0, PAGES), Access::Write);
     assert!(domain.attributes().wire(PageNo(700).single()));
     let dma = lease(&domain, 5, Access::Read).unwrap();
@@ -305,7 +308,8 @@ fn section_with_a_standing_page_is_left_and_the_others_are_done() {
 #[test]
 fn memory_is_unmapped_until_a_driver_is_ready_and_read_write_from_then_on() {
     let mut rig = Rig::new();
-    let domain = rig.open();
+    let window = rig.open();
+    let domain = Arc::clone(window.domain());
     assert!(all_are(&domain, Attribute::Unmapped));
     rig.tell(Event::Begin);
     assert!(all_are(&domain, Attribute::Unmapped));
@@ -321,7 +325,8 @@ fn memory_is_unmapped_until_a_driver_is_ready_and_read_write_from_then_on() {
 #[test]
 fn space_of_a_driver_that_died_stays_as_it_is_until_the_next_has_taken_it_up() {
     let (mut rig, space) = Rig::with_space();
-    let domain = rig.open();
+    let window = rig.open();
+    let domain = Arc::clone(window.domain());
     rig.map(space, range(0, 2), Access::Write);
     rig.core.hang_up(&mut rig.engines);
     assert_eq!(attributes(&domain)[1], Attribute::ReadWrite);
@@ -338,7 +343,8 @@ fn space_of_a_driver_that_died_stays_as_it_is_until_the_next_has_taken_it_up() {
 #[test]
 fn space_that_the_next_driver_does_not_create_is_released_when_it_is_ready() {
     let (mut rig, space) = Rig::with_space();
-    let domain = rig.open();
+    let window = rig.open();
+    let domain = Arc::clone(window.domain());
     assert_eq!(rig.request(1, space, 0).unwrap().id, RequestId(1));
     rig.tell(Event::Begin);
     rig.tell(Event::Ready);
@@ -387,7 +393,8 @@ fn answer_that_is_unknown_or_given_twice_is_invalid_and_the_others_count() {
 #[test]
 fn barred_memory_is_unmapped_and_its_requests_wait_until_a_driver_takes_it_up() {
     let (mut rig, space) = Rig::with_space();
-    let domain = rig.open();
+    let window = rig.open();
+    let domain = Arc::clone(window.domain());
     rig.map(space, range(0, PAGES), Access::Write);
     rig.tell(Event::Begin);
     let name = rig.name();
@@ -396,7 +403,7 @@ fn barred_memory_is_unmapped_and_its_requests_wait_until_a_driver_takes_it_up() 
     assert!(all_are(&domain, Attribute::Unmapped));
     assert_eq!(rig.request(1, space, 0), None);
     let bytes = PAGES * PAGE_BYTES;
-    assert!(rig.table.open(rig.file.as_fd(), name, bytes).is_err());
+    assert!(rig.table.open(name, bytes).is_err());
     let page_count = PAGES;
     assert_eq!(rig.code(&Event::Create { name, page_count }), Code::Exists);
     assert!(rig.answered().is_empty());
@@ -404,13 +411,14 @@ fn barred_memory_is_unmapped_and_its_requests_wait_until_a_driver_takes_it_up() 
     assert_eq!(rig.create(), space);
     rig.tell(Event::Ready);
     assert_eq!(rig.unsent(), [1]);
-    assert!(rig.table.open(rig.file.as_fd(), name, bytes).is_ok());
+    assert!(rig.table.open(name, bytes).is_ok());
 }
 
 #[test]
 fn bar_of_an_earlier_session_that_is_not_said_again_is_lifted() {
     let mut rig = Rig::new();
-    let domain = rig.open();
+    let window = rig.open();
+    let domain = Arc::clone(window.domain());
     rig.tell(Event::Begin);
     let name = rig.name();
     rig.tell(Event::Bar { name });
@@ -426,7 +434,8 @@ fn bar_of_an_earlier_session_that_is_not_said_again_is_lifted() {
 fn space_released_before_ready_is_unmapped_until_ready_and_longer_if_it_is_barred() {
     for then_barred in [true, false] {
         let (mut rig, space) = Rig::with_space();
-        let domain = rig.open();
+        let window = rig.open();
+        let domain = Arc::clone(window.domain());
         rig.map(space, range(0, 2), Access::Write);
         // A driver that takes the space up, and fails at what comes next.
         rig.tell(Event::Begin);
@@ -458,13 +467,13 @@ fn space_released_before_ready_is_unmapped_until_ready_and_longer_if_it_is_barre
 #[test]
 fn device_without_look_up_waits_for_ready_and_keeps_its_memory_from_a_later_driver() {
     let mut rig = Rig::new();
-    let domain = rig.open();
-    let port = || EnginePort::new(Arc::clone(&domain), 0, LookUp::Off);
+    let window = rig.open();
+    let port = || EnginePort::new(Arc::clone(&window), 0, LookUp::Off);
     let is_not_known = || matches!(port(), Err(DomainError::NotKnown(_)));
     assert!(is_not_known(), "no driver has said anything");
     rig.tell(Event::Begin);
     assert!(is_not_known());
-    assert!(EnginePort::new(Arc::clone(&domain), 0, LookUp::On).is_ok());
+    assert!(EnginePort::new(Arc::clone(&window), 0, LookUp::On).is_ok());
     rig.tell(Event::Ready);
     let known = port().unwrap();
     rig.core.hang_up(&mut rig.engines);
@@ -494,11 +503,10 @@ fn device_without_look_up_waits_for_ready_and_keeps_its_memory_from_a_later_driv
 fn device_without_look_up_has_its_port_at_once_where_the_host_is_in_the_process() {
     let file = GuestFile::new_memfd("ram", PAGES * PAGE_BYTES).unwrap();
     let table = DomainTable::new(1);
-    let opened = table.open(file.as_fd(), file.key().unwrap(), PAGES * PAGE_BYTES);
-    let domain = opened.unwrap();
-    assert!(EnginePort::new(Arc::clone(&domain), 0, LookUp::Off).is_ok());
-    domain.attach().unwrap();
-    let refused = EnginePort::new(domain, 0, LookUp::Off);
+    let window = table.map_whole(file.as_fd()).unwrap();
+    assert!(EnginePort::new(Arc::clone(&window), 0, LookUp::Off).is_ok());
+    window.domain().attach().unwrap();
+    let refused = EnginePort::new(window, 0, LookUp::Off);
     assert!(matches!(refused, Err(DomainError::LookUpNeeded(_))));
 }
 
@@ -601,7 +609,8 @@ fn message_out_of_its_session_or_its_bounds_is_invalid_and_changes_nothing() {
     assert_eq!((status.code, status.detail), (Code::Invalid, 32 + 16));
     let status = rig.ask(&map(vec![range(0, 1); 257])).status;
     assert_eq!((status.code, status.detail), (Code::Invalid, 8));
-    let domain = rig.open();
+    let window = rig.open();
+    let domain = Arc::clone(window.domain());
     assert!(all_are(&domain, Attribute::Unmapped));
     let pages = range(1099, 1101);
     let marks = Marks::Keep;
@@ -647,12 +656,8 @@ fn create_is_refused_twice_beyond_the_limit_and_with_another_length_than_the_dev
 #[test]
 fn pages_that_dma_has_touched_are_told_and_forgotten() {
     let (mut rig, space) = Rig::with_space();
-    let domain = rig.open();
-    domain
-        .mapping()
-        .unwrap()
-        .copy_to(600 * PAGE_BYTES, &[1])
-        .unwrap();
+    let window = rig.open();
+    window.copy_to(600 * PAGE_BYTES, &[1]).unwrap();
     let mut touched = |marks| {
         let pages = range(512, 1024);
         let event = Event::Touched {

@@ -203,10 +203,6 @@ impl IoSpace for PriSpace {
         }
         Ok(())
     }
-
-    fn mapping(&self) -> Option<&Arc<SharedMapping>> {
-        Some(&self.mapping)
-    }
 }
 
 impl IoSpaces for Iommu {

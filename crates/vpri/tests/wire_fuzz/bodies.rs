@@ -6,7 +6,6 @@ use pagetide_addr::{
     Access, DeviceId, DomainId, FileKey, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse,
     QueueId, RequestId, RequestKind,
 };
-use pagetide_sys::memory_file::GuestFile;
 use pagetide_vpri::{
     DomainTable,
     function::{DeviceSide, FunctionCore, Phase, SourceNo},
@@ -15,7 +14,7 @@ use pagetide_vpri::{
         encode_request, request_id,
     },
 };
-use std::{collections::HashMap, os::fd::AsFd, sync::Arc};
+use std::{collections::HashMap, sync::Arc};
 
 /// A message of the event queue.
 pub fn event(bytes: &[u8]) {
@@ -176,7 +175,6 @@ struct Device {
     core: FunctionCore,
     table: Arc<DomainTable>,
     engines: Engines,
-    file: GuestFile,
     /// Memory that I/O devices have.
     brought: Vec<Arc<pagetide_vpri::DmaDomain>>,
 }
@@ -195,7 +193,6 @@ impl Device {
             core: FunctionCore::new(Arc::clone(&table), limits),
             table,
             engines: Engines::default(),
-            file: GuestFile::new_memfd("fuzz", 8 * PAGE_BYTES).unwrap(),
             brought: Vec::new(),
         }
     }
@@ -235,7 +232,7 @@ impl Device {
             ino: bytes.small(3).into(),
         };
         // The table believes what it is told of the file.
-        let opened = self.table.open(self.file.as_fd(), name, 8 * PAGE_BYTES);
+        let opened = self.table.open(name, 8 * PAGE_BYTES);
         self.brought.extend(opened);
         if self.brought.len() > 4 {
             self.brought.remove(0);

@@ -209,6 +209,7 @@ pub fn serve(options: BackendOptions) -> Result<(), BackendError> {
         serial: "bench".into(),
         direct_io: DirectIo::On,
         on_fault: OnFault::default(),
+        ram: pagetide_dpu::RamPolicy::default(),
     })?;
     for line in std::io::stdin().lock().lines() {
         let told = match line?.trim() {

@@ -258,6 +258,9 @@ impl Daemon {
             lookup: true,
             serial: None,
             on_fault: OnFault::OutOfOrder,
+            require_sealed: false,
+            allow_ram: Vec::new(),
+            ram_max_bytes: pagetide_dpu::RAM_BYTES_MAX,
         };
         self.send::<_, DeviceReport>("/v1/devices", &body)
             .map(|_| ())

@@ -12,7 +12,7 @@
 
 use super::frontend::Pages;
 use clap::ValueEnum;
-use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PageNo, PageRange, PageResponse, ResponseCode};
+use pagetide_addr::{FileKey, PAGE_BYTES, PageNo, PageRange, PageResponse, ResponseCode};
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, Writes};
 use pagetide_sys::{
     cpu::{self, Urgency},
@@ -166,6 +166,7 @@ pub fn serve(options: &BackendOptions) -> Result<(), BackendError> {
             // Through the page cache, where the image is.
             direct_io: DirectIo::Off,
             on_fault: OnFault::OutOfOrder,
+            ram: pagetide_dpu::RamPolicy::default(),
         })?;
     }
     cpu::set_affinity(&[options.tier_cpu])?;
@@ -303,13 +304,18 @@ fn bring_parked(
 }
 
 fn watch(domain: &DmaDomain) -> Result<Userfaultfd, String> {
-    let mapping = domain.mapping().ok_or("no disk maps that memory")?;
     let userfaultfd = Userfaultfd::create_here().map_err(|error| error.to_string())?;
     let api = userfaultfd.api(pagetide_sys::uffd::Features::WANTED);
     api.map_err(|error| error.to_string())?;
-    let start = Hva(mapping.address() as u64);
-    let registered = userfaultfd.register(start, domain.len_bytes(), Watch::Missing);
-    registered.map_err(|error| error.to_string())?;
+    let windows = domain.windows();
+    if windows.is_empty() {
+        return Err("no disk maps that memory".to_owned());
+    }
+    for window in windows {
+        let bytes = window.len_bytes().next_multiple_of(PAGE_BYTES);
+        let registered = userfaultfd.register(window.address(), bytes, Watch::Missing);
+        registered.map_err(|error| error.to_string())?;
+    }
     Ok(userfaultfd)
 }
 

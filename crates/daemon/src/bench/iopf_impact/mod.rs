@@ -153,6 +153,7 @@ impl Rig {
             serial: name.to_owned(),
             direct_io: DirectIo::Off,
             on_fault,
+            ram: pagetide_dpu::RamPolicy::default(),
         });
         self.sockets.push((socket, id.map_err(failed)?));
         Ok(())

@@ -24,7 +24,7 @@ use std::{
     time::Duration,
 };
 
-use pagetide_addr::{PAGE_BYTES, PageNo};
+use pagetide_addr::PageNo;
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_vpri::{
     DeviceEnd, DomainTable, Doorbell, EnginePort, FaultAssist, IoSpaces as _, LookUp,
@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     DEVICE_URGENCY,
-    memory::{PAGES, Tenant, failed, move_to, stand},
+    memory::{Tenant, failed, move_to, stand},
     sides::{Engine, Served, Side, Split, sleep},
 };
 
@@ -125,9 +125,8 @@ fn map(domains: &DomainTable, path: &Path, end: DeviceEnd) -> Result<Engine, Str
         .write(true)
         .open(path);
     let file = GuestFile::from(std::os::fd::OwnedFd::from(file.map_err(|e| wrong(&e))?));
-    let key = file.key().map_err(|e| wrong(&e))?;
-    let domain = domains.open(file.as_fd(), key, PAGES * PAGE_BYTES);
-    let port = EnginePort::new(domain.map_err(|e| wrong(&e))?, 0, LookUp::On);
+    let window = domains.map_whole(file.as_fd()).map_err(|e| wrong(&e))?;
+    let port = EnginePort::new(window, 0, LookUp::On);
     Ok(Engine::new(port.map_err(|e| wrong(&e))?, end))
 }
 

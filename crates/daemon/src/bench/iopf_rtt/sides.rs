@@ -24,7 +24,7 @@ use pagetide_sys::{
 };
 use pagetide_vpri::{
     DPU, DeviceEnd, DomainTable, Doorbell, EnginePort, FaultAssist, FaultService, FaultSource,
-    HostEnd, LookUp, ServiceThread, TenantCpus, fault_queue,
+    HostEnd, LookUp, RamWindow, ServiceThread, TenantCpus, fault_queue,
     pri::{
         DeviceConfig, DeviceModel, InterruptThread, Iommu, IommuConfig, Polling, PriSource,
         RequesterId,
@@ -80,6 +80,14 @@ pub(super) fn check(memory: &SharedMapping, page: PageNo) -> Result<(), String> 
     let words = memory.atomic_u64s(page.byte_offset(), 1);
     match words.and_then(|words| words.first()) {
         Some(word) if word.load(Ordering::Relaxed) == stamp(page) => Ok(()),
+        _ => Err(format!("{page} has lost its content")),
+    }
+}
+
+fn check_window(window: &RamWindow, page: PageNo) -> Result<(), String> {
+    let mut word = [0; 8];
+    match window.copy_from(page.byte_offset(), &mut word) {
+        Ok(()) if u64::from_ne_bytes(word) == stamp(page) => Ok(()),
         _ => Err(format!("{page} has lost its content")),
     }
 }
@@ -151,8 +159,10 @@ impl InProcess {
         let wrong = failed("the software DPU");
         let domains = DomainTable::new(1);
         let tenant = Tenant::new(&domains)?;
-        let domain = domains.find(tenant.io.key()).ok_or("no DMA domain")?;
-        let port = EnginePort::new(domain, 0, LookUp::On).map_err(|e| wrong(&e))?;
+        let window = domains
+            .map_whole(std::os::fd::AsFd::as_fd(tenant.file()))
+            .map_err(|e| wrong(&e))?;
+        let port = EnginePort::new(window, 0, LookUp::On).map_err(|e| wrong(&e))?;
         let [engine_bell, host_bell] = [Doorbell::new(), Doorbell::new()];
         let engine_bell = Arc::new(engine_bell.map_err(|e| wrong(&e))?);
         let host_bell = Arc::new(host_bell.map_err(|e| wrong(&e))?);
@@ -236,7 +246,7 @@ impl Engine {
             return Err(format!("{page} is absent after its response"));
         };
         let total_ns = now_ns() - absent_ns;
-        let checked = check(self.port.mapping(), page);
+        let checked = check_window(self.port.window(), page);
         self.port.release(lease);
         checked.map(|()| Split {
             pre_ns: response.waited_ns,

@@ -6,7 +6,6 @@
 //! queue, dispatcher, worker, gate, look at the page, grant, answer.
 
 use std::{
-    os::fd::AsFd,
     sync::Arc,
     thread::JoinHandle,
     time::{Duration, Instant},
@@ -205,7 +204,7 @@ type Memory = (Arc<DmaDomain>, Arc<AddressSpace>, Arc<DmaMmu>);
 fn memory(table: &DomainTable) -> Result<Memory, Broken> {
     let bytes = PAGES * PAGE_BYTES;
     let file = GuestFile::new_memfd("iopf-scale", bytes)?;
-    let domain = table.open(file.as_fd(), file.key()?, bytes)?;
+    let domain = table.open(file.key()?, bytes)?;
     domain.attach()?;
     IoSpace::unmap_all(&*domain);
     let all = PageRange::new(PageNo(0), PageNo(PAGES));

@@ -18,7 +18,7 @@ const PAGES_PER_WORD: u64 = 32;
 
 /// Measures look-ups, and puts them into `report`.
 pub fn measure(rig: &Rig, options: &PaBitmapBenchOptions, report: &mut BenchReport) {
-    let bitmap = rig.domain.attributes().bitmap();
+    let bitmap = rig.window.domain().attributes().bitmap();
     let array = Array::new(rig.pages_log2);
     let ours = |page| bitmap.attribute(PageNo(page)) as u64;
     let theirs = |page| array.load(page);
@@ -57,7 +57,7 @@ pub fn measure(rig: &Rig, options: &PaBitmapBenchOptions, report: &mut BenchRepo
     figures.insert("lookup_cold_ns".into(), cold_times);
     let overlapped = rounded(median(overlapped_ns));
     figures.insert("lookup_cold_overlapped_ns".into(), overlapped.into());
-    figures.insert("space_bytes".into(), rig.domain.len_bytes().into());
+    figures.insert("space_bytes".into(), rig.window.domain().len_bytes().into());
     figures.insert("bitmap_bytes".into(), bitmap.bytes().into());
     for (name, log2) in [("lease_hot_ns", HOT_LOG2), ("lease_cold_ns", cold)] {
         let ns = leases(rig, steps, log2);
@@ -131,7 +131,7 @@ fn with_mean(mean_ns: f64, times: &Times) -> Value {
 /// Time of a lease with its look-up and its return, in nanoseconds, as an engine takes them: one
 /// after the other, of pages that do not depend on one another.
 fn leases(rig: &Rig, steps: u32, pages_log2: u32) -> f64 {
-    let port = match EnginePort::new(rig.domain.clone(), 0, LookUp::On) {
+    let port = match EnginePort::new(rig.window.clone(), 0, LookUp::On) {
         Ok(port) => port,
         Err(error) => unreachable!("any port may look pages up: {error}"),
     };

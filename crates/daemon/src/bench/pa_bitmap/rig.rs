@@ -3,7 +3,7 @@
 
 use pagetide_addr::{Access, PAGE_BYTES, PageNo, PageRange};
 use pagetide_sys::memory_file::{FileError, GuestFile};
-use pagetide_vpri::{DmaDomain, DomainError, DomainTable};
+use pagetide_vpri::{DomainError, DomainTable, RamWindow};
 use std::{os::fd::AsFd as _, sync::Arc};
 
 use super::Random;
@@ -22,10 +22,10 @@ pub enum RigError {
     TooSmall(u32),
 }
 
-/// The file's domain.
+/// The file and its domain.
 pub struct Rig {
-    /// The domain, of one engine.
-    pub domain: Arc<DmaDomain>,
+    /// The whole file, as its one engine has it.
+    pub window: Arc<RamWindow>,
     /// log2 of its pages.
     pub pages_log2: u32,
 }
@@ -42,8 +42,8 @@ impl Rig {
         }
         let bytes = PAGE_BYTES << pages_log2;
         let file = GuestFile::new_memfd("bench-pa-bitmap", bytes)?;
-        let domain = DomainTable::new(1).open(file.as_fd(), file.key()?, bytes)?;
-        let attributes = domain.attributes();
+        let window = DomainTable::new(1).map_whole(file.as_fd())?;
+        let attributes = window.domain().attributes();
         attributes.unmap_all();
         let mut random = Random(1);
         for first in (0..1 << pages_log2).step_by(32) {
@@ -54,6 +54,6 @@ impl Rig {
                 _ => attributes.grant(word, Access::Write),
             }
         }
-        Ok(Self { domain, pages_log2 })
+        Ok(Self { window, pages_log2 })
     }
 }

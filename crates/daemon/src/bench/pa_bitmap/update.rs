@@ -51,7 +51,7 @@ pub fn measure(
     options: &PaBitmapBenchOptions,
     report: &mut BenchReport,
 ) -> Result<(), UpdateError> {
-    rig.domain.attributes().grant_all();
+    rig.window.domain().attributes().grant_all();
     let at = Placement::choose();
     let engine = Engine::default();
     let result = thread::scope(|scope| {
@@ -110,14 +110,14 @@ impl Engine {
 
     fn copy_pages(&self, rig: &Rig, cpu: usize) -> Result<(), UpdateError> {
         set_affinity(&[cpu])?;
-        let port = EnginePort::new(rig.domain.clone(), 0, LookUp::On)?;
+        let port = EnginePort::new(rig.window.clone(), 0, LookUp::On)?;
         let mut random = Random(5);
         let mut buffer = vec![0; PageNo(PAGE_BYTES).index()];
         while !self.stop.load(Ordering::Relaxed) {
             let page = PageNo(random.next(0, 12) % (ENGINE_SECTIONS * SECTION_PAGES));
             // Refused while the host has the section.
             if let Some(lease) = port.lease(page.single(), Access::Write) {
-                let copied = port.mapping().copy_from(page.byte_offset(), &mut buffer);
+                let copied = port.window().copy_from(page.byte_offset(), &mut buffer);
                 port.release(lease);
                 copied?;
                 self.dmas.fetch_add(1, Ordering::Relaxed);
@@ -142,7 +142,7 @@ struct Updates {
 
 impl Updates {
     fn measure(rig: &Rig, count: u32) -> Result<Self, MembarrierError> {
-        let attributes = rig.domain.attributes();
+        let attributes = rig.window.domain().attributes();
         let mut random = Random(6);
         let mut updates = Self::default();
         let sections = (1 << rig.pages_log2) / SECTION_PAGES - ENGINE_SECTIONS;

@@ -187,7 +187,7 @@ impl Landings {
         }
     }
 
-    fn abandon(&mut self, plan: &Plan) {
+    pub(super) fn abandon(&mut self, plan: &Plan) {
         for run in &plan.runs {
             self.give_back(&run.slots);
         }

@@ -36,7 +36,7 @@ impl FunctionCore {
                 space.session = self.session;
                 Some(Arc::clone(&space.domain))
             }
-            Some(space) if space.domain.mapping().is_some() => return Err(LENGTH),
+            Some(space) if space.domain.is_mapped() => return Err(LENGTH),
             // No device has it, and its memory is gone: the name is another's now.
             Some(space) => {
                 let id = space.domain.id();

@@ -302,7 +302,7 @@ struct Real {
     engines: Engines,
     files: Vec<GuestFile>,
     /// Domains as a device has them.
-    devices: Vec<Option<Arc<DmaDomain>>>,
+    devices: Vec<Option<Arc<RamWindow>>>,
     ids: Vec<DomainId>,
     leases: Vec<(Arc<DmaDomain>, Lease, usize, PageRange)>,
     retired: Vec<Arc<DmaDomain>>,
@@ -345,11 +345,10 @@ impl Real {
     }
 
     fn open(&mut self, memory: usize) -> bool {
-        let (file, key) = (&self.files[memory], self.name(memory));
-        let opened = self.table.open(file.as_fd(), key, PAGES * PAGE_BYTES);
+        let opened = self.table.map_whole(self.files[memory].as_fd());
         let is_open = opened.is_ok();
-        if let Ok(domain) = opened {
-            self.devices[memory] = Some(domain);
+        if let Ok(window) = opened {
+            self.devices[memory] = Some(window);
         }
         is_open
     }
@@ -516,7 +515,8 @@ fn act(step: &Step, real: &mut Real, model: &mut Model) {
             }
         }
         Step::Lease(memory, range, access) => {
-            let Some(domain) = real.devices[*memory].clone() else {
+            let window = real.devices[*memory].as_ref();
+            let Some(domain) = window.map(|w| Arc::clone(w.domain())) else {
                 return;
             };
             let lease = domain.attributes().lease(0, *range, *access);
@@ -541,7 +541,7 @@ fn act(step: &Step, real: &mut Real, model: &mut Model) {
             leases.remove(at);
         }
         Step::Wire(memory, page) => {
-            let Some(domain) = &real.devices[*memory] else {
+            let Some(domain) = real.devices[*memory].as_deref().map(RamWindow::domain) else {
                 return;
             };
             let wired = domain.attributes().wire(page.single());
@@ -553,7 +553,7 @@ fn act(step: &Step, real: &mut Real, model: &mut Model) {
             }
         }
         Step::Ask(memory) => {
-            let Some(domain) = &real.devices[*memory] else {
+            let Some(domain) = real.devices[*memory].as_deref().map(RamWindow::domain) else {
                 return;
             };
             let request = request(real.next_id, domain.id(), 0);

@@ -24,7 +24,7 @@ use pagetide_sys::{event::for_vhost, mapping::SharedMapping, memory_file::GuestF
 use rustix::{
     event::{EventfdFlags, eventfd},
     fd::OwnedFd,
-    fs::{MemfdFlags, SealFlags},
+    fs::MemfdFlags,
 };
 use std::{
     os::{
@@ -151,12 +151,13 @@ impl Driver {
     fn new(stream: UnixStream, seal: Seal) -> Result<Self, vhost::Error> {
         let wanted = 1 << 29 | feature::ACCESS_LOG | feature::LOG_LOSSES | feature::OVERWRITE;
         let (mut frontend, features, config) = agree(stream, wanted).unwrap();
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        // The function seals it by itself, if it takes seals at all.
+        let flags = match seal {
+            Seal::Yes => MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+            Seal::No => MemfdFlags::CLOEXEC,
+        };
         let file = rustix::fs::memfd_create("function", flags).unwrap();
         rustix::fs::ftruncate(&file, BYTES).unwrap();
-        if seal == Seal::Yes {
-            rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
-        }
         frontend.set_mem_table(&[VhostUserMemoryRegionInfo {
             guest_phys_addr: BUS,
             memory_size: BYTES,

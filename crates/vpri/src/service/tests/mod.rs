@@ -11,7 +11,6 @@ use pagetide_addr::{
     Access, PAGE_BYTES, PageNo, PageRange, PageRequest, QueueId, RequestId, ResponseCode, Tier,
 };
 use pagetide_sys::{cpu, memory_file::GuestFile};
-use std::os::fd::AsFd;
 
 /// An hour: nothing waits for that.
 const FOR_EVER_US: u32 = 3_600_000_000;
@@ -27,7 +26,7 @@ fn requests_for_a_retired_domain_are_refused_those_held_before_and_those_that_co
     let service = FaultService::new(vec![host], bell());
     let table = DomainTable::new(1);
     let file = GuestFile::new_memfd("retired", FILE_BYTES).unwrap();
-    let open = || table.open(file.as_fd(), file.key().unwrap(), FILE_BYTES);
+    let open = || table.open(file.key().unwrap(), FILE_BYTES);
     let domain = open().unwrap();
     let ask = |id: u64| {
         let (from, page) = ((DPU, QueueId(0)), PageNo(0).single());

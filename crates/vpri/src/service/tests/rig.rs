@@ -15,7 +15,6 @@ use pagetide_gmem::{
 use pagetide_sys::{cpu, memory_file::GuestFile};
 use std::{
     collections::{BTreeMap, HashSet, VecDeque},
-    os::fd::AsFd,
     sync::{Condvar, MutexGuard, atomic::Ordering, mpsc},
 };
 
@@ -154,7 +153,7 @@ impl Vm {
     pub fn new(table: &DomainTable) -> Self {
         let bytes = PAGES * PAGE_BYTES;
         let file = GuestFile::new_memfd("tenant", bytes).unwrap();
-        let domain = table.open(file.as_fd(), file.key().unwrap(), bytes);
+        let domain = table.open(file.key().unwrap(), bytes);
         let domain = domain.unwrap();
         domain.attach().unwrap();
         let ram = Ram::default();

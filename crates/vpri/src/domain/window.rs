@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`RamWindow`]: part of a file of guest RAM, mapped in this process for DMA.
+//!
+//! Bytes are named by their offset in the *file*, as everywhere in a domain.
+//! The mapping is guarded: a file that lost its memory costs the devices that
+//! use it, and nobody else ([`RamWindow::is_lost`]).
+
+use super::DmaDomain;
+use crate::space::LookError;
+use pagetide_addr::{Hva, Marks, PageNo, PageRange};
+use pagetide_sys::{
+    mapping::{MappingError, SharedMapping},
+    pagemap::Pagemap,
+};
+use std::sync::Arc;
+use vm_memory::VolatileSlice;
+
+/// Part of a file of guest RAM that devices of this process work on.
+#[derive(Debug)]
+pub struct RamWindow {
+    domain: Arc<DmaDomain>,
+    first_byte: u64,
+    mapping: SharedMapping,
+}
+
+impl RamWindow {
+    pub(super) fn new(domain: &Arc<DmaDomain>, first_byte: u64, mapping: SharedMapping) -> Self {
+        Self {
+            domain: Arc::clone(domain),
+            first_byte,
+            mapping,
+        }
+    }
+
+    /// The domain it is part of.
+    #[must_use]
+    pub fn domain(&self) -> &Arc<DmaDomain> {
+        &self.domain
+    }
+
+    /// Offset in the file of its first byte.
+    #[must_use]
+    pub fn first_byte(&self) -> u64 {
+        self.first_byte
+    }
+
+    /// Number of bytes.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.mapping.len_bytes()
+    }
+
+    /// Where this process has its first byte.
+    #[must_use]
+    pub fn address(&self) -> Hva {
+        Hva(self.mapping.address() as u64)
+    }
+
+    /// True if all of these bytes of the file are in it.
+    #[must_use]
+    pub fn covers(&self, offset: u64, bytes: u64) -> bool {
+        offset
+            .checked_sub(self.first_byte)
+            .and_then(|into| into.checked_add(bytes))
+            .is_some_and(|end| end <= self.len_bytes())
+    }
+
+    /// True once part of it could not be backed by its file. What was read since may be zeros.
+    #[inline]
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.mapping.is_lost()
+    }
+
+    /// `len` bytes at `offset` of the file, or `None` if not all are in the window. They must be
+    /// leased or wired.
+    #[inline]
+    #[must_use]
+    pub fn volatile(&self, offset: u64, len: u64) -> Option<VolatileSlice<'_>> {
+        let into = offset.checked_sub(self.first_byte)?;
+        self.mapping.volatile(into, len)
+    }
+
+    /// Copies bytes at `offset` of the file into `into`.
+    ///
+    /// # Errors
+    /// [`MappingError::OutOfBounds`].
+    pub fn copy_from(&self, offset: u64, into: &mut [u8]) -> Result<(), MappingError> {
+        // An offset before the window becomes one far behind it.
+        self.mapping
+            .copy_from(offset.wrapping_sub(self.first_byte), into)
+    }
+
+    /// Copies `from` to `offset` of the file.
+    ///
+    /// # Errors
+    /// [`MappingError::OutOfBounds`].
+    pub fn copy_to(&self, offset: u64, from: &[u8]) -> Result<(), MappingError> {
+        self.mapping
+            .copy_to(offset.wrapping_sub(self.first_byte), from)
+    }
+
+    pub(super) fn unwatch(&self) {
+        if let Some(watch) = self.domain.watch.get() {
+            watch.unwatch(self);
+        }
+    }
+
+    /// Calls `visit` for each of `pages` that DMA through this window has touched.
+    pub(super) fn touched(
+        &self,
+        pages: PageRange,
+        marks: Marks,
+        visit: &mut dyn FnMut(PageNo),
+    ) -> Result<(), LookError> {
+        let failed = |error: &dyn std::fmt::Display| LookError(error.to_string());
+        let window = PageRange::covering(self.first_byte, self.len_bytes()).unwrap_or_default();
+        let start = pages.start.max(window.start);
+        let end = pages.end.min(window.end);
+        if start >= end {
+            return Ok(());
+        }
+        let part = PageRange::new(start, end);
+        // The window begins at a page, as its file part does.
+        let into = start.byte_offset() - self.first_byte;
+        let map = Pagemap::of_self().map_err(|error| failed(&error))?;
+        let mut any = false;
+        map.visit(
+            Hva(self.address().0 + into),
+            part.len(),
+            |position, entry| {
+                if entry.is_present() {
+                    any = true;
+                    visit(PageNo(start.0 + position));
+                }
+            },
+        )
+        .map_err(|error| failed(&error))?;
+        if any && marks == Marks::Forget {
+            let bytes = part.bytes().min(self.len_bytes() - into);
+            let dropped = self.mapping.drop_translations(into, bytes);
+            dropped.map_err(|error| failed(&error))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for RamWindow {
+    fn drop(&mut self) {
+        self.unwatch();
+    }
+}
