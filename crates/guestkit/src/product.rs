@@ -342,6 +342,19 @@ impl Product {
     /// # Errors
     /// The daemon refuses.
     pub fn serve_disk(&self, socket: &Path, image: &Path) -> Result<(), ProductError> {
+        self.serve_disk_with(socket, image, &[])
+    }
+
+    /// As [`Product::serve_disk`], with more words for `dpu blk`.
+    ///
+    /// # Errors
+    /// The daemon refuses.
+    pub fn serve_disk_with(
+        &self,
+        socket: &Path,
+        image: &Path,
+        options: &[&str],
+    ) -> Result<(), ProductError> {
         let words: [&OsStr; 6] = [
             "dpu".as_ref(),
             "blk".as_ref(),
@@ -350,7 +363,9 @@ impl Product {
             "--image".as_ref(),
             image.as_os_str(),
         ];
-        self.client(words)?.success().map(|_| ())
+        let options = options.iter().map(OsStr::new);
+        let answer = self.client(words.into_iter().chain(options))?;
+        answer.success().map(|_| ())
     }
 
     /// Takes over the VM of process `pid` under `name`.

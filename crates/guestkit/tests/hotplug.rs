@@ -51,7 +51,10 @@ fn growing(disk: Disk) -> GuestSpec {
 /// A stage with a guest that works on a disk of the daemon.
 fn set(stage: &mut Stage, spec: GuestSpec) -> Guest {
     let (socket, image) = stage.new_disk(DISK_BYTES).expect("an image");
-    stage.product.serve_disk(&socket, &image).expect("a disk");
+    // A DIMM here may be a file on tmpfs.
+    let allowed = ["--allow-ram", "tmpfs"];
+    let served = stage.product.serve_disk_with(&socket, &image, &allowed);
+    served.expect("a disk");
     let disk = Disk::VhostUser(socket);
     steps::working_guest(stage, &GuestSpec { disk, ..spec })
 }
