@@ -18,7 +18,7 @@
 use super::{
     hotplug,
     identity::{Identity, mappings_of},
-    vm::{Prepared, Shared, Vm, empty_table_of, failed},
+    vm::{ENDING_WAIT, Prepared, Shared, Vm, empty_table_of, failed},
 };
 use crate::control::{AttachRequest, ControlError};
 use pagetide_addr::{Access, PageNo, PageRange, SECTION_PAGES, SectionNo};
@@ -308,6 +308,15 @@ pub(super) fn identity_of(path: &Path) -> Result<Identity, ControlError> {
     read_identity(&Pool::open(path).map_err(failed)?)
 }
 
+/// Removes the pool of a VM that could not be taken up and is no more.
+///
+/// # Errors
+/// A sentence.
+pub(super) fn remove_pool(state_dir: &Path, name: &str) -> Result<(), ControlError> {
+    let pool = Pool::open(&pool_path(state_dir, name)).map_err(failed)?;
+    pool.remove().map_err(failed)
+}
+
 fn read_identity(pool: &Pool) -> Result<Identity, ControlError> {
     serde_json::from_slice(&pool.identity().map_err(failed)?).map_err(|error| {
         failed(format!(
@@ -337,28 +346,45 @@ pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlErro
         }
         Err(refusal) => return Err(refused(&refusal)),
     };
+    take_up(&pool, identity, &vmm, shared).or_else(|error| {
+        if !vmm.ends_within(ENDING_WAIT) {
+            return Err(error);
+        }
+        tracing::info!(pid = vmm.pid(), %error, "the VM ended while it was taken up");
+        pool.remove().map_err(failed)?;
+        Ok(Found::Removed)
+    })
+}
+
+fn take_up(
+    pool: &Arc<Pool>,
+    identity: Identity,
+    vmm: &VmmProcess,
+    shared: &Shared,
+) -> Result<Found, ControlError> {
+    let vmm = vmm.try_clone().map_err(failed)?;
     let recorded = identity.recorded();
     if pool.phase() != Phase::Attached {
         let layout = RamLayout::of_recorded(&vmm, &recorded).map_err(|r| refused(&r))?;
-        abandon(&pool, &vmm, &layout)?;
+        abandon(pool, &vmm, &layout)?;
         return Ok(Found::Removed);
     }
     let Some(number) = pool.userfaultfd_number() else {
         return Err(failed(format!(
             "pool {} has lost the userfaultfd's number",
-            path.display()
+            pool.path().display()
         )));
     };
     let resumed = takeover::resume(&vmm, &recorded, number).map_err(failed)?;
     let userfaultfd = Arc::new(resumed.userfaultfd);
-    let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(&pool)))).map_err(failed)?;
-    let layout = leave_out_misfits(&resumed.layout, (&table, &pool), &userfaultfd);
+    let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(pool)))).map_err(failed)?;
+    let layout = leave_out_misfits(&resumed.layout, (&table, pool), &userfaultfd);
     let claim = Claim::take(&layout, shared)?;
     claim.watch()?;
     let live = Arc::new(LiveLayout::new(layout.clone()));
     let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     forget_what_went(&table, &layout);
-    let store = Arc::new(PoolStore::new(Arc::clone(&pool)));
+    let store = Arc::new(PoolStore::new(Arc::clone(pool)));
     adopt_words(&table, &place, &store, (&vmm, &identity))?;
     // Protection of rounds that died, and faults whose messages died, all at once.
     let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));
@@ -370,7 +396,7 @@ pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlErro
         identity,
         vmm,
         layout: live,
-        pool: Arc::clone(&pool),
+        pool: Arc::clone(pool),
         store,
         table,
         mmu: Arc::clone(&claim.mmu),
