@@ -82,9 +82,27 @@ pub(super) fn attach(
     shared: &Shared,
 ) -> Result<Vm, ControlError> {
     let vmm = VmmProcess::open(request.pid).map_err(|r| refused(&r))?;
-    let layout = RamLayout::of_process(&vmm).map_err(|r| refused(&r))?;
-    hazards::refuse_if_shared(&vmm, &layout, &shared.spaces.processes())
-        .map_err(|r| refused(&r))?;
+    attach_process(&vmm, request, state_dir, shared).map_err(|error| {
+        // Whatever failed, it was that.
+        if vmm.ends_within(Duration::ZERO) {
+            ControlError::refused(format!(
+                "process {} ended while it was being attached ({error}); nothing is kept for it",
+                request.pid
+            ))
+        } else {
+            error
+        }
+    })
+}
+
+fn attach_process(
+    vmm: &VmmProcess,
+    request: &AttachRequest,
+    state_dir: &Path,
+    shared: &Shared,
+) -> Result<Vm, ControlError> {
+    let layout = RamLayout::of_process(vmm).map_err(|r| refused(&r))?;
+    hazards::refuse_if_shared(vmm, &layout, &shared.spaces.processes()).map_err(|r| refused(&r))?;
     check_limit(request.limit_bytes, layout.len_bytes())?;
     for warning in layout.warnings() {
         tracing::warn!(vm = request.name, "{warning}");
@@ -106,7 +124,7 @@ pub(super) fn attach(
     pool.set_limit_bytes(request.limit_bytes);
     let undo = UndoPool(Some(Arc::clone(&pool)));
     // Whatever forbids it, the VM is as it was: another userfaultfd, too little privilege, an old kernel.
-    let taken = takeover::take_over(&vmm, &layout)
+    let taken = takeover::take_over(vmm, &layout)
         .map_err(|error| ControlError::refused(error.to_string()))?;
     pool.set_userfaultfd(taken.number, taken.pause_us);
     tracing::info!(
@@ -141,7 +159,7 @@ pub(super) fn attach(
         }
         Err(error) => {
             // Nothing was evicted yet: holes read as zeros again, as before.
-            if let Err(error) = takeover::let_go(&vmm, &layout, &userfaultfd, taken.number) {
+            if let Err(error) = takeover::let_go(vmm, &layout, &userfaultfd, taken.number) {
                 tracing::error!(vm = request.name, %error, "a failed attach left its userfaultfd in the VMM");
             }
             Err(error)

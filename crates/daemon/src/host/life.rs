@@ -84,8 +84,9 @@ const fn next(stage: Stage, event: Event) -> Option<(Stage, Duty)> {
     use DetachEnd::{LetGo, VmmEnded};
     Some(match (stage, event) {
         (Stage::Served, Event::DetachAsked) => (Stage::Leaving(Vmm::Runs), Duty::Detach),
-        (Stage::Served, Event::VmmEnded)
-        | (Stage::Leaving(Vmm::Ended), Event::DetachFailed) => (Stage::Dropping, Duty::Drop),
+        (Stage::Served, Event::VmmEnded) | (Stage::Leaving(Vmm::Ended), Event::DetachFailed) => {
+            (Stage::Dropping, Duty::Drop)
+        }
         (Stage::Leaving(_), Event::VmmEnded) => (Stage::Leaving(Vmm::Ended), Duty::None),
         (Stage::Leaving(Vmm::Runs), Event::DetachDone) => (Stage::Over(LetGo), Duty::None),
         (Stage::Leaving(Vmm::Ended), Event::DetachDone) | (Stage::Dropping, Event::Dropped) => {
@@ -261,7 +262,13 @@ mod tests {
         let none = Duty::None;
         let ended = Leaving(Vmm::Ended);
         let table = [
-            [Some((Leaving(Vmm::Runs), Detach)), Some((Dropping, Drop)), None, None, None],
+            [
+                Some((Leaving(Vmm::Runs), Detach)),
+                Some((Dropping, Drop)),
+                None,
+                None,
+                None,
+            ],
             [
                 Some((Leaving(Vmm::Runs), LeaveIt)),
                 Some((ended, none)),
@@ -276,9 +283,27 @@ mod tests {
                 Some((Dropping, Drop)),
                 None,
             ],
-            [Some((Dropping, LeaveIt)), Some((Dropping, none)), None, None, Some((Over(VmmEnded), none))],
-            [Some((Over(LetGo), LeaveIt)), Some((Over(LetGo), none)), None, None, None],
-            [Some((Over(VmmEnded), LeaveIt)), Some((Over(VmmEnded), none)), None, None, None],
+            [
+                Some((Dropping, LeaveIt)),
+                Some((Dropping, none)),
+                None,
+                None,
+                Some((Over(VmmEnded), none)),
+            ],
+            [
+                Some((Over(LetGo), LeaveIt)),
+                Some((Over(LetGo), none)),
+                None,
+                None,
+                None,
+            ],
+            [
+                Some((Over(VmmEnded), LeaveIt)),
+                Some((Over(VmmEnded), none)),
+                None,
+                None,
+                None,
+            ],
         ];
         for (stage, row) in STAGES.into_iter().zip(table) {
             for (event, wanted) in EVENTS.into_iter().zip(row) {
