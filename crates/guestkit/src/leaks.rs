@@ -18,6 +18,7 @@
 //! - Private memory, which is the allocator's: arenas and stacks are kept for the next use.
 //! - Threads that wait for work and end by themselves: of the runtime, of
 //!   `io_uring`, and the workers of page requests (`pt-iopf-N`), of which there is at most one a CPU.
+//! - The watch over the daemon's own mappings (`pt-alias` and its userfaultfd), which is made once.
 //! - What is on its way out: [`wait_for_release`] looks again until a time is over.
 
 use std::collections::BTreeMap;
@@ -33,6 +34,8 @@ use std::time::{Duration, Instant};
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// Beginnings of the names of threads that come and go with the work.
 const PASSING_THREADS: [&str; 3] = ["tokio", "iou-", "pt-iopf-N"];
+/// Name of the thread that watches the daemon's own mappings.
+const ALIAS_WATCH: &str = "pt-alias";
 /// Size of the blocks in which the kernel counts what a file takes.
 const BLOCK_BYTES: u64 = 512;
 /// What `/proc` adds to the name of a file that has none any more.
@@ -95,11 +98,23 @@ impl Snapshot {
             files.add_mapped(mapping.file, mapping.class, mapping.bytes);
         }
         let descriptors = descriptors(&process.join("fd"), &mut files)?;
-        Ok(Self {
+        let mut snapshot = Self {
             descriptors,
             bytes: files.by_class(),
             threads: threads(&process.join("task"))?,
-        })
+        };
+        snapshot.leave_out_the_alias_watch();
+        Ok(snapshot)
+    }
+
+    /// The watch over the daemon's own mappings is made for the first VM and kept, as one thread with
+    /// one userfaultfd.
+    fn leave_out_the_alias_watch(&mut self) {
+        if self.threads.remove(ALIAS_WATCH).is_some()
+            && let Some(count) = self.descriptors.get_mut("userfaultfd")
+        {
+            *count -= 1;
+        }
     }
 
     /// What is held at `later` and was not at this moment.
@@ -359,6 +374,23 @@ mod tests {
         let Growth(more) = before.growth_to(&Snapshot::of(own).expect("our own"));
         let told = Growth(more).to_string();
         assert!(!told.contains("leaks-test"), "{told}");
+    }
+
+    #[test]
+    fn alias_watch_is_left_out_and_the_userfaultfd_of_a_vm_is_not() {
+        let classes = |list: &[(&str, u64)]| -> Classes {
+            list.iter().map(|(c, n)| ((*c).to_owned(), *n)).collect()
+        };
+        let mut snapshot = Snapshot {
+            descriptors: classes(&[("userfaultfd", 2)]),
+            threads: classes(&[("pt-alias", 1), ("engine-N", 1)]),
+            ..Snapshot::default()
+        };
+        snapshot.leave_out_the_alias_watch();
+        assert_eq!(snapshot.descriptors["userfaultfd"], 1);
+        assert_eq!(snapshot.threads, classes(&[("engine-N", 1)]));
+        snapshot.leave_out_the_alias_watch();
+        assert_eq!(snapshot.descriptors["userfaultfd"], 1);
     }
 
     #[test]
