@@ -17,7 +17,8 @@
 //! # What is not counted
 //! - Private memory, which is the allocator's: arenas and stacks are kept for the next use.
 //! - Threads that wait for work and end by themselves: of the runtime, of
-//!   `io_uring`, and the workers of page requests (`pt-iopf-N`), of which there is at most one a CPU.
+//!   `io_uring`, and the workers of page requests (`pt-iopf-N`), of which there is at most one a CPU. Nor the one that holds
+//!   answers back for fault injection (`pt-iopf-later`), which is made once.
 //! - The watch over the daemon's own mappings (`pt-alias` and its userfaultfd), which is made once.
 //! - What is on its way out: [`wait_for_release`] looks again until a time is over.
 
@@ -33,7 +34,7 @@ use std::time::{Duration, Instant};
 /// Between two looks at a process that is still letting go.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// Beginnings of the names of threads that come and go with the work.
-const PASSING_THREADS: [&str; 3] = ["tokio", "iou-", "pt-iopf-N"];
+const PASSING_THREADS: [&str; 4] = ["tokio", "iou-", "pt-iopf-N", "pt-iopf-later"];
 /// Name of the thread that watches the daemon's own mappings.
 const ALIAS_WATCH: &str = "pt-alias";
 /// Size of the blocks in which the kernel counts what a file takes.
@@ -105,6 +106,28 @@ impl Snapshot {
         };
         snapshot.leave_out_the_alias_watch();
         Ok(snapshot)
+    }
+
+    /// What process `pid` holds once it has settled after its start, as far as it does within `patience`: its
+    /// threads have their names, and nothing comes or goes.
+    ///
+    /// # Errors
+    /// As of [`Self::of`].
+    pub fn settled(pid: u32, patience: Duration) -> io::Result<Self> {
+        let deadline = Instant::now() + patience;
+        // A thread has the name of the process until it has run for the first time.
+        let own = fs::read_to_string(format!("/proc/{pid}/comm"))?;
+        let unnamed = without_numbers(own.trim_end());
+        let mut before = Self::of(pid)?;
+        loop {
+            thread::sleep(LOOK_AGAIN);
+            let now = Self::of(pid)?;
+            let all_named = now.threads.get(&unnamed) == Some(&1);
+            if now == before && all_named || Instant::now() > deadline {
+                return Ok(now);
+            }
+            before = now;
+        }
     }
 
     /// The watch over the daemon's own mappings is made for the first VM and kept, as one thread with

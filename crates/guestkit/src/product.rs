@@ -225,7 +225,9 @@ impl Product {
             at_first: Snapshot::default(),
         };
         product.run()?;
-        product.at_first = product.holds()?;
+        let pid = product.pid().unwrap_or_default();
+        product.at_first =
+            Snapshot::settled(pid, RELEASE_TIMEOUT).map_err(|source| file_error(binary, source))?;
         Ok(product)
     }
 

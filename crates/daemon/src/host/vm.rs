@@ -299,6 +299,7 @@ impl Vm {
             match self.start_rounds(rounds) {
                 Ok(thread) => lock(&self.threads).rounds = Some(thread),
                 Err(error) => {
+                    self.core.orders.close();
                     tracing::error!(vm = self.core.name, %error, "nobody follows the VM's RAM any more");
                 }
             }
