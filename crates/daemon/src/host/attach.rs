@@ -20,7 +20,7 @@ use super::{
     identity::{Identity, mappings_of},
     vm::{ENDING_WAIT, Prepared, Shared, Vm, empty_table_of, failed},
 };
-use crate::control::{AttachRequest, ControlError};
+use crate::control::{AttachRequest, ControlError, ErrorKind};
 use pagetide_addr::{Access, PageNo, PageRange, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{Backing, Mmu, PageTable, Place, TableId, WordArray, recovery};
 use pagetide_swap::{Pool, PoolError, PoolStore, PoolWords, limit::LIMIT_PAGES_MIN, pool::Phase};
@@ -83,8 +83,12 @@ pub(super) fn attach(
 ) -> Result<Vm, ControlError> {
     let vmm = VmmProcess::open(request.pid).map_err(|r| refused(&r))?;
     attach_process(&vmm, request, state_dir, shared).map_err(|error| {
-        // Whatever failed, it was that.
-        if vmm.ends_within(Duration::ZERO) {
+        let patience = match error.kind {
+            ErrorKind::Failed => ENDING_WAIT,
+            // A rule forbids it, whether the process lives or not.
+            ErrorKind::WrongUse | ErrorKind::NotFound | ErrorKind::Refused => Duration::ZERO,
+        };
+        if vmm.ends_within(patience) {
             ControlError::refused(format!(
                 "process {} ended while it was being attached ({error}); nothing is kept for it",
                 request.pid
