@@ -328,6 +328,11 @@ fn add_blk(args: BlkArgs) -> Result<(), CommandError> {
         lookup: !args.no_lookup,
         serial: args.serial,
         on_fault: args.on_fault,
+        shared: args.shares.shared,
+        raw: args.shares.raw,
+        owner: args.shares.owner,
+        group: args.shares.group,
+        mode: args.shares.mode,
     };
     let call = Call {
         client: &args.client,

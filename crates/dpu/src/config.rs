@@ -3,7 +3,7 @@
 
 use crate::{
     blk::{
-        image::{DirectIo, ImageError, Writes},
+        image::{DirectIo, ImageError, ImageUse, Writes},
         request::SERIAL_BYTES,
     },
     device::{EngineGone, SocketError},
@@ -13,6 +13,7 @@ use crate::{
     ring::DEVICES_MAX,
 };
 use pagetide_addr::DeviceId;
+use pagetide_sys::socket::SocketAccess;
 use pagetide_vpri::{DomainTable, LandingError, LookUp, landing::LANDING_SLOTS_MAX};
 use std::{io, path::PathBuf, time::Duration};
 
@@ -172,4 +173,8 @@ pub struct BlkConfig {
     pub direct_io: DirectIo,
     /// What a queue does while one of its requests waits for pages.
     pub on_fault: OnFault,
+    /// What the operator says about the image.
+    pub image_use: ImageUse,
+    /// Who may connect to the socket.
+    pub access: SocketAccess,
 }

@@ -231,6 +231,11 @@ mod tests {
                 lookup: true,
                 serial: Some(serial.to_owned()),
                 on_fault: OnFault::default(),
+                shared: false,
+                raw: false,
+                owner: None,
+                group: None,
+                mode: None,
             };
             DeviceId(set.add(request, &[]).unwrap().id)
         };

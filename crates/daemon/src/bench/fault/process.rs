@@ -258,6 +258,11 @@ impl Daemon {
             lookup: true,
             serial: None,
             on_fault: OnFault::OutOfOrder,
+            shared: true,
+            raw: true,
+            owner: None,
+            group: None,
+            mode: None,
         };
         self.send::<_, DeviceReport>("/v1/devices", &body)
             .map(|_| ())

@@ -30,7 +30,8 @@ use super::{
 use load::{Client, Disk, Slice, depth};
 use pagetide_addr::DeviceId;
 use pagetide_dpu::{
-    Accounting, BlkConfig, DirectIo, Dpu, DpuConfig, OnFault, Writes, inject::Injection,
+    Accounting, BlkConfig, DirectIo, Dpu, DpuConfig, OnFault, SocketAccess, Writes,
+    inject::Injection,
 };
 use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, FaultService, LookUp, ServiceThread};
 use serde_json::{Map, Value, json};
@@ -153,6 +154,8 @@ impl Rig {
             serial: name.to_owned(),
             direct_io: DirectIo::Off,
             on_fault,
+            image_use: crate::bench::SHARED_IMAGE,
+            access: SocketAccess::default(),
         });
         self.sockets.push((socket, id.map_err(failed)?));
         Ok(())
