@@ -146,12 +146,14 @@ impl DeviceSet {
             .map_err(|error| failed(format!("{} is damaged: {error}", self.list_path.display())))?;
         let deadline = Instant::now() + IMAGE_WAIT;
         let mut waiting: Vec<&BlkRequest> = known.blk.iter().collect();
-        loop {
-            waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
-            if waiting.is_empty() {
-                break;
-            }
+        waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
+        for request in &waiting {
+            let image = request.image.display();
+            tracing::info!(%image, "waiting for an image that somebody else has locked");
+        }
+        while !waiting.is_empty() {
             std::thread::sleep(IMAGE_LOOK);
+            waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
         }
         *lock(&self.list) = known.blk;
         Ok(())

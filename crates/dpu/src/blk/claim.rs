@@ -309,4 +309,29 @@ mod tests {
         first.give_up_claim(file.path());
         second.claim(file.path(), Sharing::Alone).unwrap();
     }
+
+    #[test]
+    fn claim_stands_as_long_as_a_ring_has_the_image_in_its_table() {
+        use crate::ring::{FileSlot, IoRing};
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let open = || Image::open(&path, Writes::Taken, DirectIo::Auto).unwrap();
+        let (mut first, mut second) = (open(), open());
+        first.claim(&path, Sharing::Alone).unwrap();
+        let lock = crate::lock::take(dir.path(), 0).unwrap();
+        let mut ring: IoRing<()> = IoRing::new(8, lock).unwrap();
+        ring.set_file(FileSlot(1), first.buffered.as_fd()).unwrap();
+        // As when a process is killed: its descriptors are closed, the ring is still there.
+        drop(first);
+        assert!(second.claim(&path, Sharing::Alone).is_err());
+        drop(ring);
+        crate::lock::wait_for_dead_engines(dir.path(), |_| {}).unwrap();
+        // The kernel closes the files of a table one after the other.
+        let began = std::time::Instant::now();
+        while second.claim(&path, Sharing::Alone).is_err() {
+            assert!(began.elapsed().as_secs() < 10, "the claim does not fall");
+            std::thread::yield_now();
+        }
+    }
 }
