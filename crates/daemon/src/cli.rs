@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::control::{DEFAULT_BLK_QUEUES, OnFault, RamKind};
+use crate::dpu::disk::SocketMode;
 use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::DEFAULT_FILES;
@@ -367,9 +368,12 @@ pub struct BlkArgs {
     /// Do not look pages up before DMA; only for VMs that are not attached
     #[arg(long)]
     pub no_lookup: bool,
-    /// Serial number shown to the guest, at most 20 bytes
+    /// Serial number shown to the guest, at most 20 bytes [default: made of the socket's path]
     #[arg(long)]
     pub serial: Option<String>,
+    /// Of the image, and of the socket.
+    #[command(flatten)]
+    pub shares: BlkShareArgs,
     /// What a queue does while one of its requests waits for pages: begin no later one, or go on
     #[arg(long, value_enum, value_name = "HOW", default_value_t)]
     pub on_fault: OnFault,
@@ -385,6 +389,26 @@ pub struct BlkArgs {
     /// Of every client.
     #[command(flatten)]
     pub client: ClientArgs,
+}
+
+/// Arguments of `dpu blk` on who else has the image, and who may have the disk.
+#[derive(Args, Debug)]
+pub struct BlkShareArgs {
+    /// Let others write the image meanwhile: they know of one another (a cluster file system, say)
+    #[arg(long)]
+    pub shared: bool,
+    /// Serve the image's bytes as they are, whatever format they look like
+    #[arg(long)]
+    pub raw: bool,
+    /// User to whom the socket is to belong, by name or number
+    #[arg(long, value_name = "USER")]
+    pub owner: Option<String>,
+    /// Group to which the socket is to belong, by name or number
+    #[arg(long, value_name = "GROUP")]
+    pub group: Option<String>,
+    /// Permission bits of the socket, in octal [default: 0660 with --owner or --group, else by the umask]
+    #[arg(long, value_name = "OCTAL")]
+    pub mode: Option<SocketMode>,
 }
 
 /// Arguments of `estimate`.

@@ -331,6 +331,11 @@ fn add_blk(args: BlkArgs) -> Result<(), CommandError> {
         require_sealed: args.require_sealed,
         allow_ram: args.allow_ram,
         ram_max_bytes: args.ram_max.0,
+        shared: args.shares.shared,
+        raw: args.shares.raw,
+        owner: args.shares.owner,
+        group: args.shares.group,
+        mode: args.shares.mode,
     };
     let call = Call {
         client: &args.client,

@@ -19,6 +19,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::dpu::disk::SocketMode;
 use crate::figure::{LatencyUs, report};
 use crate::injection::{InjectionReport, InjectionRequest};
 use crate::protection::ProtectorChoice;
@@ -158,7 +159,7 @@ pub struct BlkRequest {
     /// Look each page up before DMA; `false` only for VMs that are not attached.
     #[serde(default = "default_lookup")]
     pub lookup: bool,
-    /// Serial number shown to the guest, at most 20 bytes.
+    /// Serial number shown to the guest, at most 20 bytes; one made of the socket's path without it.
     #[serde(default)]
     pub serial: Option<String>,
     /// What a queue does while one of its requests waits for pages.
@@ -173,6 +174,23 @@ pub struct BlkRequest {
     /// Most guest RAM, in bytes, that the front end may have mapped.
     #[serde(default = "default_ram_max")]
     pub ram_max_bytes: u64,
+    /// Others may write the image meanwhile, and know of one another (a cluster file system, say).
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub shared: bool,
+    /// The image's bytes are the disk's, whatever format they look like.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub raw: bool,
+    /// User to whom the socket belongs, by name or number; whom the daemon runs as, without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<String>,
+    /// Group to which the socket belongs, by name or number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+    /// Permission bits of the socket in octal, as `0660`; without them 0660 if an owner or a group is
+    /// given, else as the umask of the daemon has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub mode: Option<SocketMode>,
 }
 
 /// A kind of file that is guest RAM only by the operator's word: it can lose memory while a device
@@ -215,6 +233,11 @@ fn default_ram_max() -> u64 {
     pagetide_dpu::RAM_BYTES_MAX
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_false(value: &bool) -> bool {
+    !*value
+}
+
 /// How far a VM is in its life under Pagetide.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
@@ -239,7 +262,8 @@ pub enum DeviceState {
     Listening,
     /// A front end is connected.
     Connected,
-    /// Stopped by a misbehaving front end or a failing image; `error` says why.
+    /// Stopped by a misbehaving front end or a failing image, or not made again after a restart; `error`
+    /// says why.
     Stopped,
 }
 
@@ -397,7 +421,7 @@ report! {
         image: Option<String> => skip,
         /// How far the device is.
         state: DeviceState => skip,
-        /// Why the device stopped.
+        /// Why the device stopped, could not be made again, or what is wrong with its image.
         error: Option<String> => skip,
         /// Whether the guest RAM it works on is sealed against shrinking; absent while it has none.
         ram_sealed: Option<bool> => skip,
@@ -413,6 +437,14 @@ report! {
         on_fault: OnFault => skip,
         /// Serial number shown to the guest.
         serial: Option<String> => skip,
+        /// Others may write the image meanwhile.
+        shared: bool => skip,
+        /// User to whom the socket belongs, as it was given.
+        owner: Option<String> => skip,
+        /// Group to which the socket belongs, as it was given.
+        group: Option<String> => skip,
+        /// Permission bits of the socket in octal, as they were given.
+        mode: Option<String> => skip,
         /// Size of the image.
         capacity_bytes: u64 => gauge,
         /// Requests completed.

@@ -3,7 +3,7 @@
 //!
 //! `serve_blk SOCKET IMAGE STATE_DIR [POLL_US]`; ends with its input.
 
-use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, OnFault, Writes};
+use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, ImageUse, OnFault, SocketAccess, Writes};
 use pagetide_vpri::{DomainTable, Doorbell, LookUp};
 use std::{error::Error, io::Read as _, sync::Arc, time::Duration};
 
@@ -28,6 +28,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         direct_io: DirectIo::Auto,
         on_fault: OnFault::default(),
         ram: pagetide_dpu::RamPolicy::default(),
+        image_use: ImageUse::default(),
+        access: SocketAccess::default(),
     })?;
     std::io::stdin().read_to_end(&mut Vec::new())?;
     for device in dpu.devices() {

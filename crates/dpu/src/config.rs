@@ -3,7 +3,7 @@
 
 use crate::{
     blk::{
-        image::{DirectIo, ImageError, Writes},
+        image::{DirectIo, ImageError, ImageUse, Writes},
         request::SERIAL_BYTES,
     },
     device::{EngineGone, SocketError},
@@ -14,6 +14,7 @@ use crate::{
     ring::DEVICES_MAX,
 };
 use pagetide_addr::DeviceId;
+use pagetide_sys::socket::SocketAccess;
 use pagetide_vpri::{DomainTable, LandingError, LookUp, landing::LANDING_SLOTS_MAX};
 use std::{io, path::PathBuf, time::Duration};
 
@@ -175,4 +176,8 @@ pub struct BlkConfig {
     pub on_fault: OnFault,
     /// What is taken as guest RAM.
     pub ram: RamPolicy,
+    /// What the operator says about the image.
+    pub image_use: ImageUse,
+    /// Who may connect to the socket.
+    pub access: SocketAccess,
 }

@@ -4,8 +4,9 @@
 use crate::{
     alias::{Alias, SLIPS_MAX},
     blk::{
+        claim::Sharing,
         config::QUEUES_MAX,
-        image::{Image, Writes},
+        image::{Image, ImageError, ImageUse, Writes},
         request::SERIAL_BYTES,
     },
     config::{BlkConfig, DpuConfig, DpuError},
@@ -63,6 +64,10 @@ pub struct DeviceReport {
     pub queue_count: u16,
     /// Whether the guest may write.
     pub writes: Writes,
+    /// What is wrong with the image, as a sentence: it was cut short, say.
+    pub image_error: Option<String>,
+    /// Whether others may write the image meanwhile.
+    pub sharing: Sharing,
     /// Whether pages are looked up before DMA.
     pub look_up: LookUp,
     /// What a queue does while one of its requests waits for pages.
@@ -124,6 +129,25 @@ struct EngineHandle {
 struct BlkDevice {
     config: BlkConfig,
     endpoint: Endpoint,
+}
+
+impl Devices {
+    /// Makes an image ours, unless a device of ours, or another program, has it.
+    fn claim(&self, image: &mut Image, config: &BlkConfig) -> Result<(), ImageError> {
+        let ImageUse { sharing, content } = config.image_use;
+        let other = self.slots.iter().flatten().find(|device| {
+            let theirs = &device.endpoint.control().shared.image;
+            !image.agrees_with(sharing, (theirs, device.config.image_use.sharing))
+        });
+        if let Some(other) = other {
+            return Err(ImageError::Served {
+                path: config.image.clone(),
+                socket: other.config.socket.clone(),
+            });
+        }
+        image.claim(&config.image, sharing)?;
+        image.check_content(&config.image, content)
+    }
 }
 
 /// The software DPU.
@@ -267,8 +291,9 @@ impl Dpu {
             });
         }
         let serial = serial_bytes(&config.serial)?;
-        let image = Image::open(&config.image, config.writes, config.direct_io)?;
+        let mut image = Image::open(&config.image, config.writes, config.direct_io)?;
         let mut devices = self.lock();
+        devices.claim(&mut image, &config)?;
         let slot = match devices.slots.iter().position(Option::is_none) {
             Some(slot) => slot,
             None if devices.slots.len() == DEVICES_MAX as usize => {
@@ -299,10 +324,11 @@ impl Dpu {
             socket: config.socket.clone(),
         }));
         control.add_to_engines()?.map_err(DpuError::Table)?;
-        let endpoint = match Endpoint::open(control.clone()) {
+        let endpoint = match Endpoint::open(control.clone(), config.access) {
             Ok(endpoint) => endpoint,
             Err(error) => {
                 control.remove_from_engines()?.map_err(DpuError::Table)?;
+                control.shared.image.give_up_claim(&config.image);
                 return Err(error.into());
             }
         };
@@ -325,8 +351,11 @@ impl Dpu {
             return Err(DpuError::NoSuchDevice(id));
         };
         device.endpoint.close();
-        let removed = device.endpoint.control().remove_from_engines()?;
-        removed.map_err(DpuError::Table)
+        let control = device.endpoint.control();
+        control.remove_from_engines()?.map_err(DpuError::Table)?;
+        // Its I/O is done: the image is free now, not when the last ring has forgotten it.
+        control.shared.image.give_up_claim(&device.config.image);
+        Ok(())
     }
 
     /// Every device, by id.
@@ -460,9 +489,11 @@ impl BlkDevice {
             ram: self.config.ram,
             queue_count: self.config.queue_count,
             writes: self.config.writes,
+            image_error: shared.image_error(),
+            sharing: self.config.image_use.sharing,
             look_up: self.config.look_up,
             on_fault: self.config.on_fault,
-            capacity_bytes: shared.image.sectors * 512,
+            capacity_bytes: shared.image.capacity_bytes(),
             requests: shared.total(|c| &c.requests),
             read_bytes: shared.total(|c| &c.read_bytes),
             written_bytes: shared.total(|c| &c.written_bytes),

@@ -49,10 +49,12 @@ mod ring;
 mod shared;
 mod slo;
 
-pub use blk::image::{DirectIo, ImageError, Writes};
+pub use blk::claim::Sharing;
+pub use blk::format::Content;
+pub use blk::image::{DirectIo, ImageError, ImageUse, Writes};
 pub use chain::ChainError;
 pub use config::{BlkConfig, DpuConfig, DpuError};
-pub use device::{DeviceState, EngineGone, SocketError};
+pub use device::{DeviceState, EngineGone, SocketAccess, SocketError};
 pub use dpu::{DeviceReport, Dpu};
 pub use engine::queue::OnFault;
 pub use lock::{LockError, wait_for_dead_engines};

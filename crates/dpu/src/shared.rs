@@ -120,6 +120,8 @@ pub(crate) struct DeviceShared {
     pub account: Mutex<Account>,
     accounted: AtomicBool,
     pub injector: Injector,
+    /// Size of an image that was seen cut short; `u64::MAX` while it is whole.
+    cut_bytes: AtomicU64,
     stopped: AtomicBool,
     reason: Mutex<Option<StopReason>>,
 }
@@ -141,6 +143,7 @@ impl DeviceShared {
             account: Mutex::new(Account::new(engine_count, now_ns())),
             accounted: AtomicBool::new(true),
             injector: Injector::new(iopf_timeout),
+            cut_bytes: AtomicU64::new(u64::MAX),
             stopped: AtomicBool::new(false),
             reason: Mutex::new(None),
         }
@@ -192,6 +195,49 @@ impl DeviceShared {
     /// Why the device stopped, as a sentence.
     pub fn stopped_because(&self) -> Option<String> {
         self.lock().as_ref().map(ToString::to_string)
+    }
+
+    /// Size of the image now, as far as it is served. A change is logged: the guest's I/O beyond the end
+    /// fails from now on, or no longer.
+    #[inline]
+    pub fn look_at_size(&self) -> u64 {
+        let (now, capacity) = (self.image.bytes_now(), self.image.capacity_bytes());
+        let cut = if now < capacity { now } else { u64::MAX };
+        if self.cut_bytes.load(Ordering::Relaxed) != cut {
+            self.tell_size(cut, capacity);
+        }
+        now.min(capacity)
+    }
+
+    #[cold]
+    fn tell_size(&self, cut: u64, capacity: u64) {
+        if self.cut_bytes.swap(cut, Ordering::Relaxed) == cut {
+            return;
+        }
+        if cut == u64::MAX {
+            tracing::warn!(
+                device = self.id.0,
+                capacity_bytes = capacity,
+                "the image has its size again; what was cut off reads as zeros, unless somebody has put it back"
+            );
+        } else {
+            tracing::error!(
+                device = self.id.0,
+                image_bytes = cut,
+                capacity_bytes = capacity,
+                "somebody has cut the image short; I/O beyond its end fails until it has its size again"
+            );
+        }
+    }
+
+    /// What is wrong with the image, as a sentence.
+    pub fn image_error(&self) -> Option<String> {
+        let (now, capacity) = (self.look_at_size(), self.image.capacity_bytes());
+        (now < capacity).then(|| {
+            format!(
+                "the image was cut short, from {capacity} to {now} bytes: I/O beyond its end fails; restore its content, or give it its size again by truncate(1)"
+            )
+        })
     }
 
     /// The sum of a counter over all engines.

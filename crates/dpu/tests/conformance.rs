@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The VPRI function of a software DPU with a disk, under the conformance tester: what DMA does.
 
-use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, OnFault, Writes};
+use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, ImageUse, OnFault, SocketAccess, Writes};
 use pagetide_vpri::{
     DomainTable, Doorbell, LookUp,
     check::{self, CheckOptions, Verdict},
@@ -47,6 +47,8 @@ fn passes(on_fault: OnFault, landing_slots: u32) {
         look_up: LookUp::On,
         on_fault,
         ram: pagetide_dpu::RamPolicy::default(),
+        image_use: ImageUse::default(),
+        access: SocketAccess::default(),
         serial: "check".into(),
         direct_io: DirectIo::Auto,
     });

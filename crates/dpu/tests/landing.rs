@@ -7,7 +7,9 @@ mod support;
 use pagetide_addr::{
     Access, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse, RequestKind, ResponseCode,
 };
-use pagetide_dpu::{BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, OnFault, Writes};
+use pagetide_dpu::{
+    BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, ImageUse, OnFault, SocketAccess, Writes,
+};
 use pagetide_vpri::{
     DmaDomain, DomainTable, Doorbell, FaultSource, HostEnd, HostPresence, LandingArea, LookUp,
 };
@@ -93,6 +95,8 @@ impl Setting {
             direct_io: DirectIo::Auto,
             on_fault: OnFault::OutOfOrder,
             ram: pagetide_dpu::RamPolicy::default(),
+            image_use: ImageUse::default(),
+            access: SocketAccess::default(),
         }
     }
 

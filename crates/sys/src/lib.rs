@@ -28,8 +28,12 @@
 //! | [`cpu`] | where this thread runs |
 //! | [`event`] | an eventfd for the vhost crates |
 //! | [`signal`] | an eventfd signalled without waiting for its owner |
+//! | [`byte_lock`] | locks of single bytes, which belong to an open file |
+//! | [`accounts`] | users and groups by name |
 //! | [`socket`] | a Unix socket with one peer at a time |
 
+pub mod accounts;
+pub mod byte_lock;
 pub mod cpu;
 pub mod event;
 pub mod guest_ram;

@@ -1,12 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A Unix socket that one peer at a time connects to: bound, looked at, hung up on.
+//!
+//! Who may connect is settled before anybody can: the socket is bound, gets its
+//! owner and its mode, and only then listens. Until that last step a connection
+//! is refused whatever the mode is.
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid},
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
+};
 use std::{
     io,
     net::Shutdown,
     os::{
-        fd::AsFd,
+        fd::{AsFd, AsRawFd, OwnedFd},
         unix::{
             fs::FileTypeExt,
             net::{UnixListener, UnixStream},
@@ -34,11 +42,43 @@ pub enum SocketError {
     },
 }
 
+/// Connections that may wait to be accepted: others try again.
+const BACKLOG: i32 = 128;
+/// Mode of a socket that was given an owner or a group and no mode: those two may connect.
+const MODE_OF_OWNED: u32 = 0o660;
+
+/// Who may connect to a socket: to whom it belongs, and its mode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SocketAccess {
+    /// User number; who binds it, without one.
+    pub owner: Option<u32>,
+    /// Group number; that of who binds it, without one.
+    pub group: Option<u32>,
+    /// Permission bits; without them 0660 if an owner or a group is given, else as the umask has it.
+    pub mode: Option<u32>,
+}
+
+impl SocketAccess {
+    fn mode(self) -> Option<Mode> {
+        let owned = self.owner.is_some() || self.group.is_some();
+        let bits = self.mode.or(owned.then_some(MODE_OF_OWNED));
+        bits.map(|bits| Mode::from_raw_mode(bits & 0o777))
+    }
+}
+
 /// Listens, without blocking, and clears away a socket that nobody listens on any more.
 ///
 /// # Errors
 /// [`SocketError`].
 pub fn bind(path: &Path) -> Result<UnixListener, SocketError> {
+    bind_for(path, SocketAccess::default())
+}
+
+/// The same; nobody but those of `access` can connect at any time.
+///
+/// # Errors
+/// [`SocketError`].
+pub fn bind_for(path: &Path, access: SocketAccess) -> Result<UnixListener, SocketError> {
     let failed = |source| SocketError::Kernel {
         path: path.to_owned(),
         source,
@@ -58,9 +98,54 @@ pub fn bind(path: &Path) -> Result<UnixListener, SocketError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(failed(error)),
     }
-    let listener = UnixListener::bind(path).map_err(failed)?;
-    listener.set_nonblocking(true).map_err(failed)?;
-    Ok(listener)
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+        .map_err(|error| failed(error.into()))?;
+    if access.mode().is_some() {
+        // The file is made with the bits that the socket has (Linux): so it can be told below.
+        rustix::fs::fchmod(&socket, Mode::empty()).map_err(|error| failed(error.into()))?;
+    }
+    let address = SocketAddrUnix::new(path).map_err(|error| failed(error.into()))?;
+    rustix::net::bind(&socket, &address).map_err(|error| failed(error.into()))?;
+    let listening = give_to(path, access)
+        .and_then(|()| rustix::net::listen(&socket, BACKLOG).map_err(io::Error::from));
+    if let Err(source) = listening {
+        std::fs::remove_file(path).map_err(failed)?;
+        return Err(failed(source));
+    }
+    Ok(UnixListener::from(socket))
+}
+
+/// Gives the socket file at `path`, which nobody listens on yet, its owner and its mode.
+///
+/// Whoever may write to the folder can put another file in its place meanwhile, so the file is
+/// opened first, and must be a socket without any permission: we have just made it so.
+fn give_to(path: &Path, access: SocketAccess) -> io::Result<()> {
+    let Some(mode) = access.mode() else {
+        return Ok(());
+    };
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file: OwnedFd = rustix::fs::open(path, flags, Mode::empty())?;
+    let stat = rustix::fs::fstat(&file)?;
+    let bits = Mode::from_raw_mode(stat.st_mode);
+    if FileType::from_raw_mode(stat.st_mode) != FileType::Socket || !bits.is_empty() {
+        return Err(io::Error::other(
+            "another file was put in its place while it was made: use a folder that others cannot write to",
+        ));
+    }
+    let (owner, group) = (
+        access.owner.map(Uid::from_raw),
+        access.group.map(Gid::from_raw),
+    );
+    if owner.is_some() || group.is_some() {
+        rustix::fs::chownat(&file, c"", owner, group, AtFlags::EMPTY_PATH).map_err(|error| {
+            let error = io::Error::from(error);
+            io::Error::new(error.kind(), format!("its owner cannot be set: {error}"))
+        })?;
+    }
+    // chmod(2) takes no descriptor of a file that is not open for I/O, but its name in /proc.
+    let name = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Ok(rustix::fs::chmod(name, mode)?)
 }
 
 /// True if the peer has closed the connection, whatever of it is still to be read.
@@ -107,6 +192,47 @@ mod tests {
         std::fs::write(&file, "not a socket").unwrap();
         assert!(matches!(bind(&file), Err(SocketError::NotASocket(_))));
         std::fs::remove_dir_all(&directory).unwrap();
+    }
+
+    #[test]
+    fn socket_is_made_for_whom_it_is_meant_whatever_the_umask() {
+        use std::os::unix::fs::MetadataExt;
+        let directory =
+            std::env::temp_dir().join(format!("pagetide-socket-mode-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        let path = directory.join("s");
+        let ours = std::fs::metadata(&directory).unwrap();
+        for (mode, group, wanted) in [
+            (Some(0o666), None, 0o666),
+            (Some(0o600), None, 0o600),
+            (None, Some(ours.gid()), 0o660),
+        ] {
+            let access = SocketAccess {
+                owner: None,
+                group,
+                mode,
+            };
+            let listener = bind_for(&path, access).unwrap();
+            let made = std::fs::symlink_metadata(&path).unwrap();
+            assert_eq!(made.mode() & 0o7777, wanted);
+            UnixStream::connect(&path).unwrap();
+            listener.accept().unwrap();
+        }
+        std::fs::remove_dir_all(&directory).unwrap();
+    }
+
+    #[test]
+    fn file_put_in_the_place_of_a_socket_is_not_given_away() {
+        let path =
+            std::env::temp_dir().join(format!("pagetide-socket-given-{}", std::process::id()));
+        let access = SocketAccess {
+            mode: Some(0o600),
+            ..SocketAccess::default()
+        };
+        std::fs::write(&path, "").unwrap();
+        let given = give_to(&path, access);
+        assert!(given.unwrap_err().to_string().contains("another file"));
+        std::fs::remove_file(&path).unwrap();
     }
 
     #[test]

@@ -21,11 +21,18 @@ pub mod pa_bitmap;
 mod random;
 pub mod sim;
 
+use pagetide_dpu::{Content, ImageUse, Sharing};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::cli::BenchName;
 use crate::text::{Text, fields};
+
+/// How benches use images, which are theirs: back ends that are compared serve the same one.
+pub(crate) const SHARED_IMAGE: ImageUse = ImageUse {
+    sharing: Sharing::Shared,
+    content: Content::Raw,
+};
 
 /// What a bench found.
 #[derive(Clone, PartialEq, Debug, Serialize)]

@@ -234,6 +234,11 @@ mod tests {
                 require_sealed: false,
                 allow_ram: Vec::new(),
                 ram_max_bytes: pagetide_dpu::RAM_BYTES_MAX,
+                shared: false,
+                raw: false,
+                owner: None,
+                group: None,
+                mode: None,
             };
             DeviceId(set.add(request, &[]).unwrap().id)
         };

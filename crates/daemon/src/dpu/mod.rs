@@ -3,6 +3,7 @@
 //! process of their own ([`process`]).
 
 mod account;
+pub mod disk;
 pub mod process;
 mod set;
 

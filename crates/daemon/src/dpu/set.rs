@@ -5,7 +5,14 @@
 //! whenever it changes (a new file renamed over the old one), so that a
 //! successor listens on the same sockets with the same images. Front ends then
 //! connect again by themselves and bring their requests in flight with them.
+//!
+//! A successor may find an image locked: by what is left of its predecessor,
+//! whose last descriptors the kernel closes a moment after its I/O is done, or
+//! by another program that took its chance. It makes the other devices first and
+//! then tries again, for [`IMAGE_WAIT`]. A device that could not be made stays on
+//! the list, and `dpu list` says why it is out of service.
 
+use super::disk::{access, coming_back, default_serial, image_use};
 use crate::{
     control::{BlkRequest, ControlError, DeviceReport, DeviceState, OnFault, RamKind},
     settings::EngineSettings,
@@ -13,8 +20,8 @@ use crate::{
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_dpu::config::POLL_MAX;
 use pagetide_dpu::{
-    BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, RamAllowed, RamPolicy, Sealing, Writes,
-    wait_for_dead_engines,
+    BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, ImageError, RamAllowed, RamPolicy, Sealing,
+    Sharing, Writes, wait_for_dead_engines,
 };
 use pagetide_sys::guest_ram::Sealed;
 use pagetide_vpri::{AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LookUp};
@@ -24,18 +31,34 @@ use std::{
     fs,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 const LIST_FILE: &str = "devices.json";
-/// Serial number of a device that was given none.
-const DEFAULT_SERIAL: &str = "pagetide";
+/// Serial number of a device without one on the list: an earlier version made it, and its guest knows
+/// it by that.
+const SERIAL_OF_OLD: &str = "pagetide";
+/// How long a successor waits for images that others have locked; what its predecessor has left goes
+/// within milliseconds, and front ends that wait for other devices are not kept by it.
+const IMAGE_WAIT: Duration = Duration::from_secs(5);
+/// Time between two attempts.
+const IMAGE_LOOK: Duration = Duration::from_millis(20);
 
 /// The engines, their devices, and the list of these.
 pub(crate) struct DeviceSet {
     dpu: Dpu,
     list_path: PathBuf,
     list: Mutex<Vec<BlkRequest>>,
+    /// The list by socket, for reports: held for moments only, where the list itself is held as long
+    /// as a device takes to be made or removed.
+    kept: Mutex<BTreeMap<PathBuf, Kept>>,
+}
+
+/// A device on the list.
+struct Kept {
+    request: BlkRequest,
+    /// Why it is out of service.
+    missing_because: Option<String>,
 }
 
 /// The list as it is kept.
@@ -85,6 +108,7 @@ impl DeviceSet {
             dpu,
             list_path: state_dir.join(LIST_FILE),
             list: Mutex::default(),
+            kept: Mutex::default(),
         };
         Ok((set, Hosts { ends, bell }))
     }
@@ -121,16 +145,55 @@ impl DeviceSet {
         };
         let known: DeviceList = serde_json::from_slice(&bytes)
             .map_err(|error| failed(format!("{} is damaged: {error}", self.list_path.display())))?;
-        for request in &known.blk {
-            match self.dpu.add_blk(config_of(request)) {
-                Ok(_) => tracing::info!(socket = %request.socket.display(), "listening again"),
-                Err(error) => {
-                    tracing::error!(socket = %request.socket.display(), %error, "the device cannot be made again");
-                }
-            }
+        let deadline = Instant::now() + IMAGE_WAIT;
+        let mut waiting: Vec<&BlkRequest> = known.blk.iter().collect();
+        waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
+        for request in &waiting {
+            let image = request.image.display();
+            tracing::info!(%image, "waiting for an image that somebody else has locked");
+        }
+        while !waiting.is_empty() {
+            std::thread::sleep(IMAGE_LOOK);
+            waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
         }
         *lock(&self.list) = known.blk;
         Ok(())
+    }
+
+    /// Makes a device of a predecessor again, if it can be made, or may be until `deadline`.
+    fn make_again(&self, request: &BlkRequest, deadline: Instant) -> Again {
+        let socket = request.socket.display();
+        let made = config_of(&coming_back(request))
+            .map_err(|error| (Again::Never, error.message))
+            .and_then(|config| {
+                self.dpu.add_blk(config).map_err(|error| match error {
+                    DpuError::Image(ImageError::InUse { .. } | ImageError::Busy(_)) => {
+                        (Again::Later, error.to_string())
+                    }
+                    _ => (Again::Never, error.to_string()),
+                })
+            });
+        let missing_because = match made {
+            Ok(_) => {
+                tracing::info!(%socket, "listening again");
+                None
+            }
+            Err((Again::Later, _)) if Instant::now() < deadline => return Again::Later,
+            Err((_, error)) => {
+                tracing::error!(%socket, %error, "the device cannot be made again");
+                Some(error)
+            }
+        };
+        self.keep(request, missing_because);
+        Again::Never
+    }
+
+    fn keep(&self, request: &BlkRequest, missing_because: Option<String>) {
+        let kept = Kept {
+            request: request.clone(),
+            missing_because,
+        };
+        lock(&self.kept).insert(request.socket.clone(), kept);
     }
 
     pub(crate) fn add(
@@ -138,6 +201,7 @@ impl DeviceSet {
         request: BlkRequest,
         vms: &[(FileKey, String)],
     ) -> Result<DeviceReport, ControlError> {
+        let mut request = request;
         let mut list = lock(&self.list);
         if list.iter().any(|known| known.socket == request.socket) {
             return Err(ControlError::refused(format!(
@@ -145,23 +209,27 @@ impl DeviceSet {
                 request.socket.display()
             )));
         }
+        if request.serial.is_none() {
+            request.serial = Some(default_serial(&request.socket, &list));
+        }
         let id = self
             .dpu
-            .add_blk(config_of(&request))
+            .add_blk(config_of(&request)?)
             .map_err(|error| wrong_or_failed(&error))?;
-        list.push(request);
+        list.push(request.clone());
         if let Err(error) = self.save(&list) {
             list.pop();
             self.dpu.remove(id).map_err(failed)?;
             return Err(error);
         }
+        self.keep(&request, None);
         drop(list);
         let made = self
             .dpu
             .devices()
             .into_iter()
             .find(|device| device.id == id);
-        made.map(|device| report_of(device, vms))
+        made.map(|device| report_of(device, Some(&request), vms))
             .ok_or_else(|| failed("the device was removed at once by another call"))
     }
 
@@ -183,12 +251,18 @@ impl DeviceSet {
     }
 
     pub(crate) fn reports(&self, vms: &[(FileKey, String)]) -> Vec<DeviceReport> {
-        let mut reports: Vec<_> = self
-            .dpu
-            .devices()
-            .into_iter()
-            .map(|device| report_of(device, vms))
+        let devices = self.dpu.devices().into_iter();
+        let kept = lock(&self.kept);
+        let mut reports: Vec<_> = devices
+            .map(|device| {
+                let request = kept.get(&device.socket).map(|kept| &kept.request);
+                report_of(device, request, vms)
+            })
             .collect();
+        reports.extend(kept.values().filter_map(|kept| {
+            let error = kept.missing_because.as_ref()?;
+            Some(report_of_missing(&kept.request, error))
+        }));
         reports.sort_by(|one, other| one.socket.cmp(&other.socket));
         reports
     }
@@ -206,6 +280,7 @@ impl DeviceSet {
         if let Some(id) = id {
             self.dpu.remove(id).map_err(failed)?;
         }
+        lock(&self.kept).remove(socket);
         list.remove(position);
         self.save(&list)?;
         Ok(id)
@@ -238,8 +313,8 @@ fn iopf_timeout(millis: u32) -> Option<Duration> {
     (millis > 0).then(|| Duration::from_millis(u64::from(millis)))
 }
 
-fn config_of(request: &BlkRequest) -> BlkConfig {
-    BlkConfig {
+fn config_of(request: &BlkRequest) -> Result<BlkConfig, ControlError> {
+    Ok(BlkConfig {
         socket: request.socket.clone(),
         image: request.image.clone(),
         queue_count: request.queues,
@@ -256,14 +331,16 @@ fn config_of(request: &BlkRequest) -> BlkConfig {
         serial: request
             .serial
             .clone()
-            .unwrap_or_else(|| DEFAULT_SERIAL.to_owned()),
+            .unwrap_or_else(|| SERIAL_OF_OLD.to_owned()),
         direct_io: DirectIo::Auto,
         on_fault: match request.on_fault {
             OnFault::Pause => pagetide_dpu::OnFault::Pause,
             OnFault::OutOfOrder => pagetide_dpu::OnFault::OutOfOrder,
         },
         ram: ram_policy_of(request),
-    }
+        image_use: image_use(request),
+        access: access(request)?,
+    })
 }
 
 fn ram_policy_of(request: &BlkRequest) -> RamPolicy {
@@ -294,7 +371,41 @@ pub(super) fn wrong_or_failed(error: &DpuError) -> ControlError {
     }
 }
 
-fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> DeviceReport {
+/// A device that is on the list and out of service.
+fn report_of_missing(request: &BlkRequest, error: &str) -> DeviceReport {
+    DeviceReport {
+        socket: request.socket.display().to_string(),
+        kind: "blk".to_owned(),
+        image: Some(request.image.display().to_string()),
+        state: DeviceState::Stopped,
+        error: Some(format!(
+            "it could not be made again after a restart: {error} (then remove the device and add it again, or restart the daemon)"
+        )),
+        queues: request.queues,
+        read_only: request.read_only,
+        lookup: request.lookup,
+        on_fault: request.on_fault,
+        serial: request.serial.clone(),
+        shared: request.shared,
+        owner: request.owner.clone(),
+        group: request.group.clone(),
+        mode: request.mode.map(String::from),
+        ..DeviceReport::default()
+    }
+}
+
+/// Whether to try once more.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Again {
+    Later,
+    Never,
+}
+
+fn report_of(
+    device: pagetide_dpu::DeviceReport,
+    request: Option<&BlkRequest>,
+    vms: &[(FileKey, String)],
+) -> DeviceReport {
     let vm = vms
         .iter()
         .find(|(key, _)| device.files.contains(key))
@@ -309,7 +420,7 @@ fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> D
             pagetide_dpu::DeviceState::Connected => DeviceState::Connected,
             pagetide_dpu::DeviceState::Stopped => DeviceState::Stopped,
         },
-        error: device.stopped_because,
+        error: device.stopped_because.or(device.image_error),
         ram_sealed: device.ram_sealed.map(|sealed| sealed == Sealed::Yes),
         vm,
         queues: device.queue_count,
@@ -320,6 +431,10 @@ fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> D
             pagetide_dpu::OnFault::OutOfOrder => OnFault::OutOfOrder,
         },
         serial: Some(device.serial),
+        shared: device.sharing == Sharing::Shared,
+        owner: request.and_then(|request| request.owner.clone()),
+        group: request.and_then(|request| request.group.clone()),
+        mode: request.and_then(|request| request.mode).map(String::from),
         capacity_bytes: device.capacity_bytes,
         requests: device.requests,
         read_bytes: device.read_bytes,

@@ -7,13 +7,28 @@
 //! may want 4 KiB blocks). The kernel keeps both views of one file coherent: a
 //! direct write drops the pages it covers from the cache, a direct read writes
 //! them back first.
+//!
+//! # Size
+//! The capacity is what the image has when it is opened. One that grows later
+//! goes on with the capacity it had. One that somebody cuts short is worse: the
+//! kernel would let the next write beyond its end make it grow again, with zeros
+//! in between, and nobody would know that data is lost. So the size is looked at
+//! before writes ([`Image::bytes_now`], once a batch), and a request beyond the
+//! end is an I/O error; so is a read, which the kernel cuts short itself. What
+//! this cannot see is an image cut between that look and the moment when a write
+//! reaches the file system: then it grows as before.
 
+use super::{
+    claim::{Claim, Sharing},
+    format::{self, Content},
+};
+use pagetide_sys::byte_lock::ByteLockError;
 use rustix::{
     fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, Statx, StatxFlags},
     io::Errno,
 };
 use std::{
-    os::fd::OwnedFd,
+    os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
 };
 
@@ -48,6 +63,78 @@ pub enum ImageError {
         /// Its size.
         bytes: u64,
     },
+    /// Another program has locked it.
+    #[error(
+        "image {path} is in use by another program or device: {because}; stop that one, or, if both are meant to use it at once, serve it with --shared"
+    )]
+    InUse {
+        /// The image.
+        path: PathBuf,
+        /// What the other does or forbids.
+        because: String,
+    },
+    /// A device of ours serves it.
+    #[error(
+        "image {path} is served by the device at {socket} already; remove that one, or, if both are meant to use it at once, serve both with --shared"
+    )]
+    Served {
+        /// The image.
+        path: PathBuf,
+        /// Socket of the other device.
+        socket: PathBuf,
+    },
+    /// The kernel has the block device in use.
+    #[error(
+        "image {0} is in use by the kernel (mounted, swap, or part of a volume) or was opened by another program for itself alone; release it there, or serve it with --shared if you know what else writes it"
+    )]
+    Busy(PathBuf),
+    /// It cannot be locked.
+    #[error(
+        "image {path} cannot be locked against other writers: {source}; if nothing else writes it, serve it with --shared, which needs no locks"
+    )]
+    NoLocks {
+        /// The image.
+        path: PathBuf,
+        /// Why.
+        source: ByteLockError,
+    },
+    /// Its content is in a format.
+    #[error(
+        "image {path} looks like {format}, and only raw images are served; convert it (qemu-img convert -O raw), or, if its bytes as they are shall be the disk, serve it with --raw"
+    )]
+    Format {
+        /// The image.
+        path: PathBuf,
+        /// What it looks like.
+        format: &'static str,
+    },
+}
+
+/// What an image is, whatever it is called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ImageKey {
+    /// A file, by file system and inode number.
+    File(u64, u64),
+    /// A block device, by its number: it may have several nodes.
+    Device(u64),
+}
+
+/// What kind of file an image is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ImageKind {
+    /// A regular file.
+    File,
+    /// A block device.
+    BlockDevice,
+}
+
+/// How an image is to be used: the operator's word about it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ImageUse {
+    /// Whether others may write it meanwhile.
+    pub sharing: Sharing,
+    /// Whether its content may look like a format.
+    pub content: Content,
 }
 
 /// Whether the guest may write.
@@ -76,7 +163,10 @@ pub enum DirectIo {
 pub struct Image {
     /// For aligned requests; `None` if all I/O goes through the page cache.
     pub(crate) direct: Option<OwnedFd>,
+    /// The locks on the image are this one's: see [`super::claim`].
     pub(crate) buffered: OwnedFd,
+    pub(crate) kind: ImageKind,
+    pub(crate) key: ImageKey,
     /// Whether writes are taken.
     pub(crate) writes: Writes,
     /// Size in sectors of 512 bytes; a rest is not served.
@@ -88,7 +178,7 @@ pub struct Image {
 }
 
 impl Image {
-    /// Opens the image at `path`.
+    /// Opens the image at `path`. It is not ours yet: see [`Self::claim`].
     ///
     /// # Errors
     /// [`ImageError`].
@@ -107,10 +197,11 @@ impl Image {
             };
         let buffered = rustix::fs::open(path, access, Mode::empty()).map_err(failed("open"))?;
         let stat = rustix::fs::fstat(&buffered).map_err(failed("fstat"))?;
-        let kind = FileType::from_raw_mode(stat.st_mode);
-        if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
-            return Err(ImageError::NotAnImage(path.to_owned()));
-        }
+        let (kind, key) = match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile => (ImageKind::File, ImageKey::File(stat.st_dev, stat.st_ino)),
+            FileType::BlockDevice => (ImageKind::BlockDevice, ImageKey::Device(stat.st_rdev)),
+            _ => return Err(ImageError::NotAnImage(path.to_owned())),
+        };
         let bytes = rustix::fs::seek(&buffered, SeekFrom::End(0)).map_err(failed("lseek"))?;
         if bytes < 512 {
             let path = path.to_owned();
@@ -119,7 +210,9 @@ impl Image {
         let direct = match direct_io {
             DirectIo::Off => None,
             DirectIo::On | DirectIo::Auto => {
-                match rustix::fs::open(path, access | OFlags::DIRECT, Mode::empty()) {
+                // The same file again, wherever the path leads by now.
+                let name = format!("/proc/self/fd/{}", buffered.as_raw_fd());
+                match rustix::fs::open(name, access | OFlags::DIRECT, Mode::empty()) {
                     Ok(direct) => Some(direct),
                     Err(Errno::INVAL) if direct_io == DirectIo::Auto => None,
                     Err(Errno::INVAL) => return Err(ImageError::NoDirectIo(path.to_owned())),
@@ -132,16 +225,66 @@ impl Image {
             // A file system may open with O_DIRECT and say that it cannot (alignment 0).
             direct: direct.filter(|_| block_bytes > 0),
             buffered,
+            kind,
+            key,
             writes,
             sectors: bytes / 512,
             memory_align: usize::try_from(memory_align.max(1)).unwrap_or(usize::MAX),
             block_bytes: block_bytes.max(512),
         })
     }
+
+    /// Sees that the content is what it may be.
+    ///
+    /// # Errors
+    /// [`ImageError::Format`], [`ImageError::Kernel`].
+    pub fn check_content(&self, path: &Path, content: Content) -> Result<(), ImageError> {
+        if content == Content::Raw {
+            return Ok(());
+        }
+        let kernel = |operation| {
+            move |source: std::io::Error| ImageError::Kernel {
+                path: path.to_owned(),
+                operation,
+                source,
+            }
+        };
+        let end = rustix::fs::seek(&self.buffered, SeekFrom::End(0));
+        let bytes = end.map_err(|error| kernel("lseek")(error.into()))?;
+        match format::probe(&self.buffered, bytes).map_err(kernel("read"))? {
+            None => Ok(()),
+            Some(format) => Err(ImageError::Format {
+                path: path.to_owned(),
+                format,
+            }),
+        }
+    }
+
+    /// True if this use of it can stand beside another's of the same image.
+    pub(crate) fn agrees_with(&self, sharing: Sharing, (other, its): (&Self, Sharing)) -> bool {
+        self.key != other.key
+            || Claim::new(self.writes, sharing).agrees_with(Claim::new(other.writes, its))
+    }
+
+    /// Bytes served.
+    pub(crate) fn capacity_bytes(&self) -> u64 {
+        self.sectors * 512
+    }
+
+    /// Size of the file now, as far as this host knows without asking a server for it; that served
+    /// for a block device, which no write makes larger, and where the kernel does not say.
+    pub(crate) fn bytes_now(&self) -> u64 {
+        if self.kind == ImageKind::BlockDevice {
+            return self.capacity_bytes();
+        }
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        rustix::fs::statx(&self.buffered, c"", flags, StatxFlags::SIZE)
+            .map_or(self.capacity_bytes(), |stat| stat.stx_size)
+    }
 }
 
 /// Alignment that direct I/O wants of memory, and of offsets and lengths.
-fn alignment(file: &OwnedFd, kind: FileType) -> Result<(u32, u32), Errno> {
+fn alignment(file: &OwnedFd, kind: ImageKind) -> Result<(u32, u32), Errno> {
     let wanted = StatxFlags::DIOALIGN;
     match rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, wanted) {
         Ok(Statx {
@@ -155,7 +298,7 @@ fn alignment(file: &OwnedFd, kind: FileType) -> Result<(u32, u32), Errno> {
         Ok(_) | Err(Errno::NOSYS) => {}
         Err(error) => return Err(error),
     }
-    if kind == FileType::BlockDevice {
+    if kind == ImageKind::BlockDevice {
         let block = rustix::fs::ioctl_blksszget(file)?;
         return Ok((block, block));
     }
@@ -190,5 +333,59 @@ mod tests {
         let image = Image::open(file.path(), Writes::Refused, DirectIo::Auto).unwrap();
         assert_eq!(image.sectors, 9);
         assert!(image.block_bytes.is_power_of_two());
+    }
+
+    #[test]
+    fn image_cut_short_is_seen_to_be_and_one_that_grew_too() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(8192).unwrap();
+        let image = Image::open(file.path(), Writes::Taken, DirectIo::Auto).unwrap();
+        for bytes in [8192, 100, 1 << 20] {
+            file.as_file().set_len(bytes).unwrap();
+            assert_eq!(image.bytes_now(), bytes);
+            assert_eq!(image.capacity_bytes(), 8192);
+        }
+    }
+
+    #[test]
+    fn content_in_a_format_is_refused_unless_it_is_meant() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(
+            file.path(),
+            [&b"QFI\xfb\0\0\0\x03"[..], &[0; 4096]].concat(),
+        )
+        .unwrap();
+        let image = Image::open(file.path(), Writes::Taken, DirectIo::Auto).unwrap();
+        let refused = image.check_content(file.path(), Content::Probed);
+        assert!(matches!(
+            refused,
+            Err(ImageError::Format {
+                format: "qcow2",
+                ..
+            })
+        ));
+        image.check_content(file.path(), Content::Raw).unwrap();
+    }
+
+    #[test]
+    fn image_is_the_same_by_whatever_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let name = |name| dir.path().join(name);
+        std::fs::write(name("image"), [0; 1024]).unwrap();
+        std::fs::write(name("other"), [0; 1024]).unwrap();
+        std::fs::hard_link(name("image"), name("hard")).unwrap();
+        std::os::unix::fs::symlink(name("image"), name("soft")).unwrap();
+        let open = |path: &Path| Image::open(path, Writes::Taken, DirectIo::Auto).unwrap();
+        let image = open(&name("image"));
+        for (other, agree) in [
+            ("hard", false),
+            ("soft", false),
+            ("image", false),
+            ("other", true),
+        ] {
+            let other = open(&name(other));
+            let alone = Sharing::Alone;
+            assert_eq!(image.agrees_with(alone, (&other, alone)), agree);
+        }
     }
 }

@@ -13,7 +13,7 @@
 
 use super::{Connection, Control, session::Session};
 use pagetide_sys::socket;
-pub use pagetide_sys::socket::SocketError;
+pub use pagetide_sys::socket::{SocketAccess, SocketError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::{
     convert::Infallible,
@@ -39,13 +39,13 @@ pub(crate) struct Endpoint {
 }
 
 impl Endpoint {
-    /// Listens and serves until [`Self::close`].
-    pub fn open(control: Arc<Control>) -> Result<Self, SocketError> {
+    /// Listens and serves those of `access` until [`Self::close`].
+    pub fn open(control: Arc<Control>, access: SocketAccess) -> Result<Self, SocketError> {
         let failed = |source| SocketError::Kernel {
             path: control.socket.clone(),
             source,
         };
-        let listening = socket::bind(&control.socket)?;
+        let listening = socket::bind_for(&control.socket, access)?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| failed(e.into()))?;
         let stop = Arc::new(stop);

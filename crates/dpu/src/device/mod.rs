@@ -39,7 +39,7 @@ use std::{
 };
 
 pub(crate) use endpoint::Endpoint;
-pub use endpoint::SocketError;
+pub use endpoint::{SocketAccess, SocketError};
 
 /// Whether a front end is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

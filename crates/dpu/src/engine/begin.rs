@@ -51,7 +51,8 @@ impl Io {
             return self.start_task(device, queue, memory, (ready, task), Onto::Landing(plan));
         }
         let buffers = std::mem::take(&mut self.scratch.buffers);
-        let task = task(device, memory, &ready, &buffers);
+        let task = task(device, memory, &ready, &buffers)
+            .and_then(|task| self.within_image(device, task, &buffers));
         let status = match task {
             Ok(task) => {
                 let (spans, access) = match task.kind {
@@ -88,6 +89,24 @@ impl Io {
             self.landings.abandon(&landing.plan);
         }
         ready.leases.release(memory);
+    }
+
+    /// Lets no write through that ends where the image does not reach any more.
+    fn within_image(
+        &self,
+        device: &mut Device,
+        task: Task,
+        buffers: &Buffers,
+    ) -> Result<Task, Status> {
+        let bytes = match task.operation {
+            Operation::Read | Operation::Sync => return Ok(task),
+            Operation::Write => buffers.readable.iter().map(|s| u64::from(s.len)).sum(),
+            Operation::Allocate { bytes, .. } => bytes,
+        };
+        match self.reaches(device, task.offset + bytes) {
+            true => Ok(task),
+            false => Err(Status::IoError),
+        }
     }
 
     fn start_task(

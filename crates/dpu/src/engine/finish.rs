@@ -36,7 +36,13 @@ impl Io {
         mut job: Box<Job<Request>>,
         result: i32,
     ) -> io::Result<()> {
-        match next(&mut job, result) {
+        let next = match next(&mut job, result) {
+            Next::Again | Next::AgainBuffered if !self.rest_is_within(device, &job) => {
+                Next::Complete(Status::IoError)
+            }
+            next => next,
+        };
+        match next {
             Next::Again => return self.restart(device, job),
             Next::AgainBuffered => {
                 job.request.step.file = device.buffered;
@@ -60,6 +66,10 @@ impl Io {
     }
 
     fn tell_failure(&self, device: &Device, request: &Request, result: i32) {
+        if result >= 0 {
+            // The image ends before the request does: that is told where its size is looked at.
+            device.shared.look_at_size();
+        }
         let counters = &device.shared.counters[self.index];
         let errors = counters.errors.load(Ordering::Relaxed) + 1;
         // A failing disk fails often: the log gets the 1st, 2nd, 4th, 8th error.
@@ -68,7 +78,10 @@ impl Io {
                 device = device.shared.id.0,
                 operation = ?request.step.operation,
                 offset = request.step.offset,
-                error = %io::Error::from_raw_os_error(-result),
+                error = %match result {
+                    0.. => io::Error::from(io::ErrorKind::UnexpectedEof),
+                    _ => io::Error::from_raw_os_error(-result),
+                },
                 errors,
                 "I/O on the image failed"
             );

@@ -39,6 +39,7 @@ mod landing;
 mod pages;
 mod patience;
 pub(crate) mod queue;
+mod size;
 mod stop;
 
 use crate::{
@@ -105,6 +106,7 @@ pub(crate) struct Device {
     pub buffered: FileSlot,
     pub memory: Option<Rc<crate::memory::DeviceMemory>>,
     pub queues: Vec<Option<EngineQueue>>,
+    pub image_size: size::ImageSize,
     pub recorder: Recorder,
     /// It is among [`Io::news`].
     pub has_news: bool,
@@ -472,6 +474,7 @@ impl Engine {
             buffered,
             memory: None,
             queues: (0..add.queue_count).map(|_| None).collect(),
+            image_size: size::ImageSize::default(),
             recorder: Recorder::new(self.io.index),
             has_news: false,
         });

@@ -4,7 +4,9 @@
 #![expect(dead_code, reason = "each test file uses a part of it")]
 
 use pagetide_addr::{Access, PAGE_BYTES, PageNo, PageRequest, PageResponse, PageSet, ResponseCode};
-use pagetide_dpu::{BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, OnFault, Writes};
+use pagetide_dpu::{
+    BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, ImageUse, OnFault, SocketAccess, Writes,
+};
 use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
 use pagetide_vpri::{DmaDomain, DomainTable, Doorbell, HostEnd, LookUp};
 use std::{
@@ -135,6 +137,8 @@ impl Rig {
                 direct_io: DirectIo::Auto,
                 on_fault,
                 ram: pagetide_dpu::RamPolicy::default(),
+                image_use: ImageUse::default(),
+                access: SocketAccess::default(),
             })
             .unwrap();
         socket

@@ -14,7 +14,7 @@ use crate::{
     },
 };
 use pagetide_addr::{PAGE_BYTES, PageNo, PageRange, SECTION_PAGES};
-use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, Writes};
+use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, SocketAccess, Writes};
 use pagetide_policy::protect::{PolicyChoice, adp::AdpParams};
 use pagetide_vpri::{AccessLog, Delay, DmaMmu, DomainTable, Doorbell, IoSpace, LookUp};
 use serde::{Deserialize, Serialize};
@@ -210,6 +210,8 @@ pub fn serve(options: BackendOptions) -> Result<(), BackendError> {
         direct_io: DirectIo::On,
         on_fault: OnFault::default(),
         ram: pagetide_dpu::RamPolicy::default(),
+        image_use: crate::bench::SHARED_IMAGE,
+        access: SocketAccess::default(),
     })?;
     for line in std::io::stdin().lock().lines() {
         let told = match line?.trim() {

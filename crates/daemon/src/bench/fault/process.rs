@@ -261,6 +261,11 @@ impl Daemon {
             require_sealed: false,
             allow_ram: Vec::new(),
             ram_max_bytes: pagetide_dpu::RAM_BYTES_MAX,
+            shared: true,
+            raw: true,
+            owner: None,
+            group: None,
+            mode: None,
         };
         self.send::<_, DeviceReport>("/v1/devices", &body)
             .map(|_| ())

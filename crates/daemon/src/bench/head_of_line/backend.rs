@@ -13,7 +13,7 @@
 use super::frontend::Pages;
 use clap::ValueEnum;
 use pagetide_addr::{FileKey, PAGE_BYTES, PageNo, PageRange, PageResponse, ResponseCode};
-use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, Writes};
+use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, SocketAccess, Writes};
 use pagetide_sys::{
     cpu::{self, Urgency},
     uffd::{FillOutcome, Userfaultfd, Watch, page_of},
@@ -167,6 +167,8 @@ pub fn serve(options: &BackendOptions) -> Result<(), BackendError> {
             direct_io: DirectIo::Off,
             on_fault: OnFault::OutOfOrder,
             ram: pagetide_dpu::RamPolicy::default(),
+            image_use: crate::bench::SHARED_IMAGE,
+            access: SocketAccess::default(),
         })?;
     }
     cpu::set_affinity(&[options.tier_cpu])?;

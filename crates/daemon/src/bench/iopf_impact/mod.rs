@@ -30,7 +30,8 @@ use super::{
 use load::{Client, Disk, Slice, depth};
 use pagetide_addr::DeviceId;
 use pagetide_dpu::{
-    Accounting, BlkConfig, DirectIo, Dpu, DpuConfig, OnFault, Writes, inject::Injection,
+    Accounting, BlkConfig, DirectIo, Dpu, DpuConfig, OnFault, SocketAccess, Writes,
+    inject::Injection,
 };
 use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, FaultService, LookUp, ServiceThread};
 use serde_json::{Map, Value, json};
@@ -154,6 +155,8 @@ impl Rig {
             direct_io: DirectIo::Off,
             on_fault,
             ram: pagetide_dpu::RamPolicy::default(),
+            image_use: crate::bench::SHARED_IMAGE,
+            access: SocketAccess::default(),
         });
         self.sockets.push((socket, id.map_err(failed)?));
         Ok(())

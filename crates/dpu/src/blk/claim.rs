@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Who else may have the image open: QEMU's image locks.
+//!
+//! # Idea
+//! Two programs that write one image without knowing of each other destroy it.
+//! QEMU guards its images by locks on single bytes (`block/file-posix.c`), and
+//! we take part: it refuses an image that we serve, we refuse one that it has
+//! open, and two of our devices exclude each other like two strangers, because
+//! the locks belong to the inode: path, hard link and symbolic link are one.
+//!
+//! There is one bit for each thing that can be done to an image:
+//!
+//! | bit | may | byte *it is done* | byte *nobody else may* |
+//! |---|---|---|---|
+//! | 0 | read what is consistent | 100 | 200 |
+//! | 1 | write | 101 | 201 |
+//! | 2 | write what is there already | 102 | 202 |
+//! | 3 | resize | 103 | 203 |
+//!
+//! All locks are *shared* ones; they say something and exclude nothing. Who
+//! comes first locks the bytes of what it does and of what nobody else may do,
+//! then looks whether anybody has locked the other byte of the same bit. So of
+//! two that come at once at least one sees the other; perhaps both, and then
+//! both give way.
+//!
+//! | device | does | nobody else may |
+//! |---|---|---|
+//! | usual | read, write | write, resize |
+//! | read-only | read | write, resize |
+//! | shared | read, write | resize |
+//! | read-only, shared | read | resize |
+//!
+//! # Which descriptor
+//! A lock lasts as long as its open file does. It is taken on the buffered one,
+//! which is in the file table of every engine's ring: so after a SIGKILL it
+//! stands until the last request of the last ring has landed, whoever is to come
+//! next (see [`crate::lock`] for our successor).
+//!
+//! # Block devices
+//! QEMU's locks are those of the device *node*; another node of the same disk
+//! has others. And what the kernel itself has in use (a mounted file system,
+//! swap, a volume manager) locks no byte. So a block device is opened with
+//! `O_EXCL`, too, which refuses both; where others read beside us, only to
+//! look.
+
+use super::image::{Image, ImageError, ImageKind, Writes};
+use pagetide_sys::byte_lock::{
+    ByteLockError, ByteLocked, is_locked_by_another, lock_shared, unlock_all,
+};
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+};
+use std::{
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    path::Path,
+};
+
+/// `RAW_LOCK_PERM_BASE` of QEMU: first byte of what is done.
+const DONE_BASE: u32 = 100;
+/// `RAW_LOCK_SHARED_BASE` of QEMU: first byte of what nobody else may do.
+const BARRED_BASE: u32 = 200;
+
+/// `BLK_PERM_CONSISTENT_READ`
+const READ: u8 = 1 << 0;
+/// `BLK_PERM_WRITE`
+const WRITE: u8 = 1 << 1;
+/// `BLK_PERM_WRITE_UNCHANGED`
+const WRITE_UNCHANGED: u8 = 1 << 2;
+/// `BLK_PERM_RESIZE`
+const RESIZE: u8 = 1 << 3;
+/// `BLK_PERM_ALL`, and what each is called in an error.
+const PERMISSIONS: [(u8, &str); 4] = [
+    (READ, "read"),
+    (WRITE, "write"),
+    (WRITE_UNCHANGED, "write"),
+    (RESIZE, "resize"),
+];
+
+/// Whether others may write the image beside us.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Sharing {
+    /// Nobody may.
+    #[default]
+    Alone,
+    /// The operator knows of them: a cluster file system, say.
+    Shared,
+}
+
+/// What a device does to its image, and what nobody else may.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Claim {
+    done: u8,
+    barred: u8,
+}
+
+impl Claim {
+    pub fn new(writes: Writes, sharing: Sharing) -> Self {
+        Self {
+            done: match writes {
+                Writes::Taken => READ | WRITE,
+                Writes::Refused => READ,
+            },
+            barred: match sharing {
+                Sharing::Alone => WRITE | RESIZE,
+                Sharing::Shared => RESIZE,
+            },
+        }
+    }
+
+    /// True if two such claims on one image can stand side by side.
+    pub fn agrees_with(self, other: Self) -> bool {
+        self.done & other.barred == 0 && other.done & self.barred == 0
+    }
+
+    /// Bytes that say what it is.
+    fn locked(self) -> impl Iterator<Item = u32> {
+        bytes(DONE_BASE, self.done).chain(bytes(BARRED_BASE, self.barred))
+    }
+
+    /// Why another's locks forbid it; `None` if they do not.
+    fn forbidden(self, file: BorrowedFd<'_>) -> Result<Option<String>, ByteLockError> {
+        let mut at = 0;
+        for (bit, what) in PERMISSIONS {
+            if self.done & bit != 0 && is_locked_by_another(file, BARRED_BASE + at)? {
+                return Ok(Some(format!("it lets nobody else {what} it")));
+            }
+            if self.barred & bit != 0 && is_locked_by_another(file, DONE_BASE + at)? {
+                return Ok(Some(format!("it may {what} it")));
+            }
+            at += 1;
+        }
+        Ok(None)
+    }
+
+    /// Locks what it locks; why not, if others have locked against it.
+    fn take(self, file: BorrowedFd<'_>) -> Result<Option<String>, ByteLockError> {
+        for byte in self.locked() {
+            if lock_shared(file, byte)? == ByteLocked::HeldByAnother {
+                return Ok(Some(format!("it has locked byte {byte}")));
+            }
+        }
+        self.forbidden(file)
+    }
+}
+
+/// Bytes from `base` on of the bits in `set`.
+fn bytes(base: u32, set: u8) -> impl Iterator<Item = u32> {
+    (0..8)
+        .filter(move |bit| set >> bit & 1 != 0)
+        .map(move |bit| base + bit)
+}
+
+impl Image {
+    /// Makes the image ours, as far as `sharing` says. Nothing is left locked after an error.
+    ///
+    /// # Errors
+    /// [`ImageError::InUse`], [`ImageError::NoLocks`], [`ImageError::Busy`].
+    pub fn claim(&mut self, path: &Path, sharing: Sharing) -> Result<(), ImageError> {
+        let claim = Claim::new(self.writes, sharing);
+        if self.kind == ImageKind::BlockDevice && sharing == Sharing::Alone {
+            let exclusive = self.open_exclusively(path)?;
+            match self.writes {
+                Writes::Taken => self.buffered = exclusive,
+                // Other readers are welcome: this was to see that the kernel does not write.
+                Writes::Refused => drop(exclusive),
+            }
+        }
+        let outcome = claim.take(self.buffered.as_fd());
+        if !matches!(outcome, Ok(None)) {
+            self.give_up_claim(path);
+        }
+        match outcome {
+            Ok(None) => Ok(()),
+            Ok(Some(because)) => Err(ImageError::InUse {
+                path: path.to_owned(),
+                because,
+            }),
+            Err(source) if sharing == Sharing::Shared => {
+                tracing::warn!(
+                    image = %path.display(), %source,
+                    "a shared image is served without locks: nobody is told that it is in use"
+                );
+                Ok(())
+            }
+            Err(source) => Err(ImageError::NoLocks {
+                path: path.to_owned(),
+                source,
+            }),
+        }
+    }
+
+    /// Lets others have the image, before the last descriptor is closed. To be called when no I/O of
+    /// ours is under way.
+    pub fn give_up_claim(&self, path: &Path) {
+        if let Err(error) = unlock_all(self.buffered.as_fd()) {
+            tracing::debug!(image = %path.display(), %error, "locks fall only when it is closed");
+        }
+    }
+
+    fn open_exclusively(&self, path: &Path) -> Result<OwnedFd, ImageError> {
+        let access = match self.writes {
+            Writes::Taken => OFlags::RDWR,
+            Writes::Refused => OFlags::RDONLY,
+        };
+        // Not by its path, which may lead elsewhere by now.
+        let name = format!("/proc/self/fd/{}", self.buffered.as_raw_fd());
+        let flags = access | OFlags::EXCL | OFlags::CLOEXEC;
+        rustix::fs::open(name, flags, Mode::empty()).map_err(|error| match error {
+            Errno::BUSY => ImageError::Busy(path.to_owned()),
+            error => ImageError::Kernel {
+                path: path.to_owned(),
+                operation: "open with O_EXCL",
+                source: error.into(),
+            },
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::blk::image::DirectIo;
+
+    fn claims() -> Vec<(Writes, Sharing)> {
+        let mut all = Vec::new();
+        for writes in [Writes::Taken, Writes::Refused] {
+            for sharing in [Sharing::Alone, Sharing::Shared] {
+                all.push((writes, sharing));
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn locked_bytes_are_those_of_qemu() {
+        let locked = |writes, sharing| Claim::new(writes, sharing).locked().collect::<Vec<_>>();
+        assert_eq!(locked(Writes::Taken, Sharing::Alone), [100, 101, 201, 203]);
+        assert_eq!(locked(Writes::Refused, Sharing::Alone), [100, 201, 203]);
+        assert_eq!(locked(Writes::Taken, Sharing::Shared), [100, 101, 203]);
+        assert_eq!(locked(Writes::Refused, Sharing::Shared), [100, 203]);
+    }
+
+    #[test]
+    fn claims_that_do_not_agree_exclude_each_other_on_the_file_and_others_do_not() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let open = |writes| Image::open(file.path(), writes, DirectIo::Auto).unwrap();
+        for one in claims() {
+            let mut first = open(one.0);
+            first.claim(file.path(), one.1).unwrap();
+            for other in claims() {
+                let agree = Claim::new(one.0, one.1).agrees_with(Claim::new(other.0, other.1));
+                let mut second = open(other.0);
+                let claimed = second.claim(file.path(), other.1);
+                assert_eq!(
+                    claimed.is_ok(),
+                    agree,
+                    "{one:?} beside {other:?}: {claimed:?}"
+                );
+                // And after a refusal nothing is left that would keep anybody out.
+                second.give_up_claim(file.path());
+            }
+        }
+    }
+
+    #[test]
+    fn writers_and_readers_agree_as_they_should() {
+        let claim = |(writes, sharing)| Claim::new(writes, sharing);
+        let (writer, reader) = (
+            (Writes::Taken, Sharing::Alone),
+            (Writes::Refused, Sharing::Alone),
+        );
+        let shared = (Writes::Taken, Sharing::Shared);
+        let spectator = (Writes::Refused, Sharing::Shared);
+        for (one, other, agree) in [
+            (writer, writer, false),
+            (writer, reader, false),
+            (reader, reader, true),
+            (shared, shared, true),
+            (shared, writer, false),
+            (shared, reader, false),
+            (spectator, writer, true),
+            (spectator, shared, true),
+        ] {
+            assert_eq!(
+                claim(one).agrees_with(claim(other)),
+                agree,
+                "{one:?} {other:?}"
+            );
+            assert_eq!(
+                claim(other).agrees_with(claim(one)),
+                agree,
+                "{other:?} {one:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn claim_given_up_lets_the_next_have_the_image_before_it_is_closed() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let open = || Image::open(file.path(), Writes::Taken, DirectIo::Auto).unwrap();
+        let (mut first, mut second) = (open(), open());
+        first.claim(file.path(), Sharing::Alone).unwrap();
+        let refused = second.claim(file.path(), Sharing::Alone);
+        let said = refused.unwrap_err().to_string();
+        assert!(said.contains("in use by another"), "{said}");
+        first.give_up_claim(file.path());
+        second.claim(file.path(), Sharing::Alone).unwrap();
+    }
+
+    #[test]
+    fn claim_stands_as_long_as_a_ring_has_the_image_in_its_table() {
+        use crate::ring::{FileSlot, IoRing};
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let open = || Image::open(&path, Writes::Taken, DirectIo::Auto).unwrap();
+        let (mut first, mut second) = (open(), open());
+        first.claim(&path, Sharing::Alone).unwrap();
+        let lock = crate::lock::take(dir.path(), 0).unwrap();
+        let mut ring: IoRing<()> = IoRing::new(8, lock).unwrap();
+        ring.set_file(FileSlot(1), first.buffered.as_fd()).unwrap();
+        // As when a process is killed: its descriptors are closed, the ring is still there.
+        drop(first);
+        assert!(second.claim(&path, Sharing::Alone).is_err());
+        drop(ring);
+        crate::lock::wait_for_dead_engines(dir.path(), |_| {}).unwrap();
+        // The kernel closes the files of a table one after the other.
+        let began = std::time::Instant::now();
+        while second.claim(&path, Sharing::Alone).is_err() {
+            assert!(began.elapsed().as_secs() < 10, "the claim does not fall");
+            std::thread::yield_now();
+        }
+    }
+}
