@@ -173,6 +173,61 @@ fn image_that_qemu_serves_is_refused_and_qemu_refuses_ours() {
     assert_eq!(qemu_may_write(&image), Some(true));
 }
 
+/// A block device that is a file, gone on drop.
+struct Loop(PathBuf);
+
+impl Loop {
+    fn over(file: &Path) -> Option<Self> {
+        let mut command = Command::new("losetup");
+        match command.args(["--find", "--show"]).arg(file).output() {
+            Ok(output) if output.status.success() => {
+                let path = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+                Some(Self(path.into()))
+            }
+            other => {
+                eprintln!("SKIPPED: no loop device: {other:?}");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let mut command = Command::new("losetup");
+        match command.arg("--detach").arg(&self.0).status() {
+            Ok(status) if status.success() => {}
+            other => eprintln!("guestkit: {} stays: {other:?}", self.0.display()),
+        }
+    }
+}
+
+#[test]
+fn block_device_is_served_once_whatever_its_node_and_not_while_the_kernel_has_it() {
+    let mut scene = Scene::set();
+    let Some(disk) = Loop::over(&scene.image("image")) else {
+        return;
+    };
+    let node = scene.path("node");
+    let number = fs::metadata(&disk.0).expect("a device").rdev();
+    let (kind, mode) = (rustix::fs::FileType::BlockDevice, rustix::fs::Mode::RUSR);
+    rustix::fs::mknodat(rustix::fs::CWD, &node, kind, mode, number).expect("a node");
+    scene.ask("a", &disk.0, &[]).expect("served");
+    scene.ask("b", &node, &[]).expect_err("served twice");
+    let second = daemon(scene.folder.path(), "second");
+    let elsewhere = ask(&second, &scene.path("c"), &node, &[]);
+    // Its locks are another node's, but it is open for one alone.
+    assert!(
+        elsewhere
+            .expect_err("served twice")
+            .contains("in use by the kernel")
+    );
+    scene.restart();
+    assert_eq!(scene.device("a")["state"], "listening");
+    scene.remove("a");
+    ask(&second, &scene.path("c"), &node, &[]).expect("free at once");
+}
+
 #[test]
 fn image_is_shared_by_the_operators_word_and_readers_need_none() {
     let mut scene = Scene::set();
