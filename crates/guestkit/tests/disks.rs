@@ -14,6 +14,7 @@ use pagetide_guestkit::peer::StorageDaemon;
 use pagetide_guestkit::product::{Product, is_listening};
 use pagetide_guestkit::stage::RunFolder;
 use pagetide_guestkit::steps::PATIENCE;
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::Value;
 
 const DISK_BYTES: u64 = 4 << 20;
@@ -171,6 +172,69 @@ fn image_that_qemu_serves_is_refused_and_qemu_refuses_ours() {
     assert_eq!(qemu_may_write(&image), Some(false));
     scene.remove("ours");
     assert_eq!(qemu_may_write(&image), Some(true));
+}
+
+/// A block device that is a file, and a second node of it; gone on drop.
+struct Loop {
+    disk: PathBuf,
+    node: PathBuf,
+}
+
+impl Loop {
+    fn over(file: &Path) -> Option<Self> {
+        let mut command = Command::new("losetup");
+        match command.args(["--find", "--show"]).arg(file).output() {
+            Ok(output) if output.status.success() => {
+                let disk = PathBuf::from(String::from_utf8_lossy(&output.stdout).trim());
+                // Where devices may be opened: other file systems are often mounted `nodev`.
+                let node = PathBuf::from(format!("/dev/pagetide-guestkit-{}", std::process::id()));
+                let number = fs::metadata(&disk).expect("a device").rdev();
+                let (kind, mode) = (FileType::BlockDevice, Mode::RUSR | Mode::WUSR);
+                mknodat(CWD, &node, kind, mode, number).expect("a node");
+                Some(Self { disk, node })
+            }
+            other => {
+                eprintln!("SKIPPED: no loop device: {other:?}");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_file(&self.node) {
+            eprintln!("guestkit: {} stays: {error}", self.node.display());
+        }
+        let mut command = Command::new("losetup");
+        match command.arg("--detach").arg(&self.disk).status() {
+            Ok(status) if status.success() => {}
+            other => eprintln!("guestkit: {} stays: {other:?}", self.disk.display()),
+        }
+    }
+}
+
+#[test]
+fn block_device_is_served_once_whatever_its_node_and_not_while_the_kernel_has_it() {
+    let mut scene = Scene::set();
+    let Some(device) = Loop::over(&scene.image("image")) else {
+        return;
+    };
+    let node = &device.node;
+    scene.ask("a", &device.disk, &[]).expect("served");
+    scene.ask("b", node, &[]).expect_err("served twice");
+    let second = daemon(scene.folder.path(), "second");
+    let elsewhere = ask(&second, &scene.path("c"), node, &[]);
+    // Its locks are another node's, but it is open for one alone.
+    assert!(
+        elsewhere
+            .expect_err("served twice")
+            .contains("in use by the kernel")
+    );
+    scene.restart();
+    assert_eq!(scene.device("a")["state"], "listening");
+    scene.remove("a");
+    ask(&second, &scene.path("c"), node, &[]).expect("free at once");
 }
 
 #[test]

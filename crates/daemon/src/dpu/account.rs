@@ -220,6 +220,7 @@ mod tests {
         };
         let table = Arc::new(DomainTable::new(1));
         let (set, _hosts) = DeviceSet::start(dir.path(), &engines, &table).unwrap();
+        set.restore().unwrap();
         let image = dir.path().join("image");
         std::fs::write(&image, vec![0; 1 << 20]).unwrap();
         let add = |name: &str, serial: &str| {
@@ -257,6 +258,38 @@ mod tests {
         let error = set.number_of("disk").unwrap_err();
         assert_eq!(error.kind, ErrorKind::WrongUse);
         assert_eq!(set.number_of(&third.0.to_string()).unwrap(), third);
+        set.shut_down();
+    }
+
+    #[test]
+    fn list_of_a_predecessor_is_not_written_over_before_it_was_read() {
+        pagetide_sys::membarrier::register().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let engines = EngineSettings {
+            count: "1".parse().unwrap(),
+            cpus: "any".parse().unwrap(),
+            poll_us: 0,
+            iopf_timeout_ms: 0,
+        };
+        let table = Arc::new(DomainTable::new(1));
+        let image = dir.path().join("image");
+        std::fs::write(&image, vec![0; 1 << 20]).unwrap();
+        let request = |name: &str| -> BlkRequest {
+            let fields = serde_json::json!({
+                "socket": dir.path().join(name), "image": image, "read_only": true,
+            });
+            serde_json::from_value(fields).unwrap()
+        };
+        let list = dir.path().join("devices.json");
+        let old = serde_json::json!({ "blk": [request("old")] }).to_string();
+        std::fs::write(&list, &old).unwrap();
+        let (set, _hosts) = DeviceSet::start(dir.path(), &engines, &table).unwrap();
+        let error = set.add(request("new"), &[]).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Refused);
+        assert_eq!(std::fs::read_to_string(&list).unwrap(), old);
+        set.restore().unwrap();
+        set.add(request("new"), &[]).unwrap();
+        assert_eq!(set.reports(&[]).len(), 2);
         set.shut_down();
     }
 }

@@ -30,7 +30,10 @@ use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -52,6 +55,8 @@ pub(crate) struct DeviceSet {
     /// The list by socket, for reports: held for moments only, where the list itself is held as long
     /// as a device takes to be made or removed.
     kept: Mutex<BTreeMap<PathBuf, Kept>>,
+    /// The predecessor's list was read. Until then no other may be written over it.
+    restored: AtomicBool,
 }
 
 /// A device on the list.
@@ -109,6 +114,7 @@ impl DeviceSet {
             list_path: state_dir.join(LIST_FILE),
             list: Mutex::default(),
             kept: Mutex::default(),
+            restored: AtomicBool::new(false),
         };
         Ok((set, Hosts { ends, bell }))
     }
@@ -135,7 +141,10 @@ impl DeviceSet {
     pub(crate) fn restore(&self) -> Result<(), ControlError> {
         let bytes = match fs::read(&self.list_path) {
             Ok(bytes) => bytes,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                self.restored.store(true, Ordering::Release);
+                return Ok(());
+            }
             Err(error) => {
                 return Err(failed(format!(
                     "cannot read {}: {error}",
@@ -157,6 +166,7 @@ impl DeviceSet {
             waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
         }
         *lock(&self.list) = known.blk;
+        self.restored.store(true, Ordering::Release);
         Ok(())
     }
 
@@ -202,6 +212,12 @@ impl DeviceSet {
         vms: &[(FileKey, String)],
     ) -> Result<DeviceReport, ControlError> {
         let mut request = request;
+        if !self.restored.load(Ordering::Acquire) {
+            return Err(ControlError::refused(format!(
+                "the devices of {} were not taken up again, since the RAM of a VM is not known (the log says of which); no device is served until that is mended and the daemon started anew",
+                self.list_path.display()
+            )));
+        }
         let mut list = lock(&self.list);
         if list.iter().any(|known| known.socket == request.socket) {
             return Err(ControlError::refused(format!(
