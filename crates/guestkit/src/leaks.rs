@@ -123,7 +123,7 @@ impl Snapshot {
             thread::sleep(LOOK_AGAIN);
             let now = Self::of(pid)?;
             let all_named = now.threads.get(&unnamed) == Some(&1);
-            if now == before && all_named || Instant::now() > deadline {
+            if (now == before && all_named) || Instant::now() > deadline {
                 return Ok(now);
             }
             before = now;

@@ -258,9 +258,12 @@ impl Daemon {
         } {
             self.life.expect_trouble(&error);
             // An attach of a VM that has ended fails; so does one of its devices.
-            if self.life.world.lock().gone {
+            let mut state = self.life.world.lock();
+            if state.gone {
+                state.devices[device].cut_off = true;
                 return;
             }
+            drop(state);
             self.shrink();
         }
         let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);

@@ -35,6 +35,8 @@ pub struct Device {
     pub wired: Vec<PageNo>,
     /// Pages that were wired at any time, and so may have been given up with their bits set.
     pub once_wired: Vec<PageNo>,
+    /// It could not be attached, for its VMM has ended: what it had popped is nobody's.
+    pub cut_off: bool,
 }
 
 /// Where a request is.
@@ -82,6 +84,7 @@ impl Device {
             may: vec![false; page_count],
             wired: Vec::new(),
             once_wired: Vec::new(),
+            cut_off: false,
         }
     }
 

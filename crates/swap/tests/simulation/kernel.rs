@@ -18,6 +18,7 @@ use crate::{
     content::Stamps,
     daemon::{Daemon, Task},
     dimm::{PAGE_COUNT, SLOT},
+    random::OneIn,
     state::{Frame, Page, State},
 };
 use pagetide_addr::{Access, PageNo, PageRange, PageSet, SectionNo};
@@ -195,8 +196,11 @@ impl Life {
         }
         let mut state = self.lock_if_alive()?;
         let vmm_deaths = state.knobs.vmm_deaths;
-        let spared = call == Call::Word && state.random.below(WORDS_PER_CALL) != 0;
-        if !spared && !state.gone && state.happens(vmm_deaths) {
+        let may_come = vmm_deaths != OneIn(0) && !state.gone;
+        if may_come
+            && (call != Call::Word || state.random.below(WORDS_PER_CALL) == 0)
+            && state.happens(vmm_deaths)
+        {
             state.vmm_dies();
         }
         let deaths = state.knobs.deaths;

@@ -39,6 +39,18 @@ impl State {
         self.kernel_pins.clear();
     }
 
+    /// True while a device that still has its front end waits for an answer.
+    fn does_anybody_wait(&self) -> bool {
+        let waits = |request: &Request| {
+            let asks = matches!(
+                request.phase,
+                Phase::Parked | Phase::Faulted | Phase::Landed
+            );
+            asks && !self.devices[request.device].cut_off
+        };
+        self.requests.iter().any(waits)
+    }
+
     /// Every request goes on as far as it can now.
     pub fn advance_all(&mut self) {
         for at in (0..self.requests.len()).rev() {
@@ -89,19 +101,17 @@ impl Run {
             };
             match task {
                 Some(task) => self.perform(task),
-                None if self.world.lock().requests.is_empty() => break,
+                None if !self.does_anybody_wait() => break,
                 None => {}
             }
         }
         let state = self.world.lock();
         assert!(state.unanswered.is_empty(), "page requests stay unanswered");
-        let waits = |request: &Request| {
-            matches!(
-                request.phase,
-                Phase::Parked | Phase::Faulted | Phase::Landed
-            )
-        };
-        assert!(!state.requests.iter().any(waits), "{}", state.describe());
+        assert!(!state.does_anybody_wait(), "{}", state.describe());
+    }
+
+    fn does_anybody_wait(&self) -> bool {
+        self.world.lock().does_anybody_wait()
     }
 
     /// Whatever is tried with a VM whose VMM is dead ends: a detach that brings pages back, a
