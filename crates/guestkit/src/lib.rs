@@ -15,6 +15,7 @@ pub mod cpio;
 pub mod demo;
 pub mod fio;
 pub mod guest;
+pub mod hostile;
 pub mod image;
 pub mod modules;
 pub mod peer;
