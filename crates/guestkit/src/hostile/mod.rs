@@ -26,6 +26,8 @@ pub mod changing;
 pub mod descriptors;
 pub mod front;
 pub mod peer;
+pub mod scene;
+pub mod silent_fuse;
 pub mod victim;
 pub mod wire;
 

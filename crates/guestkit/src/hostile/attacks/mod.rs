@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The attacks, by what they attack with.
 
+mod memory;
+mod messages;
+mod shrink;
 mod signals;
 
 use super::Attack;
@@ -8,5 +11,13 @@ use super::Attack;
 /// Every attack.
 #[must_use]
 pub fn all() -> Vec<Attack> {
-    [signals::attacks()].into_iter().flatten().collect()
+    [
+        signals::attacks(),
+        memory::attacks(),
+        shrink::attacks(),
+        messages::attacks(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }

@@ -11,13 +11,13 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::super::changing::Restless;
 use super::super::descriptors::{Blocking, KINDS, Kind, full_event, set_blocking};
-use super::super::front::{Front, GPA, Io, SLOTS, Setup, T_IN, data_of, greet, header_of};
+use super::super::front::{Front, Io, Setup, T_IN, event, greet};
 use super::super::peer::{Failure, Peer, failed};
-use super::super::wire::{self, Message, NO_DESCRIPTOR, request};
+use super::super::wire::{Message, NO_DESCRIPTOR, request};
 use super::super::{Attack, Held, Seen, Target, seen};
 
 /// Requests of an attack that goes on for a while.
-const MANY: u16 = 200;
+const MANY: u16 = 64;
 /// Time that an attack whose device may stand waits for it.
 const SHORT: Duration = Duration::from_secs(1);
 
@@ -84,13 +84,16 @@ pub fn attacks() -> Vec<Attack> {
 }
 
 fn no_eventfd(target: &Target, place: Place, kind: Kind) -> Result<Held, Failure> {
-    let bait = kind.open(target)?;
     let mut setup = Setup::new()?;
+    let peer = Peer::connect(&target.socket)?;
+    greet(&peer, 0)?;
+    let bait = match kind {
+        // The device would talk to itself.
+        Kind::OwnSocket => peer.descriptor()?.into(),
+        kind => kind.open(target)?,
+    };
     let copy = bait.fd.try_clone().map_err(failed("copying"))?;
     place.put(&mut setup, copy);
-    let peer = Peer::connect(&target.socket)?;
-    // The daemon may be talking to what was opened just now.
-    greet(&peer, 0)?;
     let held = |seen| Held::nothing(seen).and(bait);
     let mut front = match setup.start_on(peer) {
         Ok(front) => front,
@@ -124,18 +127,21 @@ fn call_full(target: &Target) -> Result<Held, Failure> {
     let mut setup = Setup::new()?;
     setup.call = full_event(Blocking::Yes)?;
     let mut front = setup.start(&target.socket)?;
+    // Nobody takes anything from it.
+    let full = std::mem::replace(&mut front.call, event()?);
     let seen = one(&mut front)?;
-    Ok(Held::nothing(seen).and(front))
+    Ok(Held::nothing(seen).and(front).and(full))
 }
 
 fn call_made_blocking(target: &Target) -> Result<Held, Failure> {
     let mut setup = Setup::new()?;
     setup.call = full_event(Blocking::No)?;
     let mut front = setup.start(&target.socket)?;
+    let full = std::mem::replace(&mut front.call, event()?);
     one(&mut front)?;
-    set_blocking(front.call.as_fd(), Blocking::Yes)?;
+    set_blocking(full.as_fd(), Blocking::Yes)?;
     let seen = one(&mut front)?;
-    Ok(Held::nothing(seen).and(front))
+    Ok(Held::nothing(seen).and(front).and(full))
 }
 
 fn call_swapped(target: &Target) -> Result<Held, Failure> {
@@ -169,13 +175,13 @@ fn error_full(target: &Target) -> Result<Held, Failure> {
 
 /// A request of a front end whose error descriptor is no sign.
 fn one_without_error(front: &mut Front) -> Result<(), Failure> {
-    front.error = super::super::front::event()?;
+    front.error = event()?;
     front.do_io(0, Io::of_slot(0, T_IN, 0, 4096))
 }
 
 fn call_closed(target: &Target) -> Result<Held, Failure> {
     let mut front = Front::start(&target.socket)?;
-    front.call = super::super::front::event()?;
+    front.call = event()?;
     many(&mut front)?;
     Ok(Held::nothing(one(&mut front)?).and(front))
 }
@@ -217,9 +223,11 @@ fn kick_stolen(target: &Target) -> Result<Held, Failure> {
             let flags = rustix::io::ReadWriteFlags::NOWAIT;
             let mut word = [0; 8];
             let mut into = [std::io::IoSliceMut::new(&mut word)];
-            // Whether the thief or the device is first, it goes on.
-            let taken = rustix::io::preadv2(&kick, &mut into, u64::MAX, flags);
-            drop(taken);
+            // Whether the thief or the device is first, the thief goes on.
+            match rustix::io::preadv2(&kick, &mut into, u64::MAX, flags) {
+                Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
+                Err(error) => return Err(failed("a kick")(error)),
+            }
         }
         Ok(())
     })?;
