@@ -6,10 +6,7 @@
 //! with its name and the end of the daemon's log, and the next one gets a daemon of
 //! its own. `HOSTILE=name,name` runs only the cases whose names hold one of these.
 
-use std::fs::File;
-use std::io::{BufRead as _, BufReader};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use pagetide_guestkit::hostile::scene::{Scene, Verdict};
@@ -17,9 +14,19 @@ use pagetide_guestkit::hostile::{Attack, attacks};
 use pagetide_guestkit::product::Product;
 
 /// Fewer would be another suite.
-const CASES_MIN: usize = 60;
+const CASES_MIN: usize = 100;
 /// What is held while a device is removed, or the daemon ends.
-const HELD: [&str; 1] = ["call-full-and-blocking"];
+const HELD: [&str; 9] = [
+    "call-full-and-blocking",
+    "error-full-and-blocking",
+    "connects-and-says-nothing",
+    "header-half-and-held",
+    "never-reads-features",
+    "never-reads-inflight-regions",
+    "ram-lent-on-silent-fuse",
+    "shrink-used-ring-idle",
+    "kick-storm",
+];
 
 /// The binary, or `None` where it is not built.
 fn binary() -> Option<PathBuf> {

@@ -51,7 +51,7 @@ fn run(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
     let mut held = None;
     for name in &arguments.names {
         // What the one before holds goes first: the device takes one front end at a time.
-        held = None;
+        drop(held.take());
         let came = hostile::attack(name, socket, &arguments.folder)?;
         writeln!(out, "{name}: {:?}", came.seen)?;
         out.flush()?;

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The attacks, by what they attack with.
 
+mod connections;
+mod inflight;
 mod memory;
 mod messages;
+mod requests;
+mod rings;
 mod shrink;
 mod signals;
 
@@ -15,7 +19,11 @@ pub fn all() -> Vec<Attack> {
         signals::attacks(),
         memory::attacks(),
         shrink::attacks(),
+        inflight::attacks(),
         messages::attacks(),
+        rings::attacks(),
+        requests::attacks(),
+        connections::attacks(),
     ]
     .into_iter()
     .flatten()
