@@ -32,6 +32,8 @@ const LENT: u64 = TIB;
 const HUGE_PAGE_BYTES: u64 = 2 << 20;
 /// Most regions a device takes.
 const REGIONS_MAX: u64 = 509;
+/// Files of 2 TiB that are longer together than the 128 TiB a process can map.
+const SPARSE_FILES: u64 = 70;
 
 /// See the module.
 pub fn attacks() -> Vec<Attack> {
@@ -106,7 +108,7 @@ fn vouched_for() -> Vec<Attack> {
 fn address_space() -> Vec<Attack> {
     let any = [Seen::Served, Seen::Refused, Seen::HungUp];
     let mut all = vec![
-        Attack::new("ram-sixty-files-of-terabytes", &YES, sixty_files),
+        Attack::new("ram-seventy-files-of-terabytes", &YES, seventy_files),
         Attack::new("ram-of-100-tib", &NO, |target| sparse(target, &[100 * TIB])),
         Attack::new("ram-beyond-quota", &NO, |target| {
             sparse(target, &[600 * GIB])
@@ -451,9 +453,9 @@ fn lent_on_fuse(target: &Target) -> Result<Held, Failure> {
 }
 
 /// Files of 2 TiB, of each of which one page is named.
-fn sixty_files(target: &Target) -> Result<Held, Failure> {
+fn seventy_files(target: &Target) -> Result<Held, Failure> {
     let mut front = Front::start(&target.socket)?;
-    for number in 1..=60 {
+    for number in 1..=SPARSE_FILES {
         let file = Ram::new(2 * TIB)?;
         front.lend(file.file().as_fd(), LENT + number * (1 << 30), 4096)?;
     }
