@@ -15,6 +15,7 @@ mod earlier_tests;
 mod hotplug;
 mod identity;
 mod report;
+mod room;
 mod roster;
 mod rounds;
 mod sink;
@@ -43,6 +44,7 @@ use crate::{
     slo::SloList,
 };
 use pagetide_addr::PAGE_BYTES;
+use pagetide_swap::Room;
 use std::{
     path::{Path, PathBuf},
     sync::{Arc, mpsc},
@@ -75,7 +77,9 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         neighbours_max: settings.neighbours,
         feed,
         protector: settings.dma_protector.clone(),
+        room: Arc::new(Room::of_this_process()),
     };
+    room::warn_if_smaller(&shared.room, &state_dir);
     let host = Arc::new(Host {
         state_dir,
         shared,
