@@ -2,6 +2,8 @@
 //! A daemon in a memory cgroup that is smaller than its pool would become: it stops evicting in time, says so,
 //! and goes on when there is room again. The VMM is this process: a file of RAM, mapped shared.
 
+mod vmm;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -199,6 +201,11 @@ fn number(vm: &Value, name: &str) -> u64 {
 fn daemon_in_a_small_memory_cgroup_stops_evicting_in_time_and_goes_on_when_there_is_room() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("SKIPPED: take-over and cgroups need root");
+        return;
+    }
+    if !vmm::is_this(
+        "daemon_in_a_small_memory_cgroup_stops_evicting_in_time_and_goes_on_when_there_is_room",
+    ) {
         return;
     }
     let group = match Group::make(GROUP_BYTES) {

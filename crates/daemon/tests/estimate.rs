@@ -2,6 +2,8 @@
 //! `pagetide estimate` beside a process of ours that serves a disk of the VM, and of a VM that is attached.
 //! The VMM is this process: a file of RAM, mapped shared.
 
+mod vmm;
+
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -82,6 +84,9 @@ fn estimate() -> Output {
 fn vm_whose_disk_we_serve_is_estimated_and_one_that_is_attached_is_not() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("SKIPPED: looking at page tables needs root");
+        return;
+    }
+    if !vmm::is_this("vm_whose_disk_we_serve_is_estimated_and_one_that_is_attached_is_not") {
         return;
     }
     let file = GuestFile::new_memfd("estimated", RAM_BYTES).unwrap();
