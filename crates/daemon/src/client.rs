@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Client of the HTTP API over its Unix socket.
 //!
-//! One connection a request: a command makes one or two. There is no time
-//! limit, since a detach takes as long as it takes to bring every page back.
+//! One connection a request: a command makes one or two. What changes something has no time
+//! limit, since a detach takes as long as it takes to bring every page back. What
+//! only asks is answered at once by a daemon that is well: see [`ASK_WAIT`].
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::Bytes;
@@ -16,6 +18,10 @@ use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 
 use crate::control::ControlError;
+
+/// How long a daemon may take to answer what changes nothing. It takes milliseconds, and on a host
+/// that is very busy perhaps seconds.
+pub const ASK_WAIT: Duration = Duration::from_secs(60);
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +44,18 @@ pub enum ClientError {
         /// The reason.
         source: hyper::Error,
     },
+    /// It takes the connection and says nothing.
+    #[error(
+        "the daemon on {path} takes connections, but has not answered within {waited_s} s: it hangs, or is stopped \
+         (SIGSTOP); see its log. Its VMs run on as long as they touch no evicted page; a new `pagetide run` takes them up \
+         when this one is killed (SIGKILL)"
+    )]
+    Silent {
+        /// The socket.
+        path: PathBuf,
+        /// How long was waited.
+        waited_s: u64,
+    },
     /// The answer makes no sense.
     #[error(
         "the answer of {path} (status {status}) makes no sense: {reason}; is it a pagetide of this version?"
@@ -59,6 +77,7 @@ pub enum ClientError {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Client {
     socket: PathBuf,
+    ask_wait: Duration,
 }
 
 impl Client {
@@ -67,7 +86,14 @@ impl Client {
     pub fn new(socket: &Path) -> Self {
         Self {
             socket: socket.to_owned(),
+            ask_wait: ASK_WAIT,
         }
+    }
+
+    /// With another patience than [`ASK_WAIT`].
+    #[must_use]
+    pub fn with_ask_wait(self, ask_wait: Duration) -> Self {
+        Self { ask_wait, ..self }
     }
 
     /// Asks for a JSON answer without sending a body.
@@ -76,7 +102,17 @@ impl Client {
         method: Method,
         path: &str,
     ) -> Result<T, ClientError> {
-        let (status, body) = self.exchange(method, path, Bytes::new()).await?;
+        let only_asks = method == Method::GET;
+        let exchange = self.exchange(method, path, Bytes::new());
+        let (status, body) = if only_asks {
+            let answer = tokio::time::timeout(self.ask_wait, exchange).await;
+            answer.map_err(|_| ClientError::Silent {
+                path: self.socket.clone(),
+                waited_s: self.ask_wait.as_secs(),
+            })??
+        } else {
+            exchange.await?
+        };
         self.read(status, &body)
     }
 

@@ -21,6 +21,7 @@ pub mod cpus;
 pub mod dpu;
 pub mod estimate;
 pub mod figure;
+pub mod files;
 pub mod host;
 pub mod injection;
 pub mod metrics;

@@ -18,6 +18,7 @@ use crate::api::{self, ApiSocket};
 use crate::cli::{DpuRunArgs, RunArgs, SettingsArgs};
 use crate::control::{Control, ControlError};
 use crate::dpu::process::start_dpu;
+use crate::files;
 use crate::host::start_control;
 use crate::outcome::{CommandError, print};
 use crate::settings::{DpuSettings, LogFormat, RunSettings, Settings, from_file};
@@ -51,6 +52,7 @@ fn run_with<S: Settings>(
         return print(&settings.to_toml());
     }
     start_log(&settings)?;
+    files::raise_limit().map_err(CommandError::refused)?;
     let state_dir = StateDir::open(settings.state_dir()).map_err(CommandError::refused)?;
     let socket = ApiSocket::bind(&settings.api_path()).map_err(CommandError::refused)?;
     let control = start(&settings)?;
@@ -98,21 +100,17 @@ pub async fn serve(socket: &ApiSocket, control: Arc<dyn Control>) -> Result<(), 
     let mut signals = EndSignals::new().map_err(failed)?;
     let listener = socket.listener().map_err(failed)?;
     let (stop, stopped) = oneshot::channel::<()>();
-    let server = axum::serve(listener, api::router(Arc::clone(&control)));
-    let server = tokio::spawn(async move {
-        server
-            .with_graceful_shutdown(async move {
-                // Stopping is asked for by the message as much as by its sender being gone.
-                drop(stopped.await);
-            })
-            .await
-    });
+    let router = api::router(Arc::clone(&control));
+    let server = tokio::spawn(api::serve(listener, router, async move {
+        // Stopping is asked for by the message as much as by its sender being gone.
+        drop(stopped.await);
+    }));
     let name = signals.next().await;
     tracing::info!(signal = name, "shutting down: detaching every VM");
     let outcome = shut_down(control, &mut signals).await;
     drop(stop);
     match tokio::time::timeout(LAST_ANSWERS_WAIT, server).await {
-        Ok(Ok(Ok(()))) => {}
+        Ok(Ok(())) => {}
         Ok(ended) => tracing::warn!(?ended, "the API ended badly"),
         Err(_) => tracing::warn!("a client did not read its answer; left it"),
     }

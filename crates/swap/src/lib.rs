@@ -7,13 +7,17 @@
 //! - [`tier`]: what stored content looks like: zero, lz4, verbatim; always with a CRC.
 //! - [`store`]: pool, slots and tiers together as gmem's `ContentStore`.
 //! - [`limit`]: the VM's limit with its marks.
+//! - [`cgroup`]: what the memory cgroups of this process allow it; [`room`]: whether content may
+//!   still be stored within that.
 //! - [`evictor`]: one section out of memory; [`reclaim`]: which, and how many,
 //!   as `pagetide-policy` decides.
 
+pub mod cgroup;
 pub mod evictor;
 pub mod limit;
 pub mod pool;
 pub mod reclaim;
+pub mod room;
 pub mod slots;
 pub mod store;
 pub mod tier;
@@ -22,4 +26,5 @@ pub use evictor::{EvictReport, Evictor};
 pub use limit::Limit;
 pub use pool::{Counter, Pool, PoolError, PoolWords};
 pub use reclaim::{AccessTracker, Reclaimer, Touched};
+pub use room::Room;
 pub use store::PoolStore;

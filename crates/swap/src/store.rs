@@ -3,7 +3,8 @@
 
 use crate::{
     pool::Pool,
-    slots::{Allocated, SlotError, Slots},
+    room::{Room, Shortage},
+    slots::{Allocated, CHUNK_BYTES, SlotError, Slots},
     tier::{Located, STORED_BYTES_MAX, Seed, Tier, unpack},
 };
 use pagetide_addr::PageNo;
@@ -31,6 +32,9 @@ pub enum PutError {
         /// Bytes of content stored.
         used_bytes: u64,
     },
+    /// The daemon's memory cgroup has no room left.
+    #[error(transparent)]
+    Group(#[from] Shortage),
     /// The pool's file failed.
     #[error("the pool cannot be written: {0}")]
     File(String),
@@ -53,6 +57,7 @@ pub struct PoolStore {
     pool: Arc<Pool>,
     seed: Seed,
     slots: Mutex<Slots>,
+    room: Arc<Room>,
     counts: TierCounts,
 }
 
@@ -66,8 +71,21 @@ impl PoolStore {
             pool,
             seed,
             slots,
+            room: Arc::new(Room::unlimited()),
             counts: TierCounts::default(),
         }
+    }
+
+    /// From now on memory for content is taken out of `room`.
+    #[must_use]
+    pub fn within(self, room: Arc<Room>) -> Self {
+        Self { room, ..self }
+    }
+
+    /// Where memory for content is taken from.
+    #[must_use]
+    pub fn room(&self) -> &Arc<Room> {
+        &self.room
     }
 
     /// The pool.
@@ -126,6 +144,11 @@ impl PoolStore {
         let Some(chunk) = allocated.new_chunk else {
             return Ok(allocated);
         };
+        // It is charged when it is allocated, and a charge beyond the group's limit kills.
+        if let Err(shortage) = self.room.take(CHUNK_BYTES) {
+            slots.chunk_without_memory(&allocated, bytes);
+            return Err(shortage.into());
+        }
         // Memory first, and only then a write through the mapping: that could kill.
         match self.pool.allocate_chunk(chunk) {
             Ok(()) => Ok(allocated),

@@ -15,9 +15,8 @@
 //!                                   └─► DETACH: the kernel restarts the interrupted call itself
 //! ```
 //!
-//! - The thread must have been **blocked in a system call**: then it is in no
-//!   restartable sequence and holds no half-done state in registers we do not
-//!   save. The other threads run on.
+//! - The thread was best **blocked in a system call**; where none is, one that runs is taken,
+//!   unless it is in a restartable sequence (see [`borrow`]). The other threads run on.
 //! - An interrupted call leaves `ERESTART…` in `rax`. The kernel acts on it when
 //!   the thread passes its signal code, and only there. Both stops, by INTERRUPT
 //!   and by the SIGTRAP of a single step, lie in that code (the one at the end of
@@ -26,7 +25,10 @@
 //!   decision. (`epoll_wait` is never restarted by it: such threads are taken
 //!   last.)
 //! - Signals are masked meanwhile, so that no handler runs on borrowed registers.
-//! - Each stop is a wait for two schedulers; there is one a call and one more.
+//! - Each stop is a wait for two schedulers; there is one a call and one more. So
+//!   both threads are of the real-time class meanwhile (see [`boost`]), and whoever needs a short
+//!   pause more than a result says how long it may be ([`PauseLimits`]): beyond it
+//!   what was done is undone, and tried again a little later.
 //! - seccomp filters would kill the process for a call they do not know;
 //!   `PTRACE_O_SUSPEND_SECCOMP` puts them to sleep, and where that is not
 //!   allowed a process under a filter is refused.
@@ -36,15 +38,24 @@
 //!   seized, the kernel detaches it.
 #![expect(unsafe_code, reason = "ptrace and waitpid have no safe wrapper")]
 
+mod boost;
+mod borrow;
+mod error;
 mod raw;
+mod run;
 mod threads;
 
-use crate::process::{ProcessError, ProcessFd};
+pub use error::PtraceError;
+pub use run::{Pace, PauseLimits, Ran, run_inside, run_inside_within};
+
+use crate::process::ProcessFd;
 use crate::uffd::new_request;
+use boost::Boost;
+use borrow::{Borrowed, borrow};
 use pagetide_addr::Hva;
 use raw::{
-    Seized, Stop, Waited, detach, get_registers, mask_signals, resume, seize, set_registers,
-    set_signal_mask, wait_for,
+    Stop, Waited, detach, get_registers, mask_signals, resume, set_registers, set_signal_mask,
+    wait_for,
 };
 use rustix::io::Errno;
 use std::fs::File;
@@ -53,7 +64,7 @@ use std::marker::PhantomData;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
-use threads::{blocked_threads, find_syscall_instruction};
+use threads::find_syscall_instruction;
 
 #[cfg(not(target_arch = "x86_64"))]
 compile_error!("taking a process over knows the registers of x86-64 only");
@@ -61,162 +72,12 @@ compile_error!("taking a process over knows the registers of x86-64 only");
 /// How long an injected call may take. None that we inject blocks; giving up would leave the
 /// target with foreign registers, so this is generous.
 const CALL_WAIT: Duration = Duration::from_secs(10);
-/// Threads that may fail to stop before we give up: their sum bounds the whole attempt.
-const MOST_DEAF: usize = 4;
-/// How often all threads are looked at for one that is blocked in a system call.
-const ROUNDS: u32 = 100;
-/// Between two rounds.
-const SLEEP_BETWEEN_LOOKS: Duration = Duration::from_micros(50);
 
 /// Code segment of 64-bit user code.
 const USER_CS_64: u64 = 0x33;
 /// Bytes below the stack pointer that a leaf function may use.
 const RED_ZONE_BYTES: u64 = 128;
 const SCRATCH_BYTES: u64 = 1024;
-
-/// Why nothing could be run inside a process.
-#[derive(Debug, thiserror::Error)]
-pub enum PtraceError {
-    /// The process is gone.
-    #[error("process {pid} ended while it was being taken over")]
-    Gone {
-        /// Its pid.
-        pid: u32,
-    },
-    /// We may not trace it.
-    #[error(
-        "tracing process {pid} is not permitted: run as root (or with CAP_SYS_PTRACE), and make \
-         sure that no debugger is attached to it and kernel.yama.ptrace_scope is below 3"
-    )]
-    NotPermitted {
-        /// Its pid.
-        pid: u32,
-    },
-    /// No thread could be borrowed.
-    #[error(
-        "no thread of process {pid} waits in a system call that can be interrupted ({tried} \
-         stops tried): try again"
-    )]
-    NoQuietThread {
-        /// Its pid.
-        pid: u32,
-        /// Threads that were stopped or asked to.
-        tried: u32,
-    },
-    /// The process is stopped by a signal.
-    #[error("process {pid} is stopped by signal {signal}: let it go on first (kill -CONT {pid})")]
-    Stopped {
-        /// Its pid.
-        pid: u32,
-        /// The signal.
-        signal: i32,
-    },
-    /// A filter would kill the process for our call.
-    #[error(
-        "process {pid} is under seccomp, which cannot be suspended here ({source}): run with \
-         CAP_SYS_ADMIN and outside of any seccomp filter"
-    )]
-    Seccomp {
-        /// Its pid.
-        pid: u32,
-        /// Why it cannot be suspended.
-        source: io::Error,
-    },
-    /// The process is not one whose registers we know.
-    #[error("process {pid} is not a 64-bit x86 process")]
-    WrongArchitecture {
-        /// Its pid.
-        pid: u32,
-    },
-    /// An injected call did not come back.
-    #[error(
-        "thread {thread} did not come back from an injected system call; its process may be \
-         damaged"
-    )]
-    Lost {
-        /// The thread.
-        thread: u32,
-    },
-    /// The kernel refused.
-    #[error("{operation} on thread {thread} failed: {source}")]
-    Kernel {
-        /// What was tried.
-        operation: &'static str,
-        /// The thread.
-        thread: u32,
-        /// The kernel's answer.
-        source: io::Error,
-    },
-    /// An injected call failed.
-    #[error("{call} inside the process failed: {source}")]
-    Call {
-        /// The call.
-        call: &'static str,
-        /// What it said.
-        source: Errno,
-    },
-    /// About its descriptors.
-    #[error(transparent)]
-    Process(#[from] ProcessError),
-}
-
-/// What came of [`run_inside`].
-#[derive(Clone, Copy, Debug)]
-pub struct Ran<T> {
-    /// What the work returned.
-    pub value: T,
-    /// How long the thread was away, in microseconds.
-    pub pause_us: u64,
-    /// The thread that was borrowed.
-    pub thread: u32,
-}
-
-/// Stops a thread of `process` that is blocked in a system call, calls `work` with it, and lets
-/// it go on as if nothing had happened, whatever `work` returns.
-///
-/// # Errors
-/// What `work` returned, or [`PtraceError`] if no thread could be borrowed or given back.
-pub fn run_inside<T, E, F>(process: &ProcessFd, work: F) -> Result<Ran<T>, E>
-where
-    T: Send,
-    E: From<PtraceError> + Send,
-    F: FnOnce(&mut StoppedThread<'_>) -> Result<T, E> + Send,
-{
-    std::thread::scope(|scope| {
-        let tracer = std::thread::Builder::new()
-            .name("pagetide-ptrace".to_owned())
-            .spawn_scoped(scope, || {
-                favour_this_thread();
-                let mut stopped = StoppedThread::of(process)?;
-                let outcome = work(&mut stopped);
-                let thread = stopped.thread;
-                let pause_us = stopped.finish()?;
-                outcome.map(|value| Ran {
-                    value,
-                    pause_us,
-                    thread,
-                })
-            })
-            .map_err(|source| PtraceError::Kernel {
-                operation: "starting a thread",
-                thread: 0,
-                source,
-            })?;
-        match tracer.join() {
-            Ok(outcome) => outcome,
-            Err(panic) => std::panic::resume_unwind(panic),
-        }
-    })
-}
-
-/// On a busy host each stop waits for this thread to run, and it looks by short sleeps (yielding
-/// would keep the target from a CPU that both are on). It is short-lived, so it may come first
-/// and sleep exactly. Returns whether it does; without the right to that it is merely slower.
-fn favour_this_thread() -> bool {
-    const MOST_FAVOURED: i32 = -20;
-    rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1)).is_ok()
-        && rustix::process::nice(MOST_FAVOURED).is_ok()
-}
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum At {
@@ -235,13 +96,19 @@ pub struct StoppedThread<'p> {
     registers: libc::user_regs_struct,
     signal_mask: u64,
     since: Instant,
+    /// How long it may be away, if there is a bound.
+    pause_max: Option<Duration>,
+    /// A call was not made because it has been away for too long.
+    was_late: bool,
     at: At,
+    /// Held until it has been let go.
+    boost: Option<Boost>,
     /// ptrace works from one thread only.
     not_send: PhantomData<*const ()>,
 }
 
 impl<'p> StoppedThread<'p> {
-    fn of(process: &'p ProcessFd) -> Result<Self, PtraceError> {
+    fn of(process: &'p ProcessFd, pause_max: Option<Duration>) -> Result<Self, PtraceError> {
         let pid = process.pid();
         let memory = File::options()
             .read(true)
@@ -249,61 +116,63 @@ impl<'p> StoppedThread<'p> {
             .open(format!("/proc/{pid}/mem"))
             .map_err(|source| open_failed(pid, source))?;
         let syscall_address = find_syscall_instruction(pid, &memory)?;
-        let mut tried = 0;
-        let mut deaf = Vec::new();
-        for _ in 0..ROUNDS {
-            for thread in blocked_threads(pid)? {
-                if deaf.contains(&thread) {
-                    continue;
-                }
-                tried += 1;
-                match seize(pid, thread)? {
-                    Seized::Stopped { since } => {
-                        // Seized by number: it is the process's if that had not ended afterwards.
-                        if process.has_ended()? {
-                            detach(thread)?;
-                            return Err(PtraceError::Gone { pid });
-                        }
-                        let registers = get_registers(thread)?;
-                        if registers.cs != USER_CS_64 {
-                            detach(thread)?;
-                            return Err(PtraceError::WrongArchitecture { pid });
-                        }
-                        if registers.orig_rax.cast_signed() < 0 {
-                            // It was in user code after all, perhaps in a restartable sequence.
-                            detach(thread)?;
-                            continue;
-                        }
-                        return Ok(Self {
-                            process,
-                            thread,
-                            memory,
-                            syscall_address,
-                            registers,
-                            signal_mask: mask_signals(thread)?,
-                            since,
-                            at: At::Stopped,
-                            not_send: PhantomData,
-                        });
-                    }
-                    // It stays seized until this (tracing) thread ends.
-                    Seized::DoesNotStop if deaf.len() < MOST_DEAF => deaf.push(thread),
-                    Seized::DoesNotStop => {
-                        return Err(PtraceError::NoQuietThread { pid, tried });
-                    }
-                    Seized::GoneAway => {}
-                }
+        let Borrowed {
+            thread,
+            since,
+            registers,
+            boost,
+        } = borrow(process, &memory)?;
+        Ok(Self {
+            process,
+            thread,
+            memory,
+            syscall_address,
+            registers,
+            signal_mask: mask_signals(thread)?,
+            since,
+            pause_max,
+            was_late: false,
+            at: At::Stopped,
+            boost,
+            not_send: PhantomData,
+        })
+    }
+
+    /// Whether another call may be made within the bound on the pause.
+    ///
+    /// # Errors
+    /// [`PtraceError::PauseTooLong`]: the caller undoes what it has done, and returns that.
+    pub fn still_in_time(&mut self) -> Result<(), PtraceError> {
+        let away = self.since.elapsed();
+        match self.pause_max {
+            Some(pause_max) if away > pause_max => {
+                self.was_late = true;
+                Err(PtraceError::PauseTooLong {
+                    pid: self.process.pid(),
+                    pause_us: whole_us(away),
+                    pause_max_us: whole_us(pause_max),
+                })
             }
-            std::thread::sleep(SLEEP_BETWEEN_LOOKS);
+            _ => Ok(()),
         }
-        Err(PtraceError::NoQuietThread { pid, tried })
+    }
+
+    /// As [`Self::syscall_at_any_time`], within the bound on the pause.
+    fn syscall(
+        &mut self,
+        call: &'static str,
+        number: i64,
+        arguments: &[u64],
+    ) -> Result<u64, PtraceError> {
+        self.still_in_time()?;
+        self.syscall_at_any_time(call, number, arguments)
     }
 
     /// Runs system call `number` in the thread, with the target's rights. It must not block.
     ///
     /// # Errors
     /// [`PtraceError::Call`] with the call's own error, or [`PtraceError`] if it could not be run.
-    fn syscall(
+    fn syscall_at_any_time(
         &mut self,
         call: &'static str,
         number: i64,
@@ -389,12 +258,12 @@ impl<'p> StoppedThread<'p> {
         self.syscall_for_descriptor("ioctl(USERFAULTFD_IOC_NEW)", libc::SYS_ioctl, &arguments)
     }
 
-    /// Closes descriptor `number` of the process.
+    /// Closes descriptor `number` of the process, also after the bound on the pause.
     ///
     /// # Errors
     /// [`PtraceError`].
     pub fn close(&mut self, number: i32) -> Result<(), PtraceError> {
-        self.syscall("close", libc::SYS_close, &[descriptor(number)])?;
+        self.syscall_at_any_time("close", libc::SYS_close, &[descriptor(number)])?;
         Ok(())
     }
 
@@ -434,7 +303,7 @@ impl<'p> StoppedThread<'p> {
             .and_then(|()| self.receive_descriptor(receiver));
         if receiver == sender + 1 {
             let pair = [descriptor(sender), descriptor(receiver), 0];
-            self.syscall("close_range", libc::SYS_close_range, &pair)?;
+            self.syscall_at_any_time("close_range", libc::SYS_close_range, &pair)?;
         } else {
             self.close(sender)?;
             self.close(receiver)?;
@@ -495,9 +364,9 @@ impl<'p> StoppedThread<'p> {
     }
 
     /// Puts everything back and lets the thread go on. Returns how long it was away.
-    fn finish(mut self) -> Result<u64, PtraceError> {
+    fn finish(mut self) -> Result<Duration, PtraceError> {
         self.put_back()?;
-        Ok(u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX))
+        Ok(self.since.elapsed())
     }
 
     fn put_back(&mut self) -> Result<(), PtraceError> {
@@ -517,6 +386,10 @@ impl Drop for StoppedThread<'_> {
             debug_assert!(matches!(e, PtraceError::Gone { .. }), "{e}");
         }
     }
+}
+
+fn whole_us(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 fn send_descriptor(socket: &std::os::fd::OwnedFd, fd: BorrowedFd<'_>) -> Result<(), Errno> {

@@ -23,10 +23,23 @@ use crate::Refusal;
 use crate::layout::{RamLayout, RecordedLayout};
 use crate::process::{VmmIdentity, VmmProcess, in_proc};
 use pagetide_sys::process::ProcessError;
-use pagetide_sys::ptrace::{PtraceError, StoppedThread, run_inside};
+use pagetide_sys::ptrace::{
+    Pace, PauseLimits, PtraceError, StoppedThread, run_inside, run_inside_within,
+};
 use pagetide_sys::uffd::{Features, UffdError, Userfaultfd, Watch, is_userfaultfd};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Once;
+use std::time::Duration;
+
+/// How long a thread of a VMM may be away for a take-over: twenty times what it takes, and less than a
+/// guest's timer tick. What takes longer is undone, and tried again when the host may be less busy; a VMM is
+/// refused after 5 tries within 0.3 s.
+pub const PAUSE_LIMITS: PauseLimits = PauseLimits {
+    pause_max: Duration::from_millis(5),
+    tries_max: 5,
+    backoff: Duration::from_millis(20),
+};
 
 /// Why a VMM could not be taken over, taken again or let go.
 #[derive(Debug, thiserror::Error)]
@@ -98,7 +111,9 @@ pub struct TakenOver {
 /// # Errors
 /// [`TakeOverError`]; everything is as it was then.
 pub fn take_over(vmm: &VmmProcess, layout: &RamLayout) -> Result<TakenOver, TakeOverError> {
-    let ran = run_inside(vmm.fd(), create_inside)?;
+    let undo = |thread: &mut StoppedThread<'_>, number: &i32| Ok(thread.close(*number)?);
+    let ran = run_inside_within(vmm.fd(), PAUSE_LIMITS, create_inside, undo)?;
+    say_once_how(ran.pace);
     let number = ran.value;
     match set_up(vmm, layout, number) {
         Ok((userfaultfd, features)) => Ok(TakenOver {
@@ -120,6 +135,19 @@ pub fn take_over(vmm: &VmmProcess, layout: &RamLayout) -> Result<TakenOver, Take
             }
             Err(error)
         }
+    }
+}
+
+/// Without real-time priority a pause depends on what else the host does.
+fn say_once_how(pace: Pace) {
+    static SAID: Once = Once::new();
+    if pace == Pace::Ordinary {
+        SAID.call_once(|| {
+            tracing::warn!(
+                "take-overs run without real-time priority, so their pauses grow with the load of the host: it \
+                 takes CAP_SYS_NICE (or RLIMIT_RTPRIO of 1), and under cgroup version 1 a cpu.rt_runtime_us above 0"
+            );
+        });
     }
 }
 

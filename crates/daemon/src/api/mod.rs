@@ -8,14 +8,20 @@
 //! [`Control`] blocks, so each call runs on a thread of the runtime's blocking
 //! pool. A panic there ends in an answer of kind `failed`, not in a lost
 //! connection.
+//!
+//! What any route may answer besides its own (a body that does not come, or is too long; a
+//! panic) is added to the document for all of them at once, in `document`.
 
+mod document;
 mod message;
+mod server;
 mod socket;
 
 pub use message::{
     AttachBody, BODY_BYTES_MAX, DeviceList, DeviceNamed, DeviceOrAll, DeviceSocket, Health,
     LimitBody, ProtectorBody, ReclaimBody, VmList,
 };
+pub use server::{BODY_WAIT, CONNECTIONS_MAX, HEAD_WAIT, serve};
 pub use socket::{ApiSocket, SocketError};
 
 use std::path::{Path, PathBuf};
@@ -24,7 +30,7 @@ use std::time::Instant;
 
 use axum::Json;
 use axum::Router;
-use axum::extract::{DefaultBodyLimit, State};
+use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use utoipa::OpenApi;
@@ -72,7 +78,9 @@ type Answer<T> = Result<Json<T>, Failure>;
 #[openapi(
     info(
         title = "Pagetide",
-        description = "Control of a Pagetide daemon, over HTTP on its Unix socket.",
+        description = "Control of a Pagetide daemon, over HTTP on its Unix socket. An error is always a \
+                       ControlError: also 404 for a path that is no route, and 405 for a method that a route does not \
+                       take. Only what is not HTTP, or a head that is too long, is answered without a body.",
         license(name = "Apache-2.0", identifier = "Apache-2.0")
     ),
     components(schemas(ControlError))
@@ -87,7 +95,7 @@ pub fn router(control: Arc<dyn Control>) -> Router {
     };
     routes_and_document()
         .0
-        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .layer(axum::middleware::from_fn(server::take_body))
         .with_state(state)
 }
 
@@ -103,7 +111,7 @@ pub fn openapi() -> String {
 }
 
 fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
-    let (router, document) = OpenApiRouter::with_openapi(Document::openapi())
+    let (router, mut document) = OpenApiRouter::with_openapi(Document::openapi())
         .routes(routes!(list_vms, attach))
         .routes(routes!(show_vm, set_limit, detach))
         .routes(routes!(reclaim))
@@ -116,6 +124,7 @@ fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
         .routes(routes!(metrics_page))
         .routes(routes!(document_page))
         .split_for_parts();
+    document::add_common_answers(&mut document);
     let router = router
         .fallback(no_route)
         .method_not_allowed_fallback(no_method);

@@ -133,7 +133,7 @@ fn observe(watch: &Watch, args: &EstimateArgs) -> Result<EstimateReport, Command
         cold,
         refusals: watch.refusals().to_vec(),
         eviction_bars: bars,
-        warnings: layout.warnings().to_vec(),
+        warnings: watch.warnings(),
     })
 }
 

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pagetide_addr::{PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
-use pagetide_vmm::hazards::{self, EvictionBar};
+use pagetide_vmm::hazards::{self, EvictionBar, OtherProcess};
 use pagetide_vmm::layout::{LiveLayout, RamLayout};
 use pagetide_vmm::process::VmmProcess;
 use pagetide_vmm::tracker::{AccessTracker, NoDma, TrackerError, UnmapAndLook};
-use pagetide_vmm::{Refusal, swap};
+use pagetide_vmm::{Refusal, swap, takeover};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::content::Chooser;
@@ -26,6 +26,7 @@ pub struct Watch {
     tracker: UnmapAndLook,
     sections: Vec<SectionNo>,
     refusals: Vec<String>,
+    warnings: Vec<String>,
 }
 
 impl Watch {
@@ -34,14 +35,16 @@ impl Watch {
         let vmm = VmmProcess::open(pid).map_err(CommandError::refused)?;
         let layout = RamLayout::of_process(&vmm).map_err(CommandError::refused)?;
         refuse_swap(&vmm, &layout)?;
-        let refusals = match hazards::refuse_if_shared(&vmm, &layout, &[]) {
+        refuse_attached(&vmm)?;
+        // A process of ours maps the RAM of every VM whose disk it serves. That keeps nobody from attaching it.
+        let ours: Vec<OtherProcess> = hazards::who_else_maps(&vmm, &layout, &[])
+            .map_err(CommandError::refused)?
+            .into_iter()
+            .filter(|other| other.name == DAEMON)
+            .collect();
+        let our_pids: Vec<u32> = ours.iter().map(|other| other.pid).collect();
+        let refusals = match hazards::refuse_if_shared(&vmm, &layout, &our_pids) {
             Ok(()) => vec![],
-            Err(Refusal::SharedRam { other_name, .. }) if other_name == DAEMON => {
-                return Err(CommandError::Refused(format!(
-                    "process {pid} is attached to a pagetide daemon, whose tracker an estimate \
-                     would disturb: see `pagetide vm show`, or detach it first"
-                )));
-            }
             // An estimate may tell what the sharing costs: touches by the other go unseen.
             Err(refusal @ Refusal::SharedRam { .. }) => vec![refusal.to_string()],
             Err(other) => return Err(CommandError::refused(other)),
@@ -56,6 +59,7 @@ impl Watch {
             layout,
             tracker,
             refusals,
+            warnings: ours.iter().map(unseen_dma).collect(),
         })
     }
 
@@ -82,6 +86,12 @@ impl Watch {
     /// What would make an attach refuse the VM.
     pub fn refusals(&self) -> &[String] {
         &self.refusals
+    }
+
+    /// What the figures do not tell.
+    pub fn warnings(&self) -> Vec<String> {
+        let of_layout = self.layout.warnings().iter().cloned();
+        of_layout.chain(self.warnings.iter().cloned()).collect()
     }
 
     /// What would forbid eviction now, beside what would refuse the VM.
@@ -148,6 +158,27 @@ impl Watch {
         }
         Ok(resident)
     }
+}
+
+/// A VM is attached if a userfaultfd of ours is open in its VMM, whoever maps its RAM and also if the daemon
+/// has died.
+fn refuse_attached(vmm: &VmmProcess) -> Result<(), CommandError> {
+    match takeover::find_inside(vmm).map_err(CommandError::refused)? {
+        None => Ok(()),
+        Some(_) => Err(CommandError::Refused(format!(
+            "process {} is attached to a pagetide daemon, whose tracker an estimate would disturb: \
+             see `pagetide vm show`, or detach it first",
+            vmm.pid()
+        ))),
+    }
+}
+
+fn unseen_dma(daemon: &OtherProcess) -> String {
+    format!(
+        "process {} ({}) serves a disk of this VM and has its RAM mapped too: pages that its DMA has touched are not \
+         unmapped by a look, so they count as in use for as long as it runs",
+        daemon.pid, daemon.name
+    )
 }
 
 /// Unmapping pages that can go to swap would evict them.

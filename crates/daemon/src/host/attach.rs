@@ -18,6 +18,7 @@
 use super::{
     hotplug,
     identity::{Identity, mappings_of},
+    room,
     vm::{ENDING_WAIT, Prepared, Shared, Vm, empty_table_of, failed},
 };
 use crate::control::{AttachRequest, ControlError, ErrorKind};
@@ -124,6 +125,7 @@ fn attach_process(
     drain(&claim.mmu.domains(), DRAIN_WAIT)?;
     claim.watch()?;
     let path = pool_path(state_dir, &request.name);
+    room::refuse_if_short(&shared.room, layout.len_bytes(), request.limit_bytes)?;
     let pool = Arc::new(make_pool(&path, &layout, &identity)?);
     pool.set_limit_bytes(request.limit_bytes);
     let undo = UndoPool(Some(Arc::clone(&pool)));
@@ -144,7 +146,7 @@ fn attach_process(
             identity,
             vmm: vmm.try_clone().map_err(failed)?,
             layout: live,
-            store: Arc::new(PoolStore::new(Arc::clone(&pool))),
+            store: store_of(&pool, shared),
             pool: Arc::clone(&pool),
             table: empty_table_of(&pool),
             mmu: Arc::clone(&claim.mmu),
@@ -169,6 +171,11 @@ fn attach_process(
             Err(error)
         }
     }
+}
+
+/// The store in a pool, as far as the daemon's memory cgroup has room.
+fn store_of(pool: &Arc<Pool>, shared: &Shared) -> Arc<PoolStore> {
+    Arc::new(PoolStore::new(Arc::clone(pool)).within(Arc::clone(&shared.room)))
 }
 
 fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Pool, ControlError> {
@@ -406,7 +413,7 @@ fn take_up(
     let live = Arc::new(LiveLayout::new(layout.clone()));
     let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     forget_what_went(&table, &layout);
-    let store = Arc::new(PoolStore::new(Arc::clone(pool)));
+    let store = store_of(pool, shared);
     adopt_words(&table, &place, &store, (&vmm, &identity))?;
     // Protection of rounds that died, and faults whose messages died, all at once.
     let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));

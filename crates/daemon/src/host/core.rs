@@ -125,7 +125,12 @@ impl VmCore {
         match known.and_then(|known| Ok((known, found?))) {
             Ok((known, found)) => {
                 let bars = known.iter().chain(&found).map(ToString::to_string);
-                self.set_bars(bars.chain(self.spaces.eviction_bar()).collect());
+                let shortage = self.store.room().shortage().map(|it| it.to_string());
+                self.set_bars(
+                    bars.chain(self.spaces.eviction_bar())
+                        .chain(shortage)
+                        .collect(),
+                );
             }
             Err(error) => self.set_bars(vec![format!("the VM cannot be looked at: {error}")]),
         }

@@ -18,6 +18,7 @@ mod identity;
 mod janitor;
 mod life;
 mod report;
+mod room;
 mod roster;
 mod rounds;
 mod sink;
@@ -47,6 +48,7 @@ use crate::{
     slo::SloList,
 };
 use pagetide_addr::PAGE_BYTES;
+use pagetide_swap::Room;
 use pagetide_vmm::process::{VmmIdentity, VmmProcess};
 use std::{
     path::{Path, PathBuf},
@@ -83,7 +85,9 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         neighbours_max: settings.neighbours,
         feed,
         protector: settings.dma_protector.clone(),
+        room: Arc::new(Room::of_this_process()),
     };
+    room::warn_if_smaller(&shared.room, &state_dir);
     let host = Arc::new(Host {
         state_dir,
         shared,

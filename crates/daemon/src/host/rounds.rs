@@ -19,7 +19,12 @@ use pagetide_policy::{
     marks::SCAN_ROUND,
     victims::{Need, Reach, Step, UNMAPPED_MIN, passes},
 };
-use pagetide_swap::{Limit, Reclaimer, limit::Wake, reclaim::Reclaimed};
+use pagetide_swap::{
+    Limit, Reclaimer,
+    limit::Wake,
+    reclaim::{ReclaimStop, Reclaimed},
+    store::PutError,
+};
 use pagetide_sys::cpu;
 use pagetide_vmm::threads;
 use pagetide_vpri::{TenantCpus, VcpuPlace};
@@ -183,9 +188,18 @@ impl Rounds {
                 }
                 Step::Take(reach) => {
                     total.add(self.take(pages, reach));
-                    if let Some(stop) = &total.stopped {
-                        self.suspend(stop.to_string());
-                        break;
+                    match &total.stopped {
+                        // A bar of its own, which is lifted when there is room again.
+                        Some(ReclaimStop::Store(PutError::Group(_))) => {
+                            self.look_for_hazards();
+                            self.vm.enforce_limit();
+                            break;
+                        }
+                        Some(stop) => {
+                            self.suspend(stop.to_string());
+                            break;
+                        }
+                        None => {}
                     }
                 }
             }

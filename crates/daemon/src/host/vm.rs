@@ -31,7 +31,7 @@ use crate::{
 };
 use pagetide_addr::{Access, PageNo, PageRange, PageSet};
 use pagetide_gmem::{Fault, FaultOutcome, Incidents, MemoryParts, PageTable, PagedMemory, State};
-use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer, reclaim::Took};
+use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer, Room, reclaim::Took};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     layout::{LiveLayout, RamLayout},
@@ -73,6 +73,8 @@ pub(super) struct Shared {
     pub(super) feed: Arc<Feed>,
     /// The policy that a VM begins with.
     pub(super) protector: ProtectorChoice,
+    /// What the memory cgroup leaves for pools.
+    pub(super) room: Arc<Room>,
 }
 
 /// A VM with its threads.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use pagetide::api::{ApiSocket, router};
+use pagetide::api::{ApiSocket, router, serve};
 use pagetide::control::{
     AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, ReclaimReport,
     SetReport, VmReport,
@@ -253,7 +253,7 @@ impl Server {
         let router = router(Arc::new(FakeControl::default()));
         runtime.spawn(async move {
             let listener = bound.listener().unwrap();
-            axum::serve(listener, router).await.unwrap();
+            serve(listener, router, std::future::pending()).await;
         });
         Self {
             socket,

@@ -167,6 +167,50 @@ pub(super) fn detach(thread: u32) -> Result<(), PtraceError> {
     request(libc::PTRACE_DETACH, thread, 0, 0).map_err(|e| kernel("PTRACE_DETACH", thread, e))
 }
 
+/// True if a thread that did not stop in time is ours no more: it has stopped since, and goes on, or
+/// it has ended.
+pub(super) fn has_stopped_late(thread: u32) -> Result<bool, PtraceError> {
+    let Some(status) = look(thread)? else {
+        return Ok(false);
+    };
+    if !libc::WIFSTOPPED(status) {
+        return Ok(true);
+    }
+    let signal = match status >> 16 {
+        PTRACE_EVENT_STOP => 0,
+        // The stop before a signal is delivered, which is still to be done.
+        _ => libc::WSTOPSIG(status),
+    };
+    match request(libc::PTRACE_DETACH, thread, 0, descriptor(signal)) {
+        Err(e) if e.raw_os_error() != Some(libc::ESRCH) => Err(kernel("PTRACE_DETACH", thread, e)),
+        Ok(()) | Err(_) => Ok(true),
+    }
+}
+
+/// Address of the stopped thread's rseq area; `None` if it has none.
+///
+/// # Errors
+/// `EIO` before Linux 5.13.
+pub(super) fn rseq_area(thread: u32) -> io::Result<Option<u64>> {
+    const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
+    // struct ptrace_rseq_configuration: address, then size and signature, then flags and padding.
+    let mut configuration = [0_u64; 3];
+    // SAFETY: the kernel writes at most as many bytes as the address argument says, 24, to a live
+    // array of that size.
+    let answer = unsafe {
+        libc::ptrace(
+            PTRACE_GET_RSEQ_CONFIGURATION,
+            thread.cast_signed(),
+            size_of_val(&configuration),
+            configuration.as_mut_ptr(),
+        )
+    };
+    if answer < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(Some(configuration[0]).filter(|area| *area != 0))
+}
+
 pub(super) fn get_registers(thread: u32) -> Result<libc::user_regs_struct, PtraceError> {
     let mut registers = std::mem::MaybeUninit::<libc::user_regs_struct>::zeroed();
     // SAFETY: GETREGS writes one user_regs_struct to the given address, a live local of that type.

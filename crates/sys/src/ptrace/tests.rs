@@ -5,8 +5,9 @@
 //! needs nothing of the threads it has lost. Its exit status tells what the
 //! interrupted call returned.
 
-use super::threads::rank_of_blocked;
+use super::threads::{Rank, rank_of_blocked};
 use super::*;
+use crate::cpu::{self, Urgency};
 use crate::uffd::{Userfaultfd, is_userfaultfd};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -375,12 +376,12 @@ fn a_process_that_has_ended_is_gone() {
 
 #[test]
 fn threads_blocked_in_restartable_calls_come_before_those_that_are_not() {
-    assert_eq!(rank_of_blocked("running\n"), None);
-    assert_eq!(rank_of_blocked("-1 0x7ffd 0x7f\n"), None);
-    assert_eq!(rank_of_blocked("58 0x0\n"), None);
+    assert_eq!(rank_of_blocked("running\n"), Rank::Other);
+    assert_eq!(rank_of_blocked("-1 0x7ffd 0x7f\n"), Rank::Other);
+    assert_eq!(rank_of_blocked("58 0x0\n"), Rank::Never);
     let ranks: Vec<_> = ["271 0x1", "202 0x1", "34 0x0", "232 0x4", "16 0xd"]
         .iter()
-        .map(|l| rank_of_blocked(l).unwrap())
+        .map(|l| rank_of_blocked(l))
         .collect();
     assert!(ranks.is_sorted());
 }
@@ -422,4 +423,313 @@ fn translations_dropped_inside_leave_content_in_the_file() {
     .unwrap();
     assert_eq!(present(), 0);
     assert_eq!(child.exit_status(), TIMED_OUT);
+}
+
+/// Runs in user code only, with a value in each of many registers that follows from the others, until
+/// `stop` says otherwise; then 0, or [`OTHER`] if a register has changed.
+fn busy(stop: &AtomicI32) -> i32 {
+    let mut state = [1_u64, 2, 3, 5, 7, 11, 13, 17];
+    let mut rounds = 0_u64;
+    while stop.load(Ordering::Relaxed) == 0 {
+        for value in &mut state {
+            *value = value
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+        }
+        rounds += 1;
+    }
+    let mut again = [1_u64, 2, 3, 5, 7, 11, 13, 17];
+    for _ in 0..rounds {
+        for value in &mut again {
+            *value = value
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+        }
+    }
+    if again == state { 0 } else { OTHER }
+}
+
+/// Words that this process and its children share.
+fn shared_words() -> &'static [AtomicI32; 1024] {
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping, over none that is there; it lives until the process ends.
+    let memory = unsafe { libc::mmap(std::ptr::null_mut(), 4096, protection, flags, -1, 0) };
+    assert_ne!(memory, libc::MAP_FAILED);
+    // SAFETY: a whole page, zeroed, aligned, mapped for ever; only atomics touch it.
+    unsafe { &*memory.cast::<[AtomicI32; 1024]>() }
+}
+
+#[test]
+fn a_process_that_only_computes_is_borrowed_and_computes_right() {
+    if !may_trace() {
+        return;
+    }
+    let stop = &shared_words()[0];
+    let child = Child::new(|| busy(stop));
+    for _ in 0..20 {
+        ask_twice(&child);
+    }
+    stop.store(1, Ordering::Relaxed);
+    assert_eq!(child.exit_status(), 0);
+}
+
+/// This thread's rseq area, if glibc has registered one; a child of `fork` keeps it.
+fn own_rseq_area() -> Option<u64> {
+    // SAFETY: looks a name up; the name is a C string.
+    let offset = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__rseq_offset".as_ptr()) };
+    if offset.is_null() {
+        return None;
+    }
+    // SAFETY: that name is of a constant of a pointer's size.
+    let offset = unsafe { *offset.cast::<i64>() };
+    let base: u64;
+    // SAFETY: the first word of a thread's own area is the address of that area.
+    unsafe {
+        std::arch::asm!("mov {}, qword ptr fs:0", out(reg) base, options(nostack, readonly));
+    }
+    Some(base.wrapping_add_signed(offset))
+}
+
+/// Counts in a restartable sequence for half of the time. The kernel sends it to the abort code
+/// whenever it loses its CPU there.
+fn half_in_sequence(area: u64, stop: &AtomicI32) -> i32 {
+    while stop.load(Ordering::Relaxed) == 0 {
+        // SAFETY: writes a descriptor's address into this thread's own rseq area, counts in a
+        // register, and clears it again. The abort code follows the signature that glibc has
+        // registered (0x53053053). No stack is used.
+        unsafe {
+            std::arch::asm!(
+                ".pushsection .data.rel.ro, \"aw\", @progbits",
+                ".balign 32",
+                "66:",
+                ".long 0, 0",
+                ".quad 22f, 33f - 22f, 44f",
+                ".popsection",
+                "lea {scratch}, [rip + 66b]",
+                "mov {count}, 100000",
+                "mov qword ptr [{area} + 8], {scratch}",
+                "22:",
+                "dec {count}",
+                "jnz 22b",
+                "33:",
+                "mov qword ptr [{area} + 8], 0",
+                "jmp 77f",
+                ".byte 0x0f, 0xb9, 0x3d",
+                ".long 0x53053053",
+                "44:",
+                "77:",
+                "mov {count}, 100000",
+                "88:",
+                "dec {count}",
+                "jnz 88b",
+                scratch = out(reg) _,
+                count = out(reg) _,
+                area = in(reg) area,
+                options(nostack),
+            );
+        }
+    }
+    0
+}
+
+#[test]
+fn a_thread_in_a_restartable_sequence_is_not_borrowed_before_it_is_out() {
+    const STOPS: u32 = 40;
+    if !may_trace() {
+        return;
+    }
+    let Some(area) = own_rseq_area() else {
+        eprintln!("SKIPPED: this C library has no rseq area");
+        return;
+    };
+    let stop = &shared_words()[0];
+    let child = Child::new(|| half_in_sequence(area, stop));
+    for _ in 0..STOPS {
+        let named = run_inside(&child.process(), |thread| {
+            let area = super::raw::rseq_area(thread.thread)
+                .map_err(|e| kernel("PTRACE_GET_RSEQ_CONFIGURATION", thread.thread, e))?;
+            let mut named = [0; 8];
+            if let Some(area) = area {
+                thread.read_memory(area + 8, &mut named)?;
+            }
+            thread.syscall("getppid", libc::SYS_getppid, &[])?;
+            Ok::<_, PtraceError>((area, u64::from_ne_bytes(named)))
+        });
+        let (known, named) = named.unwrap().value;
+        if known != Some(area) {
+            eprintln!("SKIPPED: no rseq area is registered here");
+            break;
+        }
+        assert_eq!(named, 0, "borrowed within a sequence");
+    }
+    stop.store(1, Ordering::Relaxed);
+    assert_eq!(child.exit_status(), 0);
+}
+
+fn may_be_realtime() -> bool {
+    let may = std::thread::spawn(|| cpu::set_urgency(Urgency::Preempting(boost::PRIORITY)));
+    let may = may.join().unwrap();
+    if let Err(e) = &may {
+        eprintln!("SKIPPED: no real-time thread here: {e}");
+    }
+    may.is_ok()
+}
+
+fn policy_of(pid: i32) -> i32 {
+    // SAFETY: takes a number.
+    unsafe { libc::sched_getscheduler(pid) }
+}
+
+#[test]
+fn a_borrowed_thread_is_urgent_while_it_is_borrowed_and_its_policy_is_never_touched() {
+    if !may_trace() || !may_be_realtime() {
+        return;
+    }
+    let child = Child::new(forever);
+    child.await_call(libc::SYS_pause);
+    let thread = child.pid.cast_unsigned();
+    let ran = run_inside(&child.process(), |_| {
+        Ok::<_, PtraceError>((boost::is_realtime(thread), policy_of(child.pid)))
+    })
+    .unwrap();
+    assert_eq!(ran.value, (true, libc::SCHED_OTHER));
+    assert_eq!(ran.pace, Pace::RealTime);
+    assert!(!boost::is_realtime(thread));
+    assert_eq!(policy_of(child.pid), libc::SCHED_OTHER);
+    child.kill();
+}
+
+#[test]
+fn priority_lent_by_a_process_that_is_killed_is_gone_with_it() {
+    if !may_trace() || !may_be_realtime() {
+        return;
+    }
+    let child = Child::new(forever);
+    child.await_call(libc::SYS_pause);
+    let thread = child.pid.cast_unsigned();
+    let word = std::sync::atomic::AtomicU32::new(thread);
+    let lender = Child::new(|| {
+        if cpu::set_urgency(Urgency::Preempting(boost::PRIORITY)).is_ok() {
+            boost::wait_for_lock(&word);
+        }
+        OTHER
+    });
+    lender.await_call(libc::SYS_futex);
+    assert!(boost::is_realtime(thread));
+    lender.kill();
+    assert!(!boost::is_realtime(thread));
+    child.kill();
+}
+
+fn descriptors_of(child: &Child) -> usize {
+    let list = std::fs::read_dir(format!("/proc/{}/fd", child.pid));
+    list.unwrap().count()
+}
+
+#[test]
+fn a_pause_that_is_too_long_is_undone_and_tried_again_and_then_told() {
+    if !may_trace() {
+        return;
+    }
+    let child = Child::new(forever);
+    child.await_call(libc::SYS_pause);
+    let before = descriptors_of(&child);
+    let limits = PauseLimits {
+        pause_max: Duration::from_millis(200),
+        tries_max: 3,
+        backoff: Duration::from_millis(1),
+    };
+    let slow_tries = AtomicI32::new(0);
+    // Slow for `slow` tries: before its call, so that it is refused, or after it, so that it is undone.
+    let create = |slow: i32, before_call: u64, after_call: u64| {
+        slow_tries.store(slow, Ordering::Relaxed);
+        let is_slow = || slow_tries.fetch_sub(1, Ordering::Relaxed) > 0;
+        run_inside_within(
+            &child.process(),
+            limits,
+            |thread| {
+                let is_slow = is_slow();
+                let sleep =
+                    |ms| std::thread::sleep(Duration::from_millis(if is_slow { ms } else { 0 }));
+                sleep(before_call);
+                let number = thread.make_userfaultfd()?;
+                sleep(after_call);
+                Ok::<_, PtraceError>(number)
+            },
+            |thread, number| thread.close(*number),
+        )
+    };
+    for (before_call, after_call) in [(250, 0), (0, 250)] {
+        let made = create(2, before_call, after_call).unwrap();
+        assert!(made.pause_us <= 200_000, "{}", made.pause_us);
+        assert_eq!(descriptors_of(&child), before + 1);
+        run_inside(&child.process(), |thread| thread.close(made.value)).unwrap();
+        let refused = create(3, before_call, after_call).unwrap_err();
+        let PtraceError::PausesTooLong { pauses_us, .. } = &refused else {
+            panic!("{refused}");
+        };
+        assert_eq!(pauses_us.len(), 3);
+        assert!(pauses_us.iter().all(|us| *us > 200_000), "{refused}");
+        assert_eq!(descriptors_of(&child), before);
+    }
+    child.kill();
+}
+
+#[test]
+fn pauses_beside_busy_cpus_are_within_the_bound_or_undone() {
+    const TAKE_OVERS: usize = 30;
+    if !may_trace() {
+        return;
+    }
+    let child = Child::new(forever);
+    child.await_call(libc::SYS_pause);
+    let before = descriptors_of(&child);
+    let hogs_stop = shared_words();
+    let hogs: Vec<Child> = (0..2 * cpu::online_count().unwrap())
+        .map(|_| Child::new(|| busy_quietly(&hogs_stop[0])))
+        .collect();
+    let limits = PauseLimits {
+        pause_max: Duration::from_millis(5),
+        tries_max: 5,
+        backoff: Duration::from_millis(10),
+    };
+    let mut pauses_us = Vec::new();
+    for _ in 0..TAKE_OVERS {
+        let ran = run_inside_within(
+            &child.process(),
+            limits,
+            |thread| thread.make_userfaultfd(),
+            |thread, number| thread.close(*number),
+        );
+        match ran {
+            Ok(ran) => {
+                assert!(ran.pause_us <= 5_000, "{}", ran.pause_us);
+                pauses_us.push(ran.pause_us);
+                run_inside(&child.process(), |thread| thread.close(ran.value)).unwrap();
+            }
+            Err(PtraceError::PausesTooLong { pauses_us, .. }) => {
+                assert!(pauses_us.iter().all(|us| *us > 5_000), "{pauses_us:?}");
+                eprintln!("undone each time: {pauses_us:?} us");
+            }
+            Err(error) => panic!("{error}"),
+        }
+        assert_eq!(descriptors_of(&child), before);
+    }
+    hogs_stop[0].store(1, Ordering::Relaxed);
+    hogs.into_iter()
+        .for_each(|hog| assert_eq!(hog.exit_status(), 0));
+    pauses_us.sort_unstable();
+    eprintln!(
+        "pauses beside {} hogs, us: {pauses_us:?}",
+        2 * cpu::online_count().unwrap()
+    );
+    child.kill();
+}
+
+fn busy_quietly(stop: &AtomicI32) -> i32 {
+    while stop.load(Ordering::Relaxed) == 0 {
+        std::hint::spin_loop();
+    }
+    0
 }

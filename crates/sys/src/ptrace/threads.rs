@@ -6,8 +6,20 @@ use super::{PtraceError, kernel, open_failed};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// Threads that are blocked in a system call, best first.
-pub(super) fn blocked_threads(pid: u32) -> Result<Vec<u32>, PtraceError> {
+/// Which threads are wanted.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reach {
+    /// Those that are blocked in a system call.
+    Blocked,
+    /// Those first, then all that may stop.
+    All,
+}
+
+/// Rank of a thread that runs, or is blocked outside of a call: after all others.
+const RANK_OF_OTHERS: u32 = 5;
+
+/// Threads within `reach`, best first.
+pub(super) fn threads(pid: u32, reach: Reach) -> Result<Vec<u32>, PtraceError> {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task"))
         .map_err(|source| open_failed(pid, source))?;
     let mut found = Vec::new();
@@ -20,30 +32,46 @@ pub(super) fn blocked_threads(pid: u32) -> Result<Vec<u32>, PtraceError> {
         let Ok(line) = std::fs::read_to_string(task.path().join("syscall")) else {
             continue;
         };
-        if let Some(rank) = rank_of_blocked(&line) {
-            found.push((rank, thread));
-        }
+        let rank = match (rank_of_blocked(&line), reach) {
+            (Rank::Blocked(rank), _) => rank,
+            (Rank::Other, Reach::All) => RANK_OF_OTHERS,
+            (Rank::Other, Reach::Blocked) | (Rank::Never, _) => continue,
+        };
+        found.push((rank, thread));
     }
     found.sort_unstable();
     Ok(found.into_iter().map(|(_, thread)| thread).collect())
 }
 
-/// How well a thread may be borrowed, by its `/proc/PID/task/TID/syscall`; small is good.
-pub(super) fn rank_of_blocked(line: &str) -> Option<u32> {
-    // "running", or "-1 …" for a thread blocked outside of a call (in a page fault).
-    let number = line.split_ascii_whitespace().next()?.parse::<i64>();
-    match number.unwrap_or(-1) {
-        ..0 => None,
-        libc::SYS_ppoll | libc::SYS_poll => Some(0),
+/// How well a thread may be borrowed.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) enum Rank {
+    /// It is blocked in a system call; small is good.
+    Blocked(u32),
+    /// It runs, or is blocked outside of a call (in a page fault).
+    Other,
+    /// It does not stop before somebody else has gone on.
+    Never,
+}
+
+/// By the thread's `/proc/PID/task/TID/syscall`: a call's number and more, "running", or "-1 …".
+pub(super) fn rank_of_blocked(line: &str) -> Rank {
+    let number = line.split_ascii_whitespace().next().map(str::parse::<i64>);
+    let Some(Ok(number)) = number else {
+        return Rank::Other;
+    };
+    match number {
+        ..0 => Rank::Other,
+        libc::SYS_ppoll | libc::SYS_poll => Rank::Blocked(0),
         libc::SYS_futex | libc::SYS_clock_nanosleep | libc::SYS_nanosleep | libc::SYS_read => {
-            Some(1)
+            Rank::Blocked(1)
         }
         // These do not stop until their child has gone on.
-        libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => None,
+        libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => Rank::Never,
         // Returns EINTR instead of being restarted; KVM_RUN likewise.
-        libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => Some(3),
-        libc::SYS_ioctl => Some(4),
-        _ => Some(2),
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => Rank::Blocked(3),
+        libc::SYS_ioctl => Rank::Blocked(4),
+        _ => Rank::Blocked(2),
     }
 }
 

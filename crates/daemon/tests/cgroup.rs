@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A daemon in a memory cgroup that is smaller than its pool would become: it stops evicting in time, says so,
+//! and goes on when there is room again. The VMM is this process: a file of RAM, mapped shared.
+
+mod vmm;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use pagetide_sys::mapping::SharedMapping;
+use pagetide_sys::memory_file::GuestFile;
+use serde_json::Value;
+use std::os::fd::AsFd;
+
+const MIB: u64 = 1 << 20;
+const RAM_BYTES: u64 = 192 * MIB;
+/// What is evicted to keep this does not compress, and has no room in the group.
+const VM_LIMIT: &str = "32M";
+const GROUP_BYTES: u64 = 96 * MIB;
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A memory cgroup of our own, of whatever version there is.
+struct Group {
+    path: PathBuf,
+    limit: &'static str,
+    charged: &'static str,
+    events: &'static str,
+}
+
+impl Group {
+    fn make(bytes: u64) -> Result<Self, String> {
+        let name = format!("pagetide-test-{}", std::process::id());
+        let one = |path| Self {
+            path,
+            limit: "memory.limit_in_bytes",
+            charged: "memory.usage_in_bytes",
+            events: "memory.oom_control",
+        };
+        let two = |path| Self {
+            path,
+            limit: "memory.max",
+            charged: "memory.current",
+            events: "memory.events",
+        };
+        let first = one(Path::new("/sys/fs/cgroup/memory").join(&name));
+        let second = two(Path::new("/sys/fs/cgroup").join(&name));
+        let mut why = Vec::new();
+        for group in [first, second] {
+            match group.begin(bytes) {
+                Ok(()) => return Ok(group),
+                Err(error) => why.push(format!("{}: {error}", group.path.display())),
+            }
+        }
+        Err(format!("no memory cgroup can be made: {}", why.join(", ")))
+    }
+
+    fn begin(&self, bytes: u64) -> std::io::Result<()> {
+        // Only where the controller is: any directory could be made in a tmpfs.
+        let parent = self.path.parent().unwrap();
+        fs::metadata(parent.join("cgroup.procs"))?;
+        fs::create_dir(&self.path)?;
+        self.set_limit(bytes)
+    }
+
+    fn set_limit(&self, bytes: u64) -> std::io::Result<()> {
+        // Not `fs::write`: that would create the file where the controller is off.
+        let mut file = fs::File::options()
+            .write(true)
+            .open(self.path.join(self.limit))?;
+        std::io::Write::write_all(&mut file, bytes.to_string().as_bytes())
+    }
+
+    fn charged_bytes(&self) -> u64 {
+        let text = fs::read_to_string(self.path.join(self.charged)).unwrap();
+        text.trim().parse().unwrap()
+    }
+
+    fn oom_kills(&self) -> u64 {
+        let text = fs::read_to_string(self.path.join(self.events)).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
+        line.map_or(0, |number| number.trim().parse().unwrap())
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // What a killed daemon held may be given back a moment later.
+        let begun = Instant::now();
+        while self.path.exists() && fs::remove_dir(&self.path).is_err() {
+            if begun.elapsed() > Duration::from_secs(10) {
+                eprintln!("{} stays", self.path.display());
+                return;
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+struct Daemon {
+    child: Child,
+    dir: tempfile::TempDir,
+}
+
+impl Daemon {
+    fn start(group: &Group) -> Self {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let log = fs::File::create(dir.path().join("log")).unwrap();
+        let child = Command::new("sh")
+            .args(["-c", "echo $$ > \"$1\" && shift && exec \"$@\"", "sh"])
+            .arg(group.path.join("cgroup.procs"))
+            .arg(env!("CARGO_BIN_EXE_pagetide"))
+            .args(["run", "--state-dir"])
+            .arg(dir.path().join("state"))
+            .stdin(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        let mut daemon = Self { child, dir };
+        daemon.until("an answer", |daemon| {
+            daemon.client(&["vm", "list"]).status.success()
+        });
+        daemon
+    }
+
+    fn client(&self, words: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_pagetide"))
+            .args(words)
+            .env("PAGETIDE_API", self.dir.path().join("state/api.sock"))
+            .output()
+            .unwrap()
+    }
+
+    fn json(&self, words: &[&str]) -> Value {
+        let output = self.client(words);
+        let told = || String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(
+            output.status.success(),
+            "{words:?}: {}\n{}",
+            told(),
+            self.log()
+        );
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    fn show(&self) -> Value {
+        self.json(&["vm", "show", "a", "--json"])
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.dir.path().join("log")).unwrap()
+    }
+
+    fn until(&mut self, what: &str, mut holds: impl FnMut(&Self) -> bool) {
+        let begun = Instant::now();
+        while !holds(self) {
+            let ended = self.child.try_wait().unwrap();
+            assert!(ended.is_none(), "{ended:?} before {what}: {}", self.log());
+            assert!(begun.elapsed() < PATIENCE, "no {what}: {}", self.log());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Err(error) = self.child.kill().and_then(|()| self.child.wait().map(drop)) {
+            eprintln!("the daemon: {error}");
+        }
+    }
+}
+
+/// Bytes that do not compress, and follow from their page's number.
+fn content(page: u64) -> Vec<u8> {
+    let mut state = page.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    };
+    (0..512).flat_map(|_| next()).collect()
+}
+
+fn verify(ram: &SharedMapping) {
+    let mut found = vec![0; 4096];
+    for page in 0..RAM_BYTES / 4096 {
+        ram.copy_from(page * 4096, &mut found).unwrap();
+        assert!(found == content(page), "page {page}");
+    }
+}
+
+fn number(vm: &Value, name: &str) -> u64 {
+    vm[name]
+        .as_u64()
+        .unwrap_or_else(|| panic!("{name} in {vm}"))
+}
+
+#[test]
+fn daemon_in_a_small_memory_cgroup_stops_evicting_in_time_and_goes_on_when_there_is_room() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: take-over and cgroups need root");
+        return;
+    }
+    if !vmm::is_this(
+        "daemon_in_a_small_memory_cgroup_stops_evicting_in_time_and_goes_on_when_there_is_room",
+    ) {
+        return;
+    }
+    let group = match Group::make(GROUP_BYTES) {
+        Ok(group) => group,
+        Err(why) => {
+            eprintln!("SKIPPED: {why}");
+            return;
+        }
+    };
+    let file = GuestFile::new_memfd("ram", RAM_BYTES).unwrap();
+    let ram = SharedMapping::new(file.as_fd(), RAM_BYTES).unwrap();
+    for page in 0..RAM_BYTES / 4096 {
+        ram.copy_to(page * 4096, &content(page)).unwrap();
+    }
+    let mut daemon = Daemon::start(&group);
+    assert!(daemon.log().contains("memory cgroup"), "{}", daemon.log());
+    let own = std::process::id().to_string();
+    daemon.json(&[
+        "attach", "--pid", &own, "--name", "a", "--limit", VM_LIMIT, "--json",
+    ]);
+    let bars = |daemon: &Daemon| daemon.show()["eviction_bars"].to_string();
+    daemon.until("word of the cgroup", |daemon| {
+        assert!(group.charged_bytes() <= GROUP_BYTES);
+        bars(daemon).contains("memory cgroup")
+    });
+    let vm = daemon.show();
+    assert_eq!(vm["state"], "serving-only", "{vm}");
+    assert!(number(&vm, "evicted_pages") > 0, "{vm}");
+    assert!(number(&vm, "resident_bytes") > 32 * MIB, "{vm}");
+    assert!(number(&vm, "pool_bytes") < GROUP_BYTES, "{vm}");
+    // All of it is served, with the group as full as it gets.
+    verify(&ram);
+    assert_eq!(group.oom_kills(), 0);
+    let said = daemon.log().matches("not evicting").count();
+    assert!((1..=20).contains(&said), "{said} times: {}", daemon.log());
+    group.set_limit(GROUP_BYTES * 4).unwrap();
+    daemon.until("eviction to the limit", |daemon| {
+        bars(daemon) == "[]" && number(&daemon.show(), "resident_bytes") <= 34 * MIB
+    });
+    daemon.json(&["vm", "detach", "a", "--json"]);
+    verify(&ram);
+    assert_eq!(group.oom_kills(), 0);
+}

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`run_inside`] and [`run_inside_within`]: a thread is borrowed, used and given back, on a thread
+//! made for the purpose.
+
+use super::{PtraceError, StoppedThread, boost, whole_us};
+use crate::cpu::{self, Urgency};
+use crate::process::ProcessFd;
+use std::time::Duration;
+
+/// What came of [`run_inside`].
+#[derive(Clone, Copy, Debug)]
+pub struct Ran<T> {
+    /// What the work returned.
+    pub value: T,
+    /// How long the thread was away, in microseconds.
+    pub pause_us: u64,
+    /// The thread that was borrowed.
+    pub thread: u32,
+    /// Whom the two threads went before.
+    pub pace: Pace,
+}
+
+/// Whom the tracer and the borrowed thread go before.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Pace {
+    /// Every ordinary thread of the host.
+    RealTime,
+    /// Nobody: it is not permitted here.
+    Ordinary,
+}
+
+/// How long a thread may be away at a time, and what is done beyond that.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PauseLimits {
+    /// Longest pause.
+    pub pause_max: Duration,
+    /// How often it is tried.
+    pub tries_max: u32,
+    /// Between the first try and the second; it doubles with each.
+    pub backoff: Duration,
+}
+
+/// Stops a thread of `process`, calls `work` with it, and lets it go on as if nothing had happened,
+/// whatever `work` returns.
+///
+/// # Errors
+/// What `work` returned, or [`PtraceError`] if no thread could be borrowed or given back.
+pub fn run_inside<T, E, F>(process: &ProcessFd, work: F) -> Result<Ran<T>, E>
+where
+    T: Send,
+    E: From<PtraceError> + Send,
+    F: FnOnce(&mut StoppedThread<'_>) -> Result<T, E> + Send,
+{
+    let attempt = attempt(process, None, work)?;
+    attempt.outcome.map(|value| Ran {
+        value,
+        pause_us: attempt.pause_us,
+        thread: attempt.thread,
+        pace: attempt.pace,
+    })
+}
+
+/// As [`run_inside`], with a bound on the time that the thread is away: beyond it no further call is
+/// made, `undo` takes back what `work` has returned, if it came so far, and all is tried again.
+/// A `work` that fails has undone its part itself. Closing a descriptor is possible at any time.
+///
+/// # Errors
+/// As there, and [`PtraceError::PausesTooLong`].
+pub fn run_inside_within<T, E>(
+    process: &ProcessFd,
+    limits: PauseLimits,
+    work: impl Fn(&mut StoppedThread<'_>) -> Result<T, E> + Send + Sync,
+    undo: impl Fn(&mut StoppedThread<'_>, &T) -> Result<(), E> + Send + Sync,
+) -> Result<Ran<T>, E>
+where
+    T: Send + Sync,
+    E: From<PtraceError> + Send,
+{
+    let mut pauses_us = Vec::new();
+    let mut backoff = limits.backoff;
+    for number in 0..limits.tries_max {
+        if number > 0 {
+            std::thread::sleep(backoff);
+            backoff *= 2;
+        }
+        let attempt = attempt::<T, E, _>(process, Some(limits.pause_max), |thread| {
+            let value = work(thread)?;
+            // Better now than by another stop.
+            if let Err(late) = thread.still_in_time() {
+                undo(thread, &value)?;
+                return Err(late.into());
+            }
+            Ok(value)
+        })?;
+        match (attempt.outcome, attempt.late) {
+            (Ok(value), Late::Not) => {
+                return Ok(Ran {
+                    value,
+                    pause_us: attempt.pause_us,
+                    thread: attempt.thread,
+                    pace: attempt.pace,
+                });
+            }
+            // Late on its way out: it is done, and nobody was told.
+            (Ok(value), _) => {
+                run_inside(process, |thread| undo(thread, &value))?;
+            }
+            (Err(_), Late::Refused) => {}
+            (Err(error), _) => return Err(error),
+        }
+        pauses_us.push(attempt.pause_us);
+    }
+    Err(PtraceError::PausesTooLong {
+        pid: process.pid(),
+        pauses_us,
+        pause_max_us: whole_us(limits.pause_max),
+    }
+    .into())
+}
+
+/// Whether the thread was away for longer than allowed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Late {
+    Not,
+    /// Yes, and nothing was left to be done.
+    AtTheEnd,
+    /// Yes, and a call was not made for it.
+    Refused,
+}
+
+/// What came of one stop.
+struct Attempt<T, E> {
+    outcome: Result<T, E>,
+    late: Late,
+    pause_us: u64,
+    thread: u32,
+    pace: Pace,
+}
+
+/// On a thread made for it. When that ends, the kernel lets go of whatever it still traces.
+fn attempt<T, E, F>(
+    process: &ProcessFd,
+    pause_max: Option<Duration>,
+    work: F,
+) -> Result<Attempt<T, E>, E>
+where
+    T: Send,
+    E: From<PtraceError> + Send,
+    F: FnOnce(&mut StoppedThread<'_>) -> Result<T, E> + Send,
+{
+    std::thread::scope(|scope| {
+        let tracer = std::thread::Builder::new()
+            .name("pagetide-ptrace".to_owned())
+            .spawn_scoped(scope, || {
+                let pace = favour_this_thread();
+                let mut stopped = StoppedThread::of(process, pause_max)?;
+                let pace = match stopped.boost {
+                    Some(_) => pace,
+                    None => Pace::Ordinary,
+                };
+                let outcome = work(&mut stopped);
+                let (thread, was_refused) = (stopped.thread, stopped.was_late);
+                let pause = stopped.finish()?;
+                let late = match pause_max {
+                    _ if was_refused => Late::Refused,
+                    Some(most) if pause > most => Late::AtTheEnd,
+                    _ => Late::Not,
+                };
+                Ok(Attempt {
+                    outcome,
+                    late,
+                    pause_us: whole_us(pause),
+                    thread,
+                    pace,
+                })
+            })
+            .map_err(|source| PtraceError::Kernel {
+                operation: "starting a thread",
+                thread: 0,
+                source,
+            })?;
+        match tracer.join() {
+            Ok(outcome) => outcome,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })
+}
+
+/// On a busy host each stop waits for this thread to run, and it looks by short sleeps (yielding
+/// would keep the target from a CPU that both are on). It is short-lived, so it may come first.
+/// Without the right to the real-time class it is nice to nobody and sleeps exactly.
+fn favour_this_thread() -> Pace {
+    if cpu::set_urgency(Urgency::Preempting(boost::PRIORITY)).is_ok() {
+        return Pace::RealTime;
+    }
+    let eager = cpu::set_urgency(Urgency::Eager).is_ok();
+    let exact = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1)).is_ok();
+    debug_assert!(exact || !eager, "timer slack needs no right");
+    Pace::Ordinary
+}
