@@ -10,7 +10,7 @@ use crate::{
     },
     config::{BlkConfig, DpuConfig, DpuError},
     device::{Control, DeviceState, Endpoint, EngineGone, Parts},
-    engine::{Engine, EngineShared, Seed, command::Command, queue::OnFault},
+    engine::{Engine, EngineShared, Seed, command::Command, fair::WEIGHTS, queue::OnFault},
     inject::{Injection, InjectionReport},
     lock,
     ring::DEVICES_MAX,
@@ -61,6 +61,8 @@ pub struct DeviceReport {
     pub look_up: LookUp,
     /// What a queue does while one of its requests waits for pages.
     pub on_fault: OnFault,
+    /// Its share of its engines beside the weights of others.
+    pub weight: u32,
     /// Size of the image.
     pub capacity_bytes: u64,
     /// Requests completed.
@@ -197,6 +199,7 @@ impl Dpu {
         let seed = Seed {
             index: engine,
             ring_entries: config.ring_entries,
+            fault_queue_entries: config.fault_queue_entries,
             poll: config.poll_max,
             iopf_timeout: config.iopf_timeout,
             lock,
@@ -356,6 +359,23 @@ impl Dpu {
         Ok(())
     }
 
+    /// Changes a device's share of its engines, from their next turn on. Among devices that all have
+    /// work, each gets what its weight is of the sum of theirs.
+    ///
+    /// # Errors
+    /// [`DpuError::NoSuchDevice`], [`DpuError::Setting`].
+    pub fn set_weight(&self, id: DeviceId, weight: u32) -> Result<(), DpuError> {
+        if !WEIGHTS.contains(&weight) {
+            return Err(DpuError::Setting {
+                setting: "weight",
+                value: u64::from(weight),
+                must: "from 1 to 1000",
+            });
+        }
+        self.shared(id)?.set_weight(weight);
+        Ok(())
+    }
+
     /// Injects faults into a device from now on; an injection that goes on there is replaced.
     ///
     /// # Errors
@@ -453,6 +473,7 @@ impl BlkDevice {
             writes: self.config.writes,
             look_up: self.config.look_up,
             on_fault: self.config.on_fault,
+            weight: shared.weight(),
             capacity_bytes: shared.image.sectors * 512,
             requests: shared.total(|c| &c.requests),
             read_bytes: shared.total(|c| &c.read_bytes),

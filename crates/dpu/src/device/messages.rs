@@ -11,7 +11,7 @@ use crate::{
     memory::{REGIONS_MAX, RegionTable},
 };
 use pagetide_addr::FrontendVa;
-use std::{fs::File, os::fd::OwnedFd};
+use std::{fs::File, os::fd::OwnedFd, sync::mpsc::channel};
 use vhost::{
     VhostUserMemoryRegionBase,
     vhost_user::{
@@ -72,8 +72,10 @@ impl VhostUserBackendReqHandlerMut for Session {
             table.add(region).map_err(|error| refused_memory(&error))?;
         }
         self.stop_all(StopHow::Drain)?;
-        self.regions = table;
+        // What was there before is unmapped here, not by an engine.
+        let before = std::mem::replace(&mut self.regions, table);
         self.publish_memory()?;
+        drop(before);
         self.start_all()?;
         Ok(None)
     }
@@ -152,15 +154,14 @@ impl VhostUserBackendReqHandlerMut for Session {
         }
         let copy = vring.call.as_ref().map(OwnedFd::try_clone).transpose();
         let call = copy.map_err(Error::ReqHandlerError)?;
-        self.control
-            .engine_of(queue)
-            .mailbox
-            .post(Command::SetCall {
-                device: self.control.slot,
-                queue,
-                call,
-            })
-            .map_err(|error| gone(error.into()))
+        let (reply, taken) = channel();
+        let command = Command::SetCall {
+            device: self.control.slot,
+            queue,
+            call,
+            reply,
+        };
+        self.tell_engine(queue, command, &taken)
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
@@ -281,8 +282,10 @@ impl VhostUserBackendReqHandlerMut for Session {
             .map_err(|error| refused_memory(&error))?;
         // I/O under way may be to this region; rings may be in it.
         self.stop_all(StopHow::Drain)?;
-        self.regions = table;
+        // What was there before is unmapped here, not by an engine.
+        let before = std::mem::replace(&mut self.regions, table);
         self.publish_memory()?;
+        drop(before);
         self.start_all()?;
         self.answered = Answered::No;
         Ok(())

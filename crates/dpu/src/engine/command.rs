@@ -28,6 +28,7 @@ pub(crate) enum Command {
     StartQueue {
         device: usize,
         setup: Box<QueueSetup>,
+        reply: Sender<()>,
     },
     StopQueue {
         device: usize,
@@ -40,6 +41,7 @@ pub(crate) enum Command {
         device: usize,
         queue: u16,
         call: Option<OwnedFd>,
+        reply: Sender<()>,
     },
     SetAssist(Arc<dyn FaultAssist>),
     SetPen(AccessPen),
