@@ -365,13 +365,7 @@ impl Dpu {
     /// # Errors
     /// [`DpuError::NoSuchDevice`], [`DpuError::Setting`].
     pub fn set_weight(&self, id: DeviceId, weight: u32) -> Result<(), DpuError> {
-        if !WEIGHTS.contains(&weight) {
-            return Err(DpuError::Setting {
-                setting: "weight",
-                value: u64::from(weight),
-                must: "from 1 to 1000",
-            });
-        }
+        check_weight(weight)?;
         self.shared(id)?.set_weight(weight);
         Ok(())
     }
@@ -495,6 +489,21 @@ impl BlkDevice {
             lookup_samples: shared.total(|c| &c.lookup_samples),
         }
     }
+}
+
+/// Whether a device may have that weight.
+///
+/// # Errors
+/// [`DpuError::Setting`].
+pub fn check_weight(weight: u32) -> Result<(), DpuError> {
+    if WEIGHTS.contains(&weight) {
+        return Ok(());
+    }
+    Err(DpuError::Setting {
+        setting: "weight",
+        value: u64::from(weight),
+        must: "from 1 to 1000",
+    })
 }
 
 fn serial_bytes(serial: &str) -> Result<[u8; SERIAL_BYTES], DpuError> {

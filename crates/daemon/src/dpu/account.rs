@@ -231,6 +231,7 @@ mod tests {
                 lookup: true,
                 serial: Some(serial.to_owned()),
                 on_fault: OnFault::default(),
+                weight: 100,
             };
             DeviceId(set.add(request, &[]).unwrap().id)
         };

@@ -11,6 +11,7 @@ use crate::{
     settings::EngineSettings,
 };
 use pagetide_addr::{DeviceId, FileKey};
+use pagetide_dpu::check_weight;
 use pagetide_dpu::config::POLL_MAX;
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, Writes, wait_for_dead_engines};
 use pagetide_vpri::{AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LookUp};
@@ -118,7 +119,7 @@ impl DeviceSet {
         let known: DeviceList = serde_json::from_slice(&bytes)
             .map_err(|error| failed(format!("{} is damaged: {error}", self.list_path.display())))?;
         for request in &known.blk {
-            match self.dpu.add_blk(config_of(request)) {
+            match self.make(request) {
                 Ok(_) => tracing::info!(socket = %request.socket.display(), "listening again"),
                 Err(error) => {
                     tracing::error!(socket = %request.socket.display(), %error, "the device cannot be made again");
@@ -141,10 +142,8 @@ impl DeviceSet {
                 request.socket.display()
             )));
         }
-        let id = self
-            .dpu
-            .add_blk(config_of(&request))
-            .map_err(|error| wrong_or_failed(&error))?;
+        let made = self.make(&request);
+        let id = made.map_err(|error| wrong_or_failed(&error))?;
         list.push(request);
         if let Err(error) = self.save(&list) {
             list.pop();
@@ -152,13 +151,49 @@ impl DeviceSet {
             return Err(error);
         }
         drop(list);
-        let made = self
-            .dpu
-            .devices()
-            .into_iter()
-            .find(|device| device.id == id);
-        made.map(|device| report_of(device, vms))
+        self.report(id, vms)
+    }
+
+    /// Makes a device; one whose weight cannot be is none.
+    fn make(&self, request: &BlkRequest) -> Result<DeviceId, DpuError> {
+        check_weight(request.weight)?;
+        let id = self.dpu.add_blk(config_of(request))?;
+        self.dpu.set_weight(id, request.weight)?;
+        Ok(id)
+    }
+
+    fn report(
+        &self,
+        id: DeviceId,
+        vms: &[(FileKey, String)],
+    ) -> Result<DeviceReport, ControlError> {
+        let mut devices = self.dpu.devices().into_iter();
+        let its = devices.find(|device| device.id == id);
+        its.map(|device| report_of(device, vms))
             .ok_or_else(|| failed("the device was removed at once by another call"))
+    }
+
+    /// Changes a device's weight, in the list first: what is in force is what a successor finds.
+    pub(crate) fn set_weight(
+        &self,
+        socket: &Path,
+        weight: u32,
+        vms: &[(FileKey, String)],
+    ) -> Result<DeviceReport, ControlError> {
+        check_weight(weight).map_err(|error| wrong_or_failed(&error))?;
+        let mut list = lock(&self.list);
+        let known = list.iter().position(|known| known.socket == socket);
+        let (Some(at), Some(id)) = (known, self.id_of(socket)) else {
+            return Err(no_such_device(socket));
+        };
+        let before = std::mem::replace(&mut list[at].weight, weight);
+        if let Err(error) = self.save(&list) {
+            list[at].weight = before;
+            return Err(error);
+        }
+        self.dpu.set_weight(id, weight).map_err(failed)?;
+        drop(list);
+        self.report(id, vms)
     }
 
     fn save(&self, list: &[BlkRequest]) -> Result<(), ControlError> {
@@ -193,10 +228,7 @@ impl DeviceSet {
     pub(crate) fn remove(&self, socket: &Path) -> Result<Option<DeviceId>, ControlError> {
         let mut list = lock(&self.list);
         let Some(position) = list.iter().position(|known| known.socket == socket) else {
-            return Err(ControlError::not_found(format!(
-                "no device listens on {}: see `pagetide dpu list`",
-                socket.display()
-            )));
+            return Err(no_such_device(socket));
         };
         let id = self.id_of(socket);
         if let Some(id) = id {
@@ -227,6 +259,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 fn failed(error: impl std::fmt::Display) -> ControlError {
     ControlError::failed(error.to_string())
+}
+
+fn no_such_device(socket: &Path) -> ControlError {
+    ControlError::not_found(format!(
+        "no device listens on {}: see `pagetide dpu list`",
+        socket.display()
+    ))
 }
 
 /// The time-out as it is set; 0 is none.
@@ -297,6 +336,7 @@ fn report_of(device: pagetide_dpu::DeviceReport, vms: &[(FileKey, String)]) -> D
             pagetide_dpu::OnFault::Pause => OnFault::Pause,
             pagetide_dpu::OnFault::OutOfOrder => OnFault::OutOfOrder,
         },
+        weight: device.weight,
         serial: Some(device.serial),
         capacity_bytes: device.capacity_bytes,
         requests: device.requests,

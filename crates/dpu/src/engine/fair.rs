@@ -390,3 +390,404 @@ impl Fair {
         of * tenant.weight / self.weight_with(tenant).max(1)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::{BTreeMap, VecDeque};
+
+    const RING: usize = 256;
+    const MS: u64 = 1_000_000;
+
+    /// The same decisions, each made from all that is known, without a sum kept up to date.
+    #[derive(Default)]
+    struct Model {
+        tenants: BTreeMap<usize, ModelTenant>,
+        now_ns: u64,
+        swept_ns: u64,
+    }
+
+    #[derive(Default, Clone)]
+    struct ModelTenant {
+        weight: i128,
+        credit: i128,
+        requests: Vec<()>,
+        steps: Vec<Load>,
+        charged_ns: Option<u64>,
+    }
+
+    impl Model {
+        fn company(&self, slot: usize) -> i128 {
+            let there = |(other, t): (&usize, &ModelTenant)| {
+                let counts = t.charged_ns.is_some() || *other == slot;
+                if counts { t.weight } else { 0 }
+            };
+            self.tenants.iter().map(there).sum()
+        }
+
+        fn begin_turn(&mut self, now_ns: u64) {
+            self.now_ns = now_ns;
+            if now_ns - self.swept_ns >= SWEEP_NS {
+                self.swept_ns = now_ns;
+                for tenant in self.tenants.values_mut() {
+                    let gone = |seen: &u64| now_ns - seen >= RECENT_NS;
+                    if tenant.requests.is_empty() && tenant.charged_ns.as_ref().is_some_and(gone) {
+                        tenant.charged_ns = None;
+                    }
+                }
+            }
+        }
+
+        fn visit(&mut self, slot: usize, weight: i128) {
+            self.tenants.get_mut(&slot).unwrap().weight = weight;
+            let all = self.company(slot);
+            let tenant = self.tenants.get_mut(&slot).unwrap();
+            if all == weight {
+                tenant.credit = i128::from(TURN_ALONE_COST_BYTES);
+            } else {
+                let unit = (i128::from(TURN_SHARED_COST_BYTES) / all).max(UNIT_MIN_BYTES.into());
+                tenant.credit = (tenant.credit + unit * weight).min(unit * weight);
+            }
+        }
+
+        fn part(&self, slot: usize, of: u64) -> i128 {
+            i128::from(of) * self.tenants[&slot].weight / self.company(slot)
+        }
+
+        fn verdict(&self, slot: usize, full: bool) -> Verdict {
+            match (full, self.tenants[&slot].credit > 0) {
+                (true, _) => Verdict::Full,
+                (false, true) => Verdict::Go,
+                (false, false) => Verdict::NextTurn,
+            }
+        }
+
+        fn may_step(&self, slot: usize) -> Verdict {
+            let tenant = &self.tenants[&slot];
+            let window = match self.company(slot) == tenant.weight {
+                true => i128::from(WINDOW_ALONE_BYTES),
+                false => self.part(slot, WINDOW_SHARED_BYTES).max(1),
+            };
+            let bytes = tenant.steps.iter().map(|load| match load {
+                Load::Data(bytes) => i128::from(*bytes),
+                Load::Slow => 0,
+            });
+            self.verdict(slot, bytes.sum::<i128>() >= window)
+        }
+
+        fn may_take(&self, slot: usize) -> Verdict {
+            let count = |t: &ModelTenant| t.requests.len() as i128;
+            let most = self.part(slot, RING as u64).max(REQUESTS_MIN as i128);
+            let all: i128 = self.tenants.values().map(count).sum();
+            match count(&self.tenants[&slot]) >= most || all >= 2 * RING as i128 {
+                true => Verdict::Full,
+                false => self.may_step(slot),
+            }
+        }
+
+        fn may_begin_slow(&self, slot: usize) -> Verdict {
+            let slow = |load: &&Load| **load == Load::Slow;
+            let slow = self.tenants[&slot].steps.iter().filter(slow).count();
+            let most = self.part(slot, SLOW_MAX as u64).max(1);
+            self.verdict(slot, slow as i128 >= most)
+        }
+
+        fn charge(&mut self, slot: usize, cost: u64) {
+            let now_ns = self.now_ns;
+            let tenant = self.tenants.get_mut(&slot).unwrap();
+            tenant.credit -= i128::from(cost);
+            tenant.charged_ns = Some(now_ns);
+        }
+    }
+
+    #[derive(Debug, Clone)]
+    enum Act {
+        Add(usize),
+        Remove(usize),
+        Turn(u64),
+        Visit(usize, u32),
+        Charge(usize, u64),
+        Rest(usize),
+        Begin(usize),
+        End(usize),
+        Step(usize, Load),
+        StepDone(usize),
+    }
+
+    fn acts() -> impl Strategy<Value = Act> {
+        let slot = 0_usize..4;
+        let load = prop_oneof![(1_u64..5 << 20).prop_map(Load::Data), Just(Load::Slow)];
+        prop_oneof![
+            1 => slot.clone().prop_map(Act::Add),
+            1 => slot.clone().prop_map(Act::Remove),
+            3 => (0_u64..30 * MS).prop_map(Act::Turn),
+            6 => (slot.clone(), 1_u32..=1000).prop_map(|(s, w)| Act::Visit(s, w)),
+            4 => (slot.clone(), 0_u64..1 << 20).prop_map(|(s, c)| Act::Charge(s, c)),
+            1 => slot.clone().prop_map(Act::Rest),
+            8 => slot.clone().prop_map(Act::Begin),
+            4 => slot.clone().prop_map(Act::End),
+            8 => (slot.clone(), load).prop_map(|(s, l)| Act::Step(s, l)),
+            6 => slot.prop_map(Act::StepDone),
+        ]
+    }
+
+    fn apply(fair: &mut Fair, model: &mut Model, act: Act) {
+        let known = |model: &Model, slot| model.tenants.contains_key(&slot);
+        match act {
+            Act::Add(slot) if !known(model, slot) => {
+                fair.add(slot);
+                let weight = i128::from(WEIGHT_DEFAULT);
+                let tenant = ModelTenant {
+                    weight,
+                    ..ModelTenant::default()
+                };
+                model.tenants.insert(slot, tenant);
+            }
+            Act::Remove(slot)
+                if model
+                    .tenants
+                    .get(&slot)
+                    .is_some_and(|t| t.requests.is_empty() && t.steps.is_empty()) =>
+            {
+                fair.remove(slot);
+                model.tenants.remove(&slot);
+            }
+            Act::Turn(ns) => {
+                let now_ns = model.now_ns + ns;
+                fair.begin_turn(now_ns);
+                model.begin_turn(now_ns);
+            }
+            Act::Visit(slot, weight) if known(model, slot) => {
+                fair.visit(slot, weight);
+                model.visit(slot, weight.into());
+            }
+            Act::Charge(slot, cost) if known(model, slot) => {
+                fair.charge(slot, cost);
+                model.charge(slot, cost);
+            }
+            Act::Rest(slot) if known(model, slot) => {
+                fair.rest(slot);
+                let tenant = model.tenants.get_mut(&slot).unwrap();
+                tenant.credit = tenant.credit.min(0);
+            }
+            Act::Begin(slot) if known(model, slot) => {
+                fair.request_began(slot);
+                model.tenants.get_mut(&slot).unwrap().requests.push(());
+            }
+            Act::End(slot) if known(model, slot) => {
+                if model
+                    .tenants
+                    .get_mut(&slot)
+                    .unwrap()
+                    .requests
+                    .pop()
+                    .is_some()
+                {
+                    fair.request_ended(slot);
+                }
+            }
+            Act::Step(slot, load) if known(model, slot) => {
+                fair.step_began(slot, load);
+                model.charge(
+                    slot,
+                    match load {
+                        Load::Data(bytes) => bytes,
+                        Load::Slow => SLOW_COST_BYTES,
+                    },
+                );
+                model.tenants.get_mut(&slot).unwrap().steps.push(load);
+            }
+            Act::StepDone(slot) if known(model, slot) => {
+                if let Some(load) = model.tenants.get_mut(&slot).unwrap().steps.pop() {
+                    fair.step_ended(slot, load);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn decides_as_the_naive_model_whatever_happens(
+            acts in proptest::collection::vec(acts(), 1..300)
+        ) {
+            let (mut fair, mut model) = (Fair::new(RING), Model::default());
+            for act in acts {
+                apply(&mut fair, &mut model, act);
+                for (slot, tenant) in &model.tenants {
+                    prop_assert_eq!(fair.may_take(*slot), model.may_take(*slot));
+                    prop_assert_eq!(fair.may_step(*slot), model.may_step(*slot));
+                    prop_assert_eq!(fair.may_begin_slow(*slot), model.may_begin_slow(*slot));
+                    let alone = model.company(*slot) == tenant.weight;
+                    let step = if alone { STEP_ALONE_BYTES } else { STEP_SHARED_BYTES };
+                    prop_assert_eq!(fair.step_bytes_max(*slot), step);
+                }
+            }
+        }
+    }
+
+    /// An engine with a disk that does every step `latency` turns after it began.
+    struct Simulated {
+        fair: Fair,
+        now_ns: u64,
+        turn: u64,
+        latency: u64,
+        kernel: VecDeque<(u64, usize, Load)>,
+        spent: Vec<u64>,
+    }
+
+    impl Simulated {
+        fn new(tenants: usize, latency: u64) -> Self {
+            let mut fair = Fair::new(RING);
+            (0..tenants).for_each(|slot| fair.add(slot));
+            Self {
+                fair,
+                now_ns: 0,
+                turn: 0,
+                latency,
+                kernel: VecDeque::new(),
+                spent: vec![0; tenants],
+            }
+        }
+
+        /// One turn: `work` tells what chain of so many bytes a tenant has next, if any.
+        fn turn(&mut self, weights: &[u32], mut work: impl FnMut(usize) -> Option<u64>) {
+            self.turn += 1;
+            self.now_ns += 50_000;
+            while let Some((due, slot, load)) = self.kernel.front().copied()
+                && due <= self.turn
+            {
+                self.kernel.pop_front();
+                self.fair.step_ended(slot, load);
+                self.fair.request_ended(slot);
+            }
+            self.fair.begin_turn(self.now_ns);
+            for (slot, weight) in weights.iter().enumerate() {
+                self.fair.visit(slot, *weight);
+                while self.fair.may_take(slot) == Verdict::Go {
+                    let Some(bytes) = work(slot) else {
+                        self.fair.rest(slot);
+                        break;
+                    };
+                    let bytes = bytes.min(self.fair.step_bytes_max(slot));
+                    self.fair.charge(slot, CHAIN_COST_BYTES);
+                    self.fair.request_began(slot);
+                    self.fair.step_began(slot, Load::Data(bytes));
+                    self.spent[slot] += CHAIN_COST_BYTES + bytes;
+                    self.kernel
+                        .push_back((self.turn + self.latency, slot, Load::Data(bytes)));
+                }
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn backlogged_tenants_are_charged_by_weight(
+            weights in proptest::collection::vec(1_u32..=1000, 2..6),
+            kib in proptest::collection::vec(1_u64..2048, 6),
+        ) {
+            // The disk is quick, so that credit alone holds tenants back.
+            let mut engine = Simulated::new(weights.len(), 1);
+            for _ in 0..5000 {
+                engine.turn(&weights, |slot| Some(kib[slot] << 10));
+            }
+            let all: u64 = weights.iter().map(|w| u64::from(*w)).sum();
+            let unit = (TURN_SHARED_COST_BYTES / all).max(UNIT_MIN_BYTES);
+            for (one, w) in engine.spent.iter().zip(&weights) {
+                for (other, v) in engine.spent.iter().zip(&weights) {
+                    let (w, v) = (u64::from(*w), u64::from(*v));
+                    // One turn's credit and one piece of work each; and the first turns, in which
+                    // not all are there yet.
+                    let slack = unit * w * v
+                        + (CHAIN_COST_BYTES + STEP_SHARED_BYTES) * w.max(v)
+                        + 2 * (TURN_ALONE_COST_BYTES + STEP_ALONE_BYTES) * w.max(v);
+                    prop_assert!((one * v).abs_diff(other * w) <= slack, "{:?}", engine.spent);
+                }
+            }
+        }
+
+        #[test]
+        fn tenant_that_arrives_begins_in_its_first_turn_whatever_the_others_do(
+            crowd in 1_usize..12,
+            bytes in 1_u64..64 << 20,
+            latency in 1_u64..200,
+            weight in 1_u32..=1000,
+        ) {
+            let mut weights = vec![1000; crowd];
+            weights.push(weight);
+            let mut engine = Simulated::new(crowd + 1, latency);
+            for _ in 0..400 {
+                engine.turn(&weights, |slot| (slot < crowd).then_some(bytes));
+            }
+            prop_assert_eq!(engine.spent[crowd], 0);
+            let before: u64 = engine.spent.iter().sum();
+            let mut left = 1;
+            engine.turn(&weights, |slot| match slot == crowd {
+                true if left == 0 => None,
+                true => { left -= 1; Some(4096) }
+                false => Some(bytes),
+            });
+            prop_assert_eq!(engine.spent[crowd], CHAIN_COST_BYTES + 4096);
+            // What the others began before it is what a turn may hold.
+            let others = engine.spent.iter().sum::<u64>() - before - engine.spent[crowd];
+            let work = CHAIN_COST_BYTES + STEP_ALONE_BYTES;
+            prop_assert!(others <= TURN_ALONE_COST_BYTES + work * crowd as u64);
+        }
+    }
+
+    #[test]
+    fn tenant_alone_is_never_held_back_but_by_what_it_has_in_flight() {
+        let mut engine = Simulated::new(2, 3);
+        for _ in 0..1000 {
+            let before = engine.spent[0];
+            engine.turn(&[1, 1000], |slot| (slot == 0).then_some(4096));
+            let begun = (engine.spent[0] - before) / (CHAIN_COST_BYTES + 4096);
+            // All that a turn holds, or all that the ring does.
+            assert!(begun == 64 || engine.fair.requests == RING, "{begun}");
+            assert_eq!(engine.fair.step_bytes_max(0), STEP_ALONE_BYTES);
+        }
+    }
+
+    #[test]
+    fn idle_tenant_takes_nothing_and_a_steady_one_is_always_there() {
+        let mut engine = Simulated::new(2, 1);
+        for _ in 0..2000 {
+            engine.turn(&[100, 100], |slot| (slot == 0).then_some(64 << 20));
+        }
+        assert_eq!(engine.fair.step_bytes_max(0), STEP_ALONE_BYTES);
+        // One request each 5 ms keeps its tenant present.
+        let mut asked = None;
+        for turn in 0..2000 {
+            engine.turn(&[100, 100], |slot| match slot {
+                0 => Some(64 << 20),
+                _ if turn % 100 == 0 && asked != Some(turn) => {
+                    asked = Some(turn);
+                    Some(4096)
+                }
+                _ => None,
+            });
+            assert_eq!(engine.fair.step_bytes_max(0), STEP_SHARED_BYTES, "{turn}");
+        }
+    }
+
+    #[test]
+    fn what_is_in_flight_is_bounded_by_weight() {
+        let mut engine = Simulated::new(2, 100_000);
+        for _ in 0..2000 {
+            engine.turn(&[300, 100], |_| Some(64 << 20));
+        }
+        let bytes = |slot: usize| engine.fair.tenants[slot].as_ref().unwrap().bytes;
+        // The first was alone in its first turn.
+        assert!(bytes(0) <= WINDOW_SHARED_BYTES * 3 / 4 + STEP_ALONE_BYTES);
+        assert!(bytes(1) <= WINDOW_SHARED_BYTES / 4 + STEP_SHARED_BYTES);
+        let mut engine = Simulated::new(2, 100_000);
+        for _ in 0..2000 {
+            engine.turn(&[300, 100], |_| Some(512));
+        }
+        let requests = |slot: usize| engine.fair.tenants[slot].as_ref().unwrap().requests;
+        assert!((RING * 3 / 4..=RING).contains(&requests(0)));
+        assert_eq!(requests(1), RING / 4);
+    }
+}
