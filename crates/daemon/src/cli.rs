@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The command line: what may be written, not what it does.
 
+use pagetide_dpu::WEIGHT_DEFAULT;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -246,6 +247,18 @@ pub enum DpuCommand {
     /// Record what DMA of attached VMs touches, as files
     #[command(subcommand)]
     Log(LogCommand),
+    /// Change a device's share of the engines
+    Weight {
+        /// Socket of the device
+        #[arg(long, value_name = "PATH")]
+        socket: PathBuf,
+        /// Its weight, 1 to 1000: among devices that have work, each gets what its weight is of all
+        #[arg(value_name = "N")]
+        weight: u32,
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
     /// Drain and remove a device
     Remove {
         /// Socket of the device
@@ -386,6 +399,9 @@ pub struct BlkArgs {
     /// Most guest RAM that a front end may have mapped
     #[arg(long, value_name = "SIZE", default_value_t = ByteSize(pagetide_dpu::RAM_BYTES_MAX))]
     pub ram_max: ByteSize,
+    /// Share of the engines beside the weights of other devices that have work, 1 to 1000
+    #[arg(long, value_name = "N", default_value_t = WEIGHT_DEFAULT)]
+    pub weight: u32,
     /// Of every client.
     #[command(flatten)]
     pub client: ClientArgs,
@@ -536,6 +552,8 @@ pub enum BenchName {
     AdpLive,
     /// Time to get an evicted page back, by CPU and by device, beside kernel zram
     Fault,
+    /// What a hostile tenant takes from a steady one on the same engine, beside one of its own
+    Fairness,
     /// 4 KiB I/O of vhost-user-blk, beside qemu-storage-daemon
     Blk,
     /// Unmaps a second that are queued, beside unmaps that wait for their invalidation

@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 
 use crate::api::{
     self, AttachBody, DeviceList, DeviceSocket, LimitBody, ProtectorBody, ReclaimBody, VmList,
+    WeightBody,
 };
 use crate::bench;
 use crate::cli::{
@@ -185,19 +186,32 @@ fn dpu(command: DpuCommand) -> Result<(), CommandError> {
             .ask::<SloList>()
         }
         DpuCommand::Log(command) => log(command),
-        DpuCommand::Remove { socket, client } => {
-            let socket = absolute(&socket)?;
-            let Some(socket) = socket.to_str() else {
-                return Err(CommandError::refused("the path of the socket is not UTF-8"));
-            };
-            Call {
+        DpuCommand::Weight {
+            socket,
+            weight,
+            client,
+        } => {
+            let call = Call {
                 client: &client,
-                method: Method::DELETE,
-                path: device_path(socket),
-            }
-            .ask::<DeviceSocket>()
+                method: Method::PUT,
+                path: path_of_device(&socket)?,
+            };
+            call.make::<_, DeviceReport>(Some(&WeightBody { weight }))
         }
+        DpuCommand::Remove { socket, client } => Call {
+            client: &client,
+            method: Method::DELETE,
+            path: path_of_device(&socket)?,
+        }
+        .ask::<DeviceSocket>(),
     }
+}
+
+/// Path of a device in the API.
+fn path_of_device(socket: &Path) -> Result<String, CommandError> {
+    let socket = absolute(socket)?;
+    let socket = socket.to_str().map(device_path);
+    socket.ok_or_else(|| CommandError::refused("the path of the socket is not UTF-8"))
 }
 
 fn log(command: LogCommand) -> Result<(), CommandError> {
@@ -336,6 +350,7 @@ fn add_blk(args: BlkArgs) -> Result<(), CommandError> {
         owner: args.shares.owner,
         group: args.shares.group,
         mode: args.shares.mode,
+        weight: args.weight,
     };
     let call = Call {
         client: &args.client,

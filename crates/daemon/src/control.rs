@@ -25,6 +25,7 @@ use crate::injection::{InjectionReport, InjectionRequest};
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::slo::SloList;
+use pagetide_dpu::WEIGHT_DEFAULT;
 
 /// The running system behind the API.
 ///
@@ -52,6 +53,8 @@ pub trait Control: Send + Sync {
     fn add_blk(&self, request: BlkRequest) -> Result<DeviceReport, ControlError>;
     /// Every device, by socket.
     fn devices(&self) -> Vec<DeviceReport>;
+    /// Changes the weight of the device that listens on `socket`, by which it shares engines.
+    fn set_weight(&self, socket: &Path, weight: u32) -> Result<DeviceReport, ControlError>;
     /// Drains and removes the device that listens on `socket`.
     fn remove_device(&self, socket: &Path) -> Result<(), ControlError>;
     /// Accounts of service levels, by socket; of one device, named by socket or serial, or of all.
@@ -165,6 +168,9 @@ pub struct BlkRequest {
     /// What a queue does while one of its requests waits for pages.
     #[serde(default)]
     pub on_fault: OnFault,
+    /// Share of the engines beside the weights of other devices that have work, 1 to 1000.
+    #[serde(default = "default_weight")]
+    pub weight: u32,
     /// Refuse guest RAM that is not sealed against shrinking.
     #[serde(default)]
     pub require_sealed: bool,
@@ -223,6 +229,10 @@ pub const DEFAULT_BLK_QUEUES: u16 = 8;
 
 fn default_queues() -> u16 {
     DEFAULT_BLK_QUEUES
+}
+
+fn default_weight() -> u32 {
+    WEIGHT_DEFAULT
 }
 
 fn default_lookup() -> bool {
@@ -435,6 +445,8 @@ report! {
         lookup: bool => skip,
         /// What a queue does while one of its requests waits for pages.
         on_fault: OnFault => skip,
+        /// Share of the engines beside the weights of other devices that have work.
+        weight: u32 => skip,
         /// Serial number shown to the guest.
         serial: Option<String> => skip,
         /// Others may write the image meanwhile.

@@ -274,6 +274,7 @@ mod tests {
             "read_only",
             "lookup",
             "on_fault",
+            "weight",
             "serial",
             "shared",
             "owner",

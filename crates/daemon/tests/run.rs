@@ -66,6 +66,9 @@ impl Control for Ending {
     fn devices(&self) -> Vec<DeviceReport> {
         vec![]
     }
+    fn set_weight(&self, _: &Path, _: u32) -> Result<DeviceReport, ControlError> {
+        never()
+    }
     fn remove_device(&self, _: &Path) -> Result<(), ControlError> {
         never()
     }

@@ -11,7 +11,7 @@ use crate::{
     },
     config::{BlkConfig, DpuConfig, DpuError},
     device::{Control, DeviceState, Endpoint, EngineGone, Parts},
-    engine::{Engine, EngineShared, Seed, command::Command, queue::OnFault},
+    engine::{Engine, EngineShared, Seed, command::Command, fair::WEIGHTS, queue::OnFault},
     inject::{Injection, InjectionReport},
     lock,
     memory::RamPolicy,
@@ -72,6 +72,8 @@ pub struct DeviceReport {
     pub look_up: LookUp,
     /// What a queue does while one of its requests waits for pages.
     pub on_fault: OnFault,
+    /// Its share of its engines beside the weights of others.
+    pub weight: u32,
     /// Size of the image.
     pub capacity_bytes: u64,
     /// Requests completed.
@@ -227,6 +229,7 @@ impl Dpu {
         let seed = Seed {
             index: engine,
             ring_entries: config.ring_entries,
+            fault_queue_entries: config.fault_queue_entries,
             poll: config.poll_max,
             iopf_timeout: config.iopf_timeout,
             lock,
@@ -392,6 +395,17 @@ impl Dpu {
         Ok(())
     }
 
+    /// Changes a device's share of its engines, from their next turn on. Among devices that all have
+    /// work, each gets what its weight is of the sum of theirs.
+    ///
+    /// # Errors
+    /// [`DpuError::NoSuchDevice`], [`DpuError::Setting`].
+    pub fn set_weight(&self, id: DeviceId, weight: u32) -> Result<(), DpuError> {
+        check_weight(weight)?;
+        self.shared(id)?.set_weight(weight);
+        Ok(())
+    }
+
     /// Injects faults into a device from now on; an injection that goes on there is replaced.
     ///
     /// # Errors
@@ -493,6 +507,7 @@ impl BlkDevice {
             sharing: self.config.image_use.sharing,
             look_up: self.config.look_up,
             on_fault: self.config.on_fault,
+            weight: shared.weight(),
             capacity_bytes: shared.image.capacity_bytes(),
             requests: shared.total(|c| &c.requests),
             read_bytes: shared.total(|c| &c.read_bytes),
@@ -514,6 +529,21 @@ impl BlkDevice {
             lookup_samples: shared.total(|c| &c.lookup_samples),
         }
     }
+}
+
+/// Whether a device may have that weight.
+///
+/// # Errors
+/// [`DpuError::Setting`].
+pub fn check_weight(weight: u32) -> Result<(), DpuError> {
+    if WEIGHTS.contains(&weight) {
+        return Ok(());
+    }
+    Err(DpuError::Setting {
+        setting: "weight",
+        value: u64::from(weight),
+        must: "from 1 to 1000",
+    })
 }
 
 fn serial_bytes(serial: &str) -> Result<[u8; SERIAL_BYTES], DpuError> {

@@ -57,6 +57,9 @@ pub const REQUESTS_PER_CHAIN_MAX: usize = 128;
 /// it is at its limit, must not fill the queue that others need.
 pub const REQUESTS_PER_DEVICE_MAX: usize = 128;
 
+/// Page requests that one device sends before the next one has its turn.
+const REQUESTS_PER_ROUND: usize = 8;
+
 /// A prefault is sent only while its device has fewer requests outstanding: the rest of its share is
 /// for what somebody waits for.
 pub const PREFAULTS_PER_DEVICE_MAX: usize = 64;
@@ -155,6 +158,14 @@ struct Slot {
     deadline: Option<Deadline>,
 }
 
+/// What one device asks for.
+#[derive(Debug, Default)]
+struct Asking {
+    outstanding: usize,
+    /// Slots with requests to be sent.
+    unsent: VecDeque<usize>,
+}
+
 /// When a chain is given up, by the clock of [`ParkedChains::tick`]; the number tells equal times apart.
 type Deadline = (Duration, u64);
 
@@ -165,8 +176,11 @@ pub(crate) struct ParkedChains {
     free: Vec<usize>,
     /// Whose request it is and which slot waits for it; `None` if that is gone or never was.
     waiting: HashMap<RequestId, (DeviceId, Option<usize>)>,
-    by_device: HashMap<DeviceId, usize>,
-    unsent: VecDeque<usize>,
+    by_device: HashMap<DeviceId, Asking>,
+    /// Devices with requests to be sent, in the order in which they have their turns.
+    unsent: VecDeque<DeviceId>,
+    /// Requests that may be outstanding, of all devices together.
+    capacity: usize,
     /// Prefaults to be sent, or dropped, at the next [`Self::send`].
     ahead: Vec<(Asker, Wanted)>,
     /// The queue took no more when it was last tried.
@@ -190,6 +204,7 @@ impl ParkedChains {
             waiting: HashMap::new(),
             by_device: HashMap::new(),
             unsent: VecDeque::new(),
+            capacity: usize::MAX,
             ahead: Vec::new(),
             full: false,
             next_id: (engine as u64) << 48,
@@ -199,6 +214,12 @@ impl ParkedChains {
             waited: Duration::ZERO,
             looked: None,
         }
+    }
+
+    /// The same, where at most `capacity` requests may be outstanding.
+    pub fn with_capacity(mut self, capacity: usize) -> Self {
+        self.capacity = capacity;
+        self
     }
 
     /// Takes a chain; [`Self::send`] sends its requests, of which the number is returned. Its
@@ -215,6 +236,7 @@ impl ParkedChains {
                 self.slots.len() - 1
             }
         };
+        let device = chain.asker.device;
         let deadline = self.deadline_of(&chain);
         if let Some(deadline) = deadline {
             if self.deadlines.is_empty() {
@@ -229,7 +251,11 @@ impl ParkedChains {
             failed: false,
             deadline,
         });
-        self.unsent.push_back(index);
+        let asking = self.by_device.entry(device).or_default();
+        if asking.unsent.is_empty() {
+            self.unsent.push_back(device);
+        }
+        asking.unsent.push_back(index);
         requests
     }
 
@@ -246,10 +272,11 @@ impl ParkedChains {
     /// ask for itself.
     pub fn ask_ahead(&mut self, asker: Asker, mut wanted: Vec<Wanted>) {
         merge(&mut wanted);
-        let (slots, unsent) = (&self.slots, &self.unsent);
+        let (slots, its) = (&self.slots, self.by_device.get(&asker.device));
         let asked = |next: &Wanted| {
-            let chains = unsent.iter().filter_map(|index| slots[*index].as_ref());
-            chains
+            let unsent = its.into_iter().flat_map(|asking| &asking.unsent);
+            unsent
+                .filter_map(|index| slots[*index].as_ref())
                 .filter(|slot| slot.chain.asker.queue == asker.queue)
                 .flat_map(|slot| &slot.chain.wanted)
                 .any(|other| covers(other, next))
@@ -266,54 +293,68 @@ impl ParkedChains {
         let mut sent = 0;
         self.full = false;
         let now_ns = now_ns();
-        for _ in 0..self.unsent.len() {
-            let Some(index) = self.unsent.pop_front() else {
+        // Rounds, until in one of them nothing was sent.
+        let mut silent = 0;
+        while silent < self.unsent.len() {
+            let Some(device) = self.unsent.pop_front() else {
                 break;
             };
-            sent += self.send_of(index, now_ns, &mut submit);
-            let left = self.slots[index]
-                .as_ref()
-                .is_some_and(|slot| !slot.chain.wanted.is_empty());
-            if left && self.full {
-                self.unsent.push_front(index);
-                break;
-            }
-            if left {
-                self.unsent.push_back(index);
+            let count = self.send_of(device, now_ns, &mut submit);
+            sent += count;
+            silent = if count == 0 { silent + 1 } else { 0 };
+            let its = self.by_device.get(&device);
+            let left = its.is_some_and(|asking| !asking.unsent.is_empty());
+            match (left, self.full) {
+                // It is the first to ask when there is room.
+                (true, true) => {
+                    self.unsent.push_front(device);
+                    break;
+                }
+                (true, false) => self.unsent.push_back(device),
+                (false, _) => {}
             }
         }
         sent + self.send_ahead(now_ns, &mut submit)
     }
 
-    /// Sends requests of one chain until the queue is full, or its device has its share.
+    /// Sends some requests of one device: fewer if the queue is full, or the device has its share.
     fn send_of(
         &mut self,
-        index: usize,
+        device: DeviceId,
         now_ns: u64,
         submit: &mut impl FnMut(PageRequest) -> Result<(), QueueFull>,
     ) -> usize {
-        let Some(slot) = self.slots[index].as_mut() else {
+        let Some(asking) = self.by_device.get_mut(&device) else {
             return 0;
         };
-        let asker = slot.chain.asker;
-        let outstanding = self.by_device.entry(asker.device).or_insert(0);
         let mut sent = 0;
-        while let Some(wanted) = slot.chain.wanted.last() {
-            if *outstanding >= REQUESTS_PER_DEVICE_MAX {
+        while let Some(index) = asking.unsent.front().copied()
+            && sent < REQUESTS_PER_ROUND
+        {
+            let slot = self.slots[index].as_mut();
+            let wanted = slot.and_then(|slot| Some((slot.chain.wanted.last().copied()?, slot)));
+            let Some((wanted, slot)) = wanted else {
+                asking.unsent.pop_front();
+                continue;
+            };
+            if asking.outstanding >= share(self.capacity, self.waiting.len()) {
                 break;
             }
             let id = RequestId(self.next_id);
-            let request = request(id, asker, wanted, now_ns);
+            let request = request(id, slot.chain.asker, &wanted, now_ns);
             if submit(request).is_err() {
                 self.full = true;
                 break;
             }
             slot.chain.wanted.pop();
             slot.outstanding += 1;
-            *outstanding += 1;
-            self.waiting.insert(id, (asker.device, Some(index)));
+            asking.outstanding += 1;
+            self.waiting.insert(id, (device, Some(index)));
             self.next_id += 1;
             sent += 1;
+            if slot.chain.wanted.is_empty() {
+                asking.unsent.pop_front();
+            }
         }
         sent
     }
@@ -327,8 +368,9 @@ impl ParkedChains {
     ) -> usize {
         let mut sent = 0;
         for (asker, wanted) in self.ahead.drain(..) {
-            let outstanding = self.by_device.entry(asker.device).or_insert(0);
-            if self.full || *outstanding >= PREFAULTS_PER_DEVICE_MAX {
+            let asking = self.by_device.entry(asker.device).or_default();
+            let most = share(self.capacity, self.waiting.len()).min(PREFAULTS_PER_DEVICE_MAX);
+            if self.full || asking.outstanding >= most {
                 continue;
             }
             let id = RequestId(self.next_id);
@@ -340,7 +382,7 @@ impl ParkedChains {
             if submit(request).is_err() {
                 continue;
             }
-            *outstanding += 1;
+            asking.outstanding += 1;
             self.waiting.insert(id, (asker.device, None));
             self.next_id += 1;
             sent += 1;
@@ -361,9 +403,9 @@ impl ParkedChains {
     /// Takes a response; gives back the chain for which it was the last.
     pub fn answer(&mut self, response: PageResponse) -> Option<Resumed> {
         let (device, waiter) = self.waiting.remove(&response.id)?;
-        if let Some(outstanding) = self.by_device.get_mut(&device) {
-            *outstanding -= 1;
-            if *outstanding == 0 {
+        if let Some(asking) = self.by_device.get_mut(&device) {
+            asking.outstanding -= 1;
+            if asking.outstanding == 0 && asking.unsent.is_empty() {
                 self.by_device.remove(&device);
             }
         }
@@ -415,7 +457,8 @@ impl ParkedChains {
         if *deadline > self.waited {
             return None;
         }
-        let slot = self.forget(*index)?;
+        let index = *index;
+        let slot = self.forget(|at, _| at == index).pop()?;
         Some(slot.resumed(Ended::TimedOut))
     }
 
@@ -425,36 +468,54 @@ impl ParkedChains {
         let is_its_chain = |slot: &Slot| {
             slot.chain.asker.queue == queue && matches!(slot.chain.waiter, Waiter::Chain(_))
         };
-        let mut given_up = Vec::new();
-        for index in 0..self.slots.len() {
-            if self.slots[index].as_ref().is_some_and(is_its_chain)
-                && let Some(slot) = self.forget(index)
-            {
-                given_up.push(slot.resumed(Ended::TimedOut));
-            }
-        }
+        let gone = self.forget(|_, slot| is_its_chain(slot)).into_iter();
+        let given_up = gone.map(|slot| slot.resumed(Ended::TimedOut));
+        let mut given_up: Vec<Resumed> = given_up.collect();
         given_up.sort_by_key(|resumed| resumed.since);
         given_up
     }
 
-    /// Takes a slot out; the responses to its requests will be dropped.
-    fn forget(&mut self, index: usize) -> Option<Slot> {
-        let slot = self.slots.get_mut(index)?.take()?;
-        if let Some(deadline) = slot.deadline {
-            self.deadlines.remove(&deadline);
+    /// Takes slots out; the responses to their requests will be dropped.
+    fn forget(&mut self, mut which: impl FnMut(usize, &Slot) -> bool) -> Vec<Slot> {
+        let mut gone = Vec::new();
+        for (index, place) in self.slots.iter_mut().enumerate() {
+            if let Some(slot) = place.take_if(|slot| which(index, slot)) {
+                if let Some(deadline) = slot.deadline {
+                    self.deadlines.remove(&deadline);
+                }
+                self.free.push(index);
+                gone.push(slot);
+            }
         }
-        self.unsent.retain(|unsent| *unsent != index);
+        if gone.is_empty() {
+            return gone;
+        }
+        let slots = &self.slots;
+        let is_gone = |index: usize| slots[index].is_none();
+        for (_, waiter) in self.waiting.values_mut() {
+            if waiter.is_some_and(is_gone) {
+                *waiter = None;
+            }
+        }
+        for slot in &gone {
+            let device = slot.chain.asker.device;
+            if let Some(asking) = self.by_device.get_mut(&device) {
+                asking.unsent.retain(|index| !is_gone(*index));
+                if asking.unsent.is_empty() && asking.outstanding == 0 {
+                    self.by_device.remove(&device);
+                }
+            }
+        }
+        let asks = |device: &DeviceId| {
+            let its = self.by_device.get(device);
+            its.is_some_and(|asking| !asking.unsent.is_empty())
+        };
+        self.unsent.retain(asks);
         if self.unsent.is_empty() {
             // Nobody is kept waiting for room any more.
             self.full = false;
         }
-        self.free.push(index);
-        for (_, waiter) in self.waiting.values_mut() {
-            if *waiter == Some(index) {
-                *waiter = None;
-            }
-        }
-        Some(slot)
+        gone
     }
 
     /// How many chains of `queue` are parked by injected faults.
@@ -466,15 +527,9 @@ impl ParkedChains {
     /// Forgets what waits for `queue`; how many chains that were. They stay in the in-flight
     /// region, from which a successor takes them.
     pub fn abandon(&mut self, queue: QueueKey) -> usize {
-        let mut gone = 0;
-        for index in 0..self.slots.len() {
-            let slot = &self.slots[index];
-            if slot.as_ref().is_some_and(|s| s.chain.asker.queue == queue)
-                && let Some(slot) = self.forget(index)
-            {
-                gone += usize::from(matches!(slot.chain.waiter, Waiter::Chain(_)));
-            }
-        }
+        let gone = self.forget(|_, slot| slot.chain.asker.queue == queue);
+        let is_chain = |slot: &&Slot| matches!(slot.chain.waiter, Waiter::Chain(_));
+        let gone = gone.iter().filter(is_chain).count();
         self.ahead.retain(|(asker, _)| asker.queue != queue);
         gone
     }
@@ -497,6 +552,14 @@ impl Slot {
             ended,
         }
     }
+}
+
+/// Requests that one device may have outstanding while so many are in all: no more than what is free
+/// then (a dynamic threshold: Choudhury and Hahne, INFOCOM 1996). So however many devices fault at
+/// a time, one that begins to finds room.
+fn share(capacity: usize, outstanding: usize) -> usize {
+    let free = capacity.saturating_sub(outstanding);
+    free.clamp(1, REQUESTS_PER_DEVICE_MAX)
 }
 
 fn request(id: RequestId, asker: Asker, wanted: &Wanted, now_ns: u64) -> PageRequest {

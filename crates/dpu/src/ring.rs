@@ -17,6 +17,12 @@
 //! table goes away only when the ring's last request is done, and the lock with
 //! it. See [`crate::lock`].
 //!
+//! # Kernel threads
+//! What cannot be done without waiting (a flush, a write that needs a block of the file system) the
+//! kernel gives to threads of its own, at most [`KERNEL_THREADS`] of them for each ring; what comes
+//! when all are busy waits in line, whoever it is from. So engines bound how many operations a
+//! tenant has there that surely wait ([`crate::engine::fair`]).
+//!
 //! # One thread
 //! `SINGLE_ISSUER` with `DEFER_TASKRUN`: completions are made only when this
 //! thread enters the kernel asking for them, never by an interrupt of its other
@@ -43,6 +49,9 @@ use std::{
 pub(crate) const FILE_SLOTS: u32 = 1 + 2 * DEVICES_MAX;
 /// Devices of one DPU.
 pub(crate) const DEVICES_MAX: u32 = 128;
+/// Threads of the kernel for one ring's I/O on files and disks. The kernel's own choice is four for
+/// each CPU: on a small machine that is fewer than one tenant can keep waiting.
+pub(crate) const KERNEL_THREADS: u32 = 64;
 /// Longest vector the kernel takes (`UIO_MAXIOV`).
 pub(crate) const VECTOR_MAX: usize = 1024;
 
@@ -91,6 +100,8 @@ pub(crate) struct Dma {
     /// Vectors before this one are done.
     first: usize,
     left: u64,
+    /// The next step's part of the vectors, if it is not all that is left.
+    part: Vec<iovec>,
 }
 
 impl Dma {
@@ -102,6 +113,7 @@ impl Dma {
             vectors: Vec::new(),
             first: 0,
             left: 0,
+            part: Vec::new(),
         }
     }
 
@@ -136,6 +148,7 @@ impl Dma {
         }
         self.areas.clear();
         self.vectors.clear();
+        self.part.clear();
         self.first = 0;
         self.left = 0;
     }
@@ -184,10 +197,40 @@ impl Dma {
         self.left
     }
 
+    /// Has the next step move no more than `bytes_max` of what is left; how much it moves at most.
+    pub fn cut(&mut self, bytes_max: u64) -> u64 {
+        self.part.clear();
+        if self.left <= bytes_max {
+            return self.left;
+        }
+        let mut room = usize::try_from(bytes_max).unwrap_or(usize::MAX);
+        for vector in &self.vectors[self.first..] {
+            if room == 0 || self.part.len() == VECTOR_MAX {
+                break;
+            }
+            let len = vector.iov_len.min(room);
+            self.part.push(iovec {
+                iov_len: len,
+                ..*vector
+            });
+            room -= len;
+        }
+        bytes_max - room as u64
+    }
+
+    /// The memory of the next step.
+    fn next_part(&self) -> &[iovec] {
+        match self.part.is_empty() {
+            true => &self.vectors[self.first..],
+            false => &self.part,
+        }
+    }
+
     /// `bytes` more are done.
     pub fn advance(&mut self, bytes: u64) {
         debug_assert!(bytes <= self.left, "the kernel moved more than asked");
         self.left -= bytes.min(self.left);
+        self.part.clear();
         let mut bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         while let Some(vector) = self.vectors.get_mut(self.first) {
             if bytes < vector.iov_len {
@@ -255,6 +298,9 @@ impl<R> IoRing<R> {
         let mut files = vec![-1; FILE_SLOTS as usize];
         files[0] = lock.as_raw_fd();
         ring.submitter().register_files(&files)?;
+        // The second is for sockets and the like, of which there are none: 0 leaves it as it is.
+        let mut threads = [KERNEL_THREADS, 0];
+        ring.submitter().register_iowq_max_workers(&mut threads)?;
         // The table alone holds it from here on.
         drop(lock);
         Ok(Self {
@@ -325,7 +371,7 @@ impl<R> IoRing<R> {
             self.submit()?;
         }
         // SAFETY: an entry with memory is made by `start` only: its pointers come from a `Dma`
-        // that `jobs` owns until the completion is taken; the vectors' buffer does not move with
+        // that `jobs` owns until the completion is taken; the vectors' buffers do not move with
         // its box; the mappings they point into live as long as the `Rc` and the areas in it. Other
         // entries carry no pointers. The queue has room, or `PushError` says that it has not.
         unsafe { self.ring.submission().push(entry) }.map_err(io::Error::other)
@@ -408,7 +454,7 @@ impl<R> Drop for IoRing<R> {
 
 fn entry(dma: &Dma, step: Step) -> squeue::Entry {
     let file = types::Fixed(step.file.0);
-    let vectors = &dma.vectors[dma.first..];
+    let vectors = dma.next_part();
     let count = u32::try_from(vectors.len().min(VECTOR_MAX)).unwrap_or(0);
     let len = |vector: &iovec| u32::try_from(vector.iov_len).unwrap_or(u32::MAX);
     match (step.operation, vectors) {

@@ -10,7 +10,7 @@ use crate::{
         request::{Limits, RequestError, SERIAL_BYTES},
     },
     chain::ChainError,
-    engine::queue::OnFault,
+    engine::{fair::WEIGHT_DEFAULT, queue::OnFault},
     inject::Injector,
     slo::{account::Account, course::now_ns, report::Accounting},
 };
@@ -18,7 +18,7 @@ use pagetide_addr::DeviceId;
 use std::{
     sync::{
         Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -115,6 +115,7 @@ pub(crate) struct DeviceShared {
     pub image: Image,
     pub serial: [u8; SERIAL_BYTES],
     pub on_fault: OnFault,
+    weight: AtomicU32,
     pub counters: Box<[Counters]>,
     /// What all its engines tell.
     pub account: Mutex<Account>,
@@ -139,6 +140,7 @@ impl DeviceShared {
             image,
             serial,
             on_fault,
+            weight: AtomicU32::new(WEIGHT_DEFAULT),
             counters: (0..engine_count).map(|_| Counters::default()).collect(),
             account: Mutex::new(Account::new(engine_count, now_ns())),
             accounted: AtomicBool::new(true),
@@ -147,6 +149,16 @@ impl DeviceShared {
             stopped: AtomicBool::new(false),
             reason: Mutex::new(None),
         }
+    }
+
+    /// Its share of its engines beside the weights of others.
+    pub fn weight(&self) -> u32 {
+        self.weight.load(Ordering::Relaxed)
+    }
+
+    /// Engines see it in their next turn.
+    pub fn set_weight(&self, weight: u32) {
+        self.weight.store(weight, Ordering::Relaxed);
     }
 
     /// What requests are decided by.

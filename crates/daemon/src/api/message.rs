@@ -82,6 +82,14 @@ pub struct DeviceList {
     pub devices: Vec<DeviceReport>,
 }
 
+/// Change a device's share of the engines.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct WeightBody {
+    /// From 1 to 1000; among devices that have work, each gets what its weight is of the sum.
+    pub weight: u32,
+}
+
 /// The device a request is about.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, ToSchema, utoipa::IntoParams)]
 #[into_params(parameter_in = Query)]

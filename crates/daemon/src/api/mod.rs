@@ -19,7 +19,7 @@ mod socket;
 
 pub use message::{
     AttachBody, BODY_BYTES_MAX, DeviceList, DeviceNamed, DeviceOrAll, DeviceSocket, Health,
-    LimitBody, ProtectorBody, ReclaimBody, VmList,
+    LimitBody, ProtectorBody, ReclaimBody, VmList, WeightBody,
 };
 pub use server::{BODY_WAIT, CONNECTIONS_MAX, HEAD_WAIT, serve};
 pub use socket::{ApiSocket, SocketError};
@@ -116,7 +116,7 @@ fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
         .routes(routes!(show_vm, set_limit, detach))
         .routes(routes!(reclaim))
         .routes(routes!(set_protector))
-        .routes(routes!(list_devices, add_device, remove_device))
+        .routes(routes!(list_devices, add_device, set_weight, remove_device))
         .routes(routes!(slo))
         .routes(routes!(inject, show_injection, stop_injection))
         .routes(routes!(start_recording, show_recording, stop_recording))
@@ -291,6 +291,25 @@ async fn add_device(
         })
         .await?;
     Ok((StatusCode::CREATED, Json(report)))
+}
+
+/// Change a device's share of the engines, which is kept.
+#[utoipa::path(put, path = "/v1/devices", params(DeviceSocket), request_body = WeightBody, responses(
+    (status = 200, body = DeviceReport),
+    (status = 400, body = ControlError, description = "No such weight"),
+    (status = 404, body = ControlError),
+    (status = 500, body = ControlError, description = "Failed"),
+))]
+async fn set_weight(
+    State(state): State<ApiState>,
+    Query(device): Query<DeviceSocket>,
+    Body(body): Body<WeightBody>,
+) -> Answer<DeviceReport> {
+    let socket = PathBuf::from(&device.socket);
+    let report = state
+        .run(move |control| control.set_weight(&socket, body.weight))
+        .await?;
+    Ok(Json(report))
 }
 
 /// Drain and remove a device.

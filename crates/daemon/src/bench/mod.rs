@@ -9,6 +9,7 @@ pub mod access_log;
 pub mod adp;
 pub mod adp_live;
 pub mod blk;
+pub mod fairness;
 pub mod fault;
 mod figures;
 pub mod gmem_async;
@@ -91,6 +92,7 @@ pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
         BenchName::AccessLog => access_log::run(&access_log::AccessLogBenchOptions::default()),
         BenchName::Adp => adp::run(&adp::AdpBenchOptions::default()),
         BenchName::AdpLive => adp_live::run(),
+        BenchName::Fairness => fairness::run(&fairness::FairnessOptions::default()),
         BenchName::Fault => fault::run(&fault::FaultBenchOptions::default()),
         BenchName::Blk => blk::run(),
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),

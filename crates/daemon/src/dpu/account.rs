@@ -240,6 +240,7 @@ mod tests {
                 owner: None,
                 group: None,
                 mode: None,
+                weight: 100,
             };
             DeviceId(set.add(request, &[]).unwrap().id)
         };

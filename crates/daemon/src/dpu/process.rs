@@ -132,6 +132,10 @@ impl Control for DpuProcess {
         self.devices.reports(&[])
     }
 
+    fn set_weight(&self, socket: &Path, weight: u32) -> Result<DeviceReport, ControlError> {
+        self.devices.set_weight(socket, weight, &[])
+    }
+
     fn remove_device(&self, socket: &Path) -> Result<(), ControlError> {
         self.devices.remove(socket).map(|_| ())
     }

@@ -18,6 +18,7 @@ use crate::{
     settings::EngineSettings,
 };
 use pagetide_addr::{DeviceId, FileKey};
+use pagetide_dpu::check_weight;
 use pagetide_dpu::config::POLL_MAX;
 use pagetide_dpu::{
     BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, ImageError, RamAllowed, RamPolicy, Sealing,
@@ -173,8 +174,11 @@ impl DeviceSet {
     /// Makes a device of a predecessor again, if it can be made, or may be until `deadline`.
     fn make_again(&self, request: &BlkRequest, deadline: Instant) -> Again {
         let socket = request.socket.display();
-        let made = config_of(&coming_back(request))
-            .map_err(|error| (Again::Never, error.message))
+        let made = check_weight(request.weight)
+            .map_err(|error| (Again::Never, error.to_string()))
+            .and_then(|()| {
+                config_of(&coming_back(request)).map_err(|error| (Again::Never, error.message))
+            })
             .and_then(|config| {
                 self.dpu.add_blk(config).map_err(|error| match error {
                     DpuError::Image(ImageError::InUse { .. } | ImageError::Busy(_)) => {
@@ -182,9 +186,13 @@ impl DeviceSet {
                     }
                     _ => (Again::Never, error.to_string()),
                 })
+            })
+            .and_then(|id| {
+                let weighed = self.dpu.set_weight(id, request.weight);
+                weighed.map_err(|error| (Again::Never, error.to_string()))
             });
         let missing_because = match made {
-            Ok(_) => {
+            Ok(()) => {
                 tracing::info!(%socket, "listening again");
                 None
             }
@@ -228,10 +236,7 @@ impl DeviceSet {
         if request.serial.is_none() {
             request.serial = Some(default_serial(&request.socket, &list));
         }
-        let id = self
-            .dpu
-            .add_blk(config_of(&request)?)
-            .map_err(|error| wrong_or_failed(&error))?;
+        let id = self.make(&request)?;
         list.push(request.clone());
         if let Err(error) = self.save(&list) {
             list.pop();
@@ -240,13 +245,53 @@ impl DeviceSet {
         }
         self.keep(&request, None);
         drop(list);
-        let made = self
-            .dpu
-            .devices()
-            .into_iter()
-            .find(|device| device.id == id);
-        made.map(|device| report_of(device, Some(&request), vms))
+        self.report(id, Some(&request), vms)
+    }
+
+    /// Makes a device; one whose weight cannot be is none.
+    fn make(&self, request: &BlkRequest) -> Result<DeviceId, ControlError> {
+        let wrong = |error: DpuError| wrong_or_failed(&error);
+        check_weight(request.weight).map_err(wrong)?;
+        let id = self.dpu.add_blk(config_of(request)?).map_err(wrong)?;
+        self.dpu.set_weight(id, request.weight).map_err(wrong)?;
+        Ok(id)
+    }
+
+    fn report(
+        &self,
+        id: DeviceId,
+        request: Option<&BlkRequest>,
+        vms: &[(FileKey, String)],
+    ) -> Result<DeviceReport, ControlError> {
+        let mut devices = self.dpu.devices().into_iter();
+        let its = devices.find(|device| device.id == id);
+        its.map(|device| report_of(device, request, vms))
             .ok_or_else(|| failed("the device was removed at once by another call"))
+    }
+
+    /// Changes a device's weight, in the list first: what is in force is what a successor finds.
+    pub(crate) fn set_weight(
+        &self,
+        socket: &Path,
+        weight: u32,
+        vms: &[(FileKey, String)],
+    ) -> Result<DeviceReport, ControlError> {
+        check_weight(weight).map_err(|error| wrong_or_failed(&error))?;
+        let mut list = lock(&self.list);
+        let known = list.iter().position(|known| known.socket == socket);
+        let (Some(at), Some(id)) = (known, self.id_of(socket)) else {
+            return Err(no_such_device(socket));
+        };
+        let before = std::mem::replace(&mut list[at].weight, weight);
+        if let Err(error) = self.save(&list) {
+            list[at].weight = before;
+            return Err(error);
+        }
+        self.dpu.set_weight(id, weight).map_err(failed)?;
+        let request = list[at].clone();
+        self.keep(&request, None);
+        drop(list);
+        self.report(id, Some(&request), vms)
     }
 
     fn save(&self, list: &[BlkRequest]) -> Result<(), ControlError> {
@@ -287,10 +332,7 @@ impl DeviceSet {
     pub(crate) fn remove(&self, socket: &Path) -> Result<Option<DeviceId>, ControlError> {
         let mut list = lock(&self.list);
         let Some(position) = list.iter().position(|known| known.socket == socket) else {
-            return Err(ControlError::not_found(format!(
-                "no device listens on {}: see `pagetide dpu list`",
-                socket.display()
-            )));
+            return Err(no_such_device(socket));
         };
         let id = self.id_of(socket);
         if let Some(id) = id {
@@ -322,6 +364,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 fn failed(error: impl std::fmt::Display) -> ControlError {
     ControlError::failed(error.to_string())
+}
+
+fn no_such_device(socket: &Path) -> ControlError {
+    ControlError::not_found(format!(
+        "no device listens on {}: see `pagetide dpu list`",
+        socket.display()
+    ))
 }
 
 /// The time-out as it is set; 0 is none.
@@ -446,6 +495,7 @@ fn report_of(
             pagetide_dpu::OnFault::Pause => OnFault::Pause,
             pagetide_dpu::OnFault::OutOfOrder => OnFault::OutOfOrder,
         },
+        weight: device.weight,
         serial: Some(device.serial),
         shared: device.sharing == Sharing::Shared,
         owner: request.and_then(|request| request.owner.clone()),

@@ -157,6 +157,15 @@ impl Devices {
         }
     }
 
+    pub(super) fn set_weight(
+        &self,
+        socket: &Path,
+        weight: u32,
+        vms: &[(FileKey, String)],
+    ) -> Result<DeviceReport, ControlError> {
+        self.set()?.set_weight(socket, weight, vms)
+    }
+
     pub(super) fn remove(&self, socket: &Path) -> Result<Option<DeviceId>, ControlError> {
         self.set()?.remove(socket)
     }

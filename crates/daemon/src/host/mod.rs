@@ -364,6 +364,11 @@ impl Control for Host {
         self.devices.reports(&self.names_by_file())
     }
 
+    fn set_weight(&self, socket: &Path, weight: u32) -> Result<DeviceReport, ControlError> {
+        self.devices
+            .set_weight(socket, weight, &self.names_by_file())
+    }
+
     fn remove_device(&self, socket: &Path) -> Result<(), ControlError> {
         if let Some(device) = self.devices.remove(socket)? {
             self.shared.feed.device_left(device);

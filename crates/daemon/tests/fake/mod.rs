@@ -119,6 +119,7 @@ impl Control for FakeControl {
             queues: request.queues,
             read_only: request.read_only,
             lookup: request.lookup,
+            weight: request.weight,
             serial: request.serial,
             ..DeviceReport::default()
         };
@@ -128,6 +129,14 @@ impl Control for FakeControl {
 
     fn devices(&self) -> Vec<DeviceReport> {
         lock(&self.devices).values().cloned().collect()
+    }
+
+    fn set_weight(&self, socket: &Path, weight: u32) -> Result<DeviceReport, ControlError> {
+        let mut devices = lock(&self.devices);
+        let device = devices.get_mut(socket);
+        let device = device.ok_or_else(|| ControlError::not_found("no such device"))?;
+        device.weight = weight;
+        Ok(device.clone())
     }
 
     fn remove_device(&self, socket: &Path) -> Result<(), ControlError> {

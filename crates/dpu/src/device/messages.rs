@@ -17,6 +17,7 @@ use pagetide_addr::FrontendVa;
 use std::{
     fs::File,
     os::fd::{AsFd, OwnedFd},
+    sync::mpsc::channel,
 };
 use vhost::{
     VhostUserMemoryRegionBase,
@@ -98,8 +99,10 @@ impl VhostUserBackendReqHandlerMut for Session {
         self.discarded.extend(files);
         mapped?;
         self.stop_all(StopHow::Drain)?;
-        self.regions = table;
+        // What was there before is unmapped here, not by an engine.
+        let before = std::mem::replace(&mut self.regions, table);
         self.publish_memory()?;
+        drop(before);
         self.start_all()?;
         Ok(None)
     }
@@ -179,15 +182,14 @@ impl VhostUserBackendReqHandlerMut for Session {
         if vring.runs == Runs::No {
             return Ok(());
         }
-        self.control
-            .engine_of(queue)
-            .mailbox
-            .post(Command::SetCall {
-                device: self.control.slot,
-                queue,
-                call,
-            })
-            .map_err(|error| gone(error.into()))
+        let (reply, taken) = channel();
+        let command = Command::SetCall {
+            device: self.control.slot,
+            queue,
+            call,
+            reply,
+        };
+        self.tell_engine(queue, command, &taken)
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
@@ -316,8 +318,10 @@ impl VhostUserBackendReqHandlerMut for Session {
             .map_err(|error| refused_memory(&error))?;
         // I/O under way may be to this region; rings may be in it.
         self.stop_all(StopHow::Drain)?;
-        self.regions = table;
+        // What was there before is unmapped here, not by an engine.
+        let before = std::mem::replace(&mut self.regions, table);
         self.publish_memory()?;
+        drop(before);
         self.start_all()?;
         self.answered = Answered::No;
         Ok(())

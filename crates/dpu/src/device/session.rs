@@ -21,7 +21,10 @@ use pagetide_addr::{FrontendVa, Gpa};
 use pagetide_sys::signal::{EventSignal, SignalError, is_eventfd};
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, mpsc::channel},
+    sync::{
+        Arc,
+        mpsc::{Receiver, channel},
+    },
 };
 use vhost::vhost_user::{
     Error, Result,
@@ -122,10 +125,12 @@ impl Session {
                 tracing::error!(%error, queue, "a queue could not be stopped");
             }
         }
-        self.regions = RegionTable::default();
+        let gone = std::mem::take(&mut self.regions);
         if let Err(error) = self.publish_memory() {
             tracing::error!(%error, "an engine could not be told to let go of guest memory");
         }
+        // Unmapped here: of large memory that takes long, and an engine has other tenants.
+        drop(gone);
     }
 
     pub fn vring(&mut self, index: u32) -> Result<(u16, &mut Vring)> {
@@ -145,16 +150,22 @@ impl Session {
         let Some(setup) = self.setup(queue)? else {
             return Ok(());
         };
-        self.control
-            .engine_of(queue)
-            .mailbox
-            .post(Command::StartQueue {
-                device: self.control.slot,
-                setup: Box::new(setup),
-            })
-            .map_err(|_| Error::BackendInternalError)?;
         self.vrings[usize::from(queue)].runs = Runs::Yes;
-        Ok(())
+        let (reply, taken) = channel();
+        let command = Command::StartQueue {
+            device: self.control.slot,
+            setup: Box::new(setup),
+            reply,
+        };
+        self.tell_engine(queue, command, &taken)
+    }
+
+    /// Tells the engine of a queue, and waits until it has obeyed: so a front end has no more than one
+    /// command waiting, however many messages it sends.
+    pub fn tell_engine(&self, queue: u16, command: Command, obeyed: &Receiver<()>) -> Result<()> {
+        let mailbox = &self.control.engine_of(queue).mailbox;
+        mailbox.post(command).map_err(|e| gone(e.into()))?;
+        obeyed.recv().map_err(|e| gone(e.into()))
     }
 
     fn setup(&self, queue: u16) -> Result<Option<QueueSetup>> {

@@ -3,7 +3,8 @@
 
 use super::{
     Device, Io,
-    chain::{EmptyStage, Kind, Ready, Request},
+    chain::{EmptyStage, Kind, Ready, Request, Served},
+    fair::{Load, Verdict},
     finish::Answer,
     landing::{Landing, Plan},
     queue::EngineQueue,
@@ -127,6 +128,7 @@ impl Io {
                 operation: task.operation,
                 offset: task.offset,
             },
+            load: Load::Data(0),
             kind: task.kind,
             data_bytes: 0,
             sample: ready.sample,
@@ -158,28 +160,93 @@ impl Io {
         }
         job.request.data_bytes = u32::try_from(job.dma.left()).unwrap_or(u32::MAX);
         queue.in_flight += 1;
+        self.fair.request_began(queue.key.device);
         job.request.course.submit(self.now_ns);
         add(&device.shared.counters[self.index].in_flight, 1);
-        self.restart(device, job)
+        self.start(device, queue, job)
     }
 
-    /// Gives a job's step to the ring, by the descriptor that can take it.
-    pub fn restart(&mut self, device: &Device, mut job: Box<Job<Request>>) -> io::Result<()> {
+    /// Gives a job's first step to the ring, or has it wait for its turn.
+    fn start(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+        job: Box<Job<Request>>,
+    ) -> io::Result<()> {
+        let slot = queue.key.device;
+        match job.request.kind {
+            Kind::Read | Kind::Write => {
+                if queue.steps.is_empty() && self.fair.may_step(slot) == Verdict::Go {
+                    return self.start_step(device, queue, job);
+                }
+                queue.steps.push_back(job);
+            }
+            Kind::Flush | Kind::Empty { .. } => device.slow.push_back(job),
+        }
+        Ok(())
+    }
+
+    /// Has a job wait for its next step.
+    pub fn go_on(&self, device: &mut Device, job: Box<Job<Request>>) {
+        let key = job.request.key;
+        match job.request.kind {
+            Kind::Flush | Kind::Empty { .. } => device.slow.push_back(job),
+            Kind::Read | Kind::Write => match device.queues.get_mut(usize::from(key.queue)) {
+                Some(Some(queue)) if queue.key == key => queue.steps.push_back(job),
+                _ => debug_assert!(false, "a queue went away under its I/O"),
+            },
+        }
+    }
+
+    /// Begins flushes and the like that wait, as far as the tenant may; what kept it from more.
+    pub fn start_slow(&mut self, device: &mut Device, slot: usize) -> io::Result<Served> {
+        let mut served = Served::Nothing;
+        while !device.slow.is_empty() {
+            match self.fair.may_begin_slow(slot) {
+                Verdict::Go => {}
+                Verdict::NextTurn => return Ok(Served::Spent),
+                Verdict::Full => return Ok(Served::Full),
+            }
+            if let Some(mut job) = device.slow.pop_front() {
+                job.request.step.file = device.buffered;
+                self.give(job, Load::Slow)?;
+                served = Served::InPart;
+            }
+        }
+        Ok(served)
+    }
+
+    /// Gives the next step of a transfer to the ring, by the descriptor that can take it.
+    pub fn start_step(
+        &mut self,
+        device: &Device,
+        queue: &mut EngineQueue,
+        mut job: Box<Job<Request>>,
+    ) -> io::Result<()> {
         let image = &device.shared.image;
-        job.request.step.file = match (job.request.kind, device.direct) {
-            (Kind::Read | Kind::Write, Some(direct))
-                if job.dma.is_aligned(image.memory_align.max(512))
-                    && job.dma.left().is_multiple_of(u64::from(image.block_bytes))
-                    && job
-                        .request
-                        .step
-                        .offset
-                        .is_multiple_of(u64::from(image.block_bytes)) =>
+        let block_bytes = u64::from(image.block_bytes);
+        job.request.step.file = match device.direct {
+            Some(direct)
+                if !job.request.retried
+                    && job.dma.is_aligned(image.memory_align.max(512))
+                    && job.dma.left().is_multiple_of(block_bytes)
+                    && job.request.step.offset.is_multiple_of(block_bytes) =>
             {
                 direct
             }
             _ => device.buffered,
         };
+        // Steps end at blocks of the disk, so that the next one may go past the page cache, too.
+        let step_bytes = self.fair.step_bytes_max(queue.key.device);
+        let bytes = job.dma.cut(step_bytes.max(block_bytes));
+        queue.credit.spend(bytes);
+        self.give(job, Load::Data(bytes))
+    }
+
+    /// Gives a job's step to the ring.
+    pub fn give(&mut self, mut job: Box<Job<Request>>, load: Load) -> io::Result<()> {
+        job.request.load = load;
+        self.fair.step_began(job.request.key.device, load);
         let step = job.request.step;
         self.ring.start(job, step)?;
         // A disk with nothing to do gets the first request at once, not when all of a batch are

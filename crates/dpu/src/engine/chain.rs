@@ -12,10 +12,11 @@
 
 use super::{
     Device, Io,
+    fair::{CHAIN_COST_BYTES, FAULT_COST_BYTES, Load, QUEUE_COST_BYTES, Verdict},
     finish::Answer,
     landing::{Landing, MayLand, Run},
     pages::{Located, absent_of, all_of, lease_all, locate, wanted_of},
-    queue::EngineQueue,
+    queue::{EngineQueue, PARKED_PER_DEVICE_MAX, PARKED_PER_QUEUE_MAX},
 };
 use crate::{
     blk::request::{EmptyHow, Frame, Status},
@@ -23,15 +24,16 @@ use crate::{
     memory::{DeviceMemory, LeaseSet, Span},
     parked::{Ended, ParkedChain, Purpose, QueueKey, Waiter, Wanted},
     ring::{Job, Step},
-    shared::{StopReason, add},
+    shared::{DeviceShared, StopReason, add},
     slo::course::Course,
 };
 use pagetide_addr::Access;
-use std::{io, rc::Rc, time::Instant};
+use std::{io, rc::Rc, sync::atomic::Ordering, time::Instant};
 use virtio_queue::QueueOwnedT;
 
-/// Chains taken from one queue in a turn, so that others have theirs.
-pub(super) const POP_BATCH: usize = 64;
+/// Chains taken from one queue's ring at a time. Each is begun, or waits for its first step with its
+/// pages leased, so they are few.
+pub(super) const POP_BATCH: usize = 8;
 /// Every so many requests the time of the look-up is taken; a prime, for requests come in batches of
 /// powers of two and a batch's first finds cold caches.
 const SAMPLE_EVERY: u32 = 61;
@@ -48,6 +50,8 @@ pub(crate) struct Request {
     pub status: Span,
     pub leases: LeaseSet,
     pub step: Step,
+    /// What the step counts as while the kernel has it.
+    pub load: Load,
     pub kind: Kind,
     /// Bytes of data, for the used ring and the figures.
     pub data_bytes: u32,
@@ -168,6 +172,19 @@ pub(crate) fn nanos(duration: std::time::Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
+/// How far the serving of a queue has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Served {
+    /// There was nothing to begin.
+    Nothing,
+    /// As far as there was work, or the queue's share went.
+    InPart,
+    /// There is more, and its tenant has spent its credit of this turn.
+    Spent,
+    /// There is more, and its tenant has all that it may have in flight.
+    Full,
+}
+
 /// A chain whose pages are all leased.
 pub(crate) struct Ready {
     pub head: u16,
@@ -180,60 +197,122 @@ pub(crate) struct Ready {
 }
 
 impl Io {
-    /// Takes chains from a queue as far as limits allow; how many.
-    pub fn pop_from(&mut self, device: &mut Device, queue: &mut EngineQueue) -> io::Result<usize> {
+    /// Begins what a queue has to begin, until its share or its tenant's is spent.
+    pub fn serve_queue(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+    ) -> io::Result<Served> {
+        let slot = queue.key.device;
+        let mut served = Served::Nothing;
+        if let Some(memory) = &device.memory
+            && let Some(reason) = queue.lost(memory)
+        {
+            device.shared.stop(reason);
+        }
         if device.shared.is_stopped() {
             queue.tell_error();
-            return Ok(0);
         }
-        let Some(memory) = device.memory.clone() else {
-            return Ok(0);
-        };
-        if let Some(reason) = queue.lost(&memory) {
-            device.shared.stop(reason);
-            queue.tell_error();
-            return Ok(0);
-        }
-        let mut popped = 0;
-        while let Some(head) = self.resubmit_next(queue) {
-            if popped == 0 {
-                self.look_at_clock();
+        queue.credit.refill(QUEUE_COST_BYTES);
+        loop {
+            let steps_wait = !queue.steps.is_empty();
+            if !steps_wait && !self.may_begin_chains(device, queue) {
+                return Ok(served);
             }
-            popped += 1;
-            let origin = Origin::Fresh(Course::popped(self.now_ns));
-            self.serve(device, queue, head, origin)?;
-        }
-        while popped < POP_BATCH {
-            let batch = self.pop_batch(device, queue, &memory, popped)?;
-            popped += batch;
-            if batch == 0 || batch < queue.batch() || device.shared.is_stopped() {
-                break;
+            let (step, chain) = (self.fair.may_step(slot), self.fair.may_take(slot));
+            let verdict = if steps_wait { step } else { chain };
+            if verdict != Verdict::Go || !queue.credit.is_left() {
+                if !self.has_work(device, queue) {
+                    return Ok(served);
+                }
+                return Ok(match verdict {
+                    Verdict::Go => Served::InPart,
+                    Verdict::NextTurn => Served::Spent,
+                    Verdict::Full => Served::Full,
+                });
             }
+            // Steps and chains in turn: a small request does not wait until all of a large one is done.
+            let chains_first = queue.stepped_last && chain == Verdict::Go;
+            if (!steps_wait || chains_first) && self.take_chains(device, queue)? > 0 {
+                queue.stepped_last = false;
+            } else if let Some(job) = queue.steps.pop_front() {
+                queue.stepped_last = true;
+                self.start_step(device, queue, job)?;
+            } else {
+                return Ok(served);
+            }
+            served = Served::InPart;
         }
-        if popped > 0 {
-            self.has_news(device, queue.key.device);
-        }
-        if queue.is_paused() {
-            self.look_ahead(device, queue, &memory);
-        }
-        Ok(popped)
     }
 
-    /// Takes and serves as many chains as may be taken at a time, after `before` others in this turn;
-    /// how many.
+    /// True if chains of a queue may be begun, as far as the queue is concerned.
+    fn may_begin_chains(&self, device: &Device, queue: &EngineQueue) -> bool {
+        !queue.resumed.is_empty() || (queue.may_begin() && self.may_park(&device.shared))
+    }
+
+    /// True if there is something that a queue would begin if it had the means.
+    pub fn has_work(&self, device: &Device, queue: &EngineQueue) -> bool {
+        if !queue.steps.is_empty() || !queue.resumed.is_empty() {
+            return true;
+        }
+        if device.shared.is_stopped() || !self.may_begin_chains(device, queue) {
+            return false;
+        }
+        let memory = device.memory.as_ref();
+        // A ring that makes no sense is told when a chain is taken from it.
+        !queue.resubmit.is_empty()
+            || memory.is_some_and(|memory| queue.waiting(memory).is_none_or(|n| n > 0))
+    }
+
+    /// Takes some chains from a queue: those whose pages have come first, then those that a
+    /// predecessor left, then new ones; how many.
+    fn take_chains(&mut self, device: &mut Device, queue: &mut EngineQueue) -> io::Result<usize> {
+        let slot = queue.key.device;
+        if let Some(resumed) = queue.resumed.pop_front() {
+            self.look_at_clock();
+            self.charge(slot, queue, CHAIN_COST_BYTES);
+            self.serve_resumed(device, queue, &resumed)?;
+            return Ok(1);
+        }
+        let memory = device.memory.clone();
+        let Some(memory) = memory.filter(|_| !device.shared.is_stopped()) else {
+            return Ok(0);
+        };
+        let taken = match self.resubmit_next(device, queue) {
+            Some(head) => {
+                self.look_at_clock();
+                self.charge(slot, queue, CHAIN_COST_BYTES);
+                let origin = Origin::Fresh(Course::popped(self.now_ns));
+                self.serve(device, queue, head, origin)?;
+                1
+            }
+            None => self.pop_batch(device, queue, &memory)?,
+        };
+        if taken > 0 {
+            self.has_news(device, slot);
+        }
+        Ok(taken)
+    }
+
+    /// Charges a tenant, and its queue, for something that it began.
+    pub fn charge(&mut self, slot: usize, queue: &mut EngineQueue, cost_bytes: u64) {
+        queue.credit.spend(cost_bytes);
+        self.fair.charge(slot, cost_bytes);
+    }
+
+    /// Takes and serves as many chains as may be taken at a time; how many.
     fn pop_batch(
         &mut self,
         device: &mut Device,
         queue: &mut EngineQueue,
         memory: &Rc<DeviceMemory>,
-        before: usize,
     ) -> io::Result<usize> {
         let mut heads = std::mem::take(&mut self.scratch.heads);
         heads.clear();
-        if let Err(reason) = self.pop_heads(queue, memory, &mut heads) {
+        if let Err(reason) = self.pop_heads(device, queue, memory, &mut heads) {
             device.shared.stop(reason);
         }
-        if before == 0 && !heads.is_empty() {
+        if !heads.is_empty() {
             self.look_at_clock();
         }
         queue.looked_ahead = queue.looked_ahead.saturating_sub(heads.len());
@@ -241,6 +320,7 @@ impl Io {
             if let Some(inflight) = &mut queue.inflight {
                 inflight.fetched(*head);
             }
+            self.charge(queue.key.device, queue, CHAIN_COST_BYTES);
             let origin = Origin::Fresh(queue.course_of_next(self.now_ns));
             self.serve(device, queue, *head, origin)?;
         }
@@ -249,14 +329,16 @@ impl Io {
         Ok(popped)
     }
 
-    fn has_room(&self) -> bool {
-        !self.parked.is_queue_full() && self.ring.in_flight() < self.in_flight_max
+    /// True if a chain of the device may be parked, should that be needed.
+    pub fn may_park(&self, device: &DeviceShared) -> bool {
+        let parked = device.counters[self.index].parked.load(Ordering::Relaxed);
+        !self.parked.is_queue_full() && parked < PARKED_PER_DEVICE_MAX as u64
     }
 
-    fn resubmit_next(&self, queue: &mut EngineQueue) -> Option<u16> {
-        let may = self.has_room()
+    fn resubmit_next(&self, device: &Device, queue: &mut EngineQueue) -> Option<u16> {
+        let may = self.may_park(&device.shared)
             && !queue.is_paused()
-            && queue.parked < super::queue::PARKED_PER_QUEUE_MAX;
+            && queue.parked < PARKED_PER_QUEUE_MAX;
         if !may {
             return None;
         }
@@ -266,18 +348,18 @@ impl Io {
 
     fn pop_heads(
         &self,
+        device: &Device,
         queue: &mut EngineQueue,
         memory: &Rc<DeviceMemory>,
         heads: &mut Vec<u16>,
     ) -> Result<(), StopReason> {
-        if !queue.may_pop() || !self.has_room() {
+        if !queue.may_pop() || !self.may_park(&device.shared) {
             return Ok(());
         }
-        // Each chain may be parked, or go to the ring: there must be room for either.
+        // Each chain may be parked: there must be room for it.
         let room = queue
             .batch()
-            .min(self.in_flight_max - self.ring.in_flight())
-            .min(super::queue::PARKED_PER_QUEUE_MAX - queue.parked)
+            .min(PARKED_PER_QUEUE_MAX - queue.parked)
             .min(usize::from(queue.table.size) - queue.in_flight - queue.parked);
         let chains = queue.queue.iter(&**memory);
         let chains = match chains {
@@ -458,6 +540,7 @@ impl Io {
             since,
             course,
         });
+        self.charge(queue.key.device, queue, requests as u64 * FAULT_COST_BYTES);
         queue.count_parked(purpose);
         queue.note_pause(memory, self.now_ns);
         self.tell_faults(device, queue, requests, &course);

@@ -29,6 +29,7 @@ pub(crate) enum Command {
     StartQueue {
         device: usize,
         setup: Box<QueueSetup>,
+        reply: Sender<()>,
     },
     StopQueue {
         device: usize,
@@ -41,6 +42,7 @@ pub(crate) enum Command {
         device: usize,
         queue: u16,
         call: Option<EventSignal>,
+        reply: Sender<()>,
     },
     SetAssist(Arc<dyn FaultAssist>),
     SetPen(AccessPen),

@@ -8,7 +8,10 @@
 //! status byte is there; if not, it waits for that page alone, which pauses no
 //! queue. Nothing of it was done: its DMA had not begun.
 
-use super::{Engine, Progress, chain::Origin, landing::Answered, take_queue};
+use super::{
+    Device, EVENTS_PER_TURN, Engine, Io, Progress, chain::Origin, landing::Answered,
+    queue::EngineQueue,
+};
 use crate::{
     parked::{Ended, Resumed, Waiter},
     shared::{add, sub},
@@ -26,12 +29,15 @@ impl Engine {
         if self.device_end.has_response() {
             self.io.look_at_clock();
         }
-        while let Some(response) = self.device_end.next() {
+        for _ in 0..EVENTS_PER_TURN {
+            let Some(response) = self.device_end.next() else {
+                break;
+            };
             progress.anything = true;
             match self.io.landings.answer(&response) {
                 Answered::Foreign => {
                     if let Some(resumed) = self.io.parked.answer(response) {
-                        self.resume(&resumed)?;
+                        self.resume(resumed)?;
                     }
                 }
                 Answered::More => {}
@@ -65,7 +71,7 @@ impl Engine {
                 );
                 add(&device.shared.counters[self.io.index].timed_out, 1);
             }
-            self.resume(&resumed)?;
+            self.resume(resumed)?;
         }
         Ok(())
     }
@@ -78,37 +84,19 @@ impl Engine {
         }
     }
 
-    pub(super) fn resume(&mut self, resumed: &Resumed) -> io::Result<()> {
+    /// Has a chain that waits no more go on in its tenant's turn.
+    pub(super) fn resume(&mut self, resumed: Resumed) -> io::Result<()> {
         let key = resumed.queue;
         let Some(device) = self.devices.get_mut(key.device).and_then(Option::as_mut) else {
             return Ok(());
         };
         match resumed.waiter {
-            Waiter::Rings => self.io.rings_answered(device, resumed),
-            Waiter::Chain(head) => {
-                let Some(mut queue) = take_queue(device, key) else {
-                    return Ok(());
-                };
-                queue.count_resumed(resumed.purpose);
-                sub(&device.shared.counters[self.io.index].parked, 1);
-                let mut course = resumed.course;
-                let was_held = course.is_held();
-                let parked_ns = course.resume(self.io.now_ns);
-                if was_held {
-                    let injector = &device.shared.injector;
-                    match resumed.ended {
-                        Ended::Present | Ended::Lost => injector.resumed(parked_ns),
-                        Ended::TimedOut => injector.given_up(1),
-                    }
+            Waiter::Rings => self.io.rings_answered(device, &resumed),
+            Waiter::Chain(_) => {
+                let slot = device.queues.get_mut(usize::from(key.queue));
+                if let Some(queue) = slot.and_then(Option::as_mut).filter(|q| q.key == key) {
+                    queue.resumed.push_back(resumed);
                 }
-                let origin = Origin::Resumed {
-                    purpose: resumed.purpose,
-                    since: resumed.since,
-                    course,
-                    ended: resumed.ended,
-                };
-                self.io.serve(device, &mut queue, head, origin)?;
-                device.queues[usize::from(key.queue)] = Some(queue);
                 Ok(())
             }
         }
@@ -149,5 +137,38 @@ impl Engine {
         if !served {
             self.device_end.kick();
         }
+    }
+}
+
+impl Io {
+    /// Goes on with a chain that was parked.
+    pub fn serve_resumed(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+        resumed: &Resumed,
+    ) -> io::Result<()> {
+        let Waiter::Chain(head) = resumed.waiter else {
+            return Ok(());
+        };
+        queue.count_resumed(resumed.purpose);
+        sub(&device.shared.counters[self.index].parked, 1);
+        let mut course = resumed.course;
+        let was_held = course.is_held();
+        let parked_ns = course.resume(self.now_ns);
+        if was_held {
+            let injector = &device.shared.injector;
+            match resumed.ended {
+                Ended::Present | Ended::Lost => injector.resumed(parked_ns),
+                Ended::TimedOut => injector.given_up(1),
+            }
+        }
+        let origin = Origin::Resumed {
+            purpose: resumed.purpose,
+            since: resumed.since,
+            course,
+            ended: resumed.ended,
+        };
+        self.serve(device, queue, head, origin)
     }
 }

@@ -36,6 +36,8 @@ impl Io {
         mut job: Box<Job<Request>>,
         result: i32,
     ) -> io::Result<()> {
+        let slot = job.request.key.device;
+        self.fair.step_ended(slot, job.request.load);
         let next = match next(&mut job, result) {
             Next::Again | Next::AgainBuffered if !self.rest_is_within(device, &job) => {
                 Next::Complete(Status::IoError)
@@ -43,13 +45,14 @@ impl Io {
             next => next,
         };
         match next {
-            Next::Again => return self.restart(device, job),
+            Next::Again => self.go_on(device, job),
             Next::AgainBuffered => {
                 job.request.step.file = device.buffered;
-                let step = job.request.step;
-                return self.ring.start(job, step);
+                let load = job.request.load;
+                return self.give(job, load);
             }
             Next::Complete(status) => {
+                self.fair.request_ended(slot);
                 if status == Status::IoError {
                     self.tell_failure(device, &job.request, result);
                 }

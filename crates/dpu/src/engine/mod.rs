@@ -11,6 +11,10 @@
 //! All is batched: one entry into the kernel submits what a turn has begun, and
 //! fetches what is done. An engine waits nowhere but in [`Engine::sleep`].
 //!
+//! A turn is short whatever tenants do: each kind of event is taken up to a bound
+//! ([`EVENTS_PER_TURN`], [`COMMANDS_PER_TURN`]), and work is begun by fair shares ([`fair`]).
+//! What is left over is for the next turn, which then comes at once.
+//!
 //! # Polling
 //! An engine with nothing to do goes on looking for some microseconds, because
 //! a sleep and a wake-up cost more than that; but only where looking has paid of
@@ -32,6 +36,7 @@ mod ahead;
 mod begin;
 pub(crate) mod chain;
 pub(crate) mod command;
+pub(crate) mod fair;
 mod faults;
 mod finish;
 mod inject;
@@ -45,19 +50,21 @@ mod stop;
 use crate::{
     mailbox::Mailbox,
     parked::{ParkedChains, QueueKey},
-    ring::{Event, FileSlot, IoRing},
+    ring::{Event, FileSlot, IoRing, Job},
     shared::{DeviceShared, StopReason},
     slo::{
         course::now_ns,
         recorder::{Recorder, Urgency},
     },
 };
-use chain::{Request, Scratch};
+use chain::{Request, Scratch, Served};
 use command::{AddDevice, Command};
+use fair::Fair;
 use pagetide_vpri::{AccessPen, DeviceEnd, Doorbell, FaultAssist, HostPresence};
 use patience::{Idle, Patience, WaitsFor};
 use queue::{EngineQueue, QueueState};
 use std::{
+    collections::VecDeque,
     io,
     os::fd::{AsFd, OwnedFd},
     rc::Rc,
@@ -70,6 +77,11 @@ use std::{
 
 /// Ring token of the doorbell; queues have others.
 const BELL_TOKEN: u32 = 0;
+
+/// Completions that are taken in a turn, and as many page responses.
+const EVENTS_PER_TURN: usize = 128;
+/// Commands that are obeyed in a turn. Most make their sender wait for an answer.
+const COMMANDS_PER_TURN: usize = 8;
 
 /// What others see of an engine.
 pub(crate) struct EngineShared {
@@ -90,6 +102,8 @@ impl EngineShared {
 pub(crate) struct Seed {
     pub index: usize,
     pub ring_entries: u32,
+    /// Page requests that may be outstanding.
+    pub fault_queue_entries: usize,
     pub poll: Duration,
     /// How long a chain waits for its pages before it fails; for ever without one.
     pub iopf_timeout: Option<Duration>,
@@ -107,6 +121,16 @@ pub(crate) struct Device {
     pub memory: Option<Rc<crate::memory::DeviceMemory>>,
     pub queues: Vec<Option<EngineQueue>>,
     pub image_size: size::ImageSize,
+    /// Numbers of those that there are, in the order in which they have their turns.
+    pub running: Vec<u16>,
+    /// Place in `running` of the one whose turn is next.
+    pub next_queue: usize,
+    /// Flushes and the like that wait to be begun; they count as in flight.
+    #[expect(
+        clippy::vec_box,
+        reason = "jobs come from the ring, and go to it, in their boxes"
+    )]
+    pub slow: VecDeque<Box<Job<Request>>>,
     pub recorder: Recorder,
     /// It is among [`Io::news`].
     pub has_news: bool,
@@ -119,7 +143,7 @@ pub(crate) struct Io {
     pub parked: ParkedChains,
     pub landings: landing::Landings,
     pub scratch: Scratch,
-    pub in_flight_max: usize,
+    pub fair: Fair,
     pub shared: Arc<EngineShared>,
     /// When what is being worked on now was taken; see [`crate::slo::course`].
     pub now_ns: u64,
@@ -135,6 +159,8 @@ pub(crate) struct Engine {
     devices: Vec<Option<Device>>,
     /// Queues that are running or stopping.
     active: Vec<(usize, u16)>,
+    /// The device whose turn is first in the next turn.
+    first: usize,
     device_end: DeviceEnd,
     /// Whether there was a host when that was last looked at.
     host_seen: HostPresence,
@@ -162,10 +188,11 @@ impl Engine {
             io: Io {
                 index: seed.index,
                 ring,
-                parked: ParkedChains::new(seed.index, seed.iopf_timeout),
+                parked: ParkedChains::new(seed.index, seed.iopf_timeout)
+                    .with_capacity(seed.fault_queue_entries),
                 landings: landing::Landings::new(seed.index),
                 scratch: Scratch::new(),
-                in_flight_max: seed.ring_entries as usize,
+                fair: Fair::new(seed.ring_entries as usize),
                 shared: seed.shared,
                 now_ns: now_ns(),
                 news: Vec::new(),
@@ -173,6 +200,7 @@ impl Engine {
             },
             devices: Vec::new(),
             active: Vec::new(),
+            first: 0,
             device_end: seed.device_end,
             host_seen: HostPresence::Here,
             bell: seed.bell,
@@ -224,7 +252,10 @@ impl Engine {
 
     fn turn(&mut self) -> io::Result<Progress> {
         let mut progress = Progress::default();
-        while let Some(command) = self.io.shared.mailbox.take_if_any() {
+        for _ in 0..COMMANDS_PER_TURN {
+            let Some(command) = self.io.shared.mailbox.take_if_any() else {
+                break;
+            };
             self.obey(command)?;
             progress.anything = true;
         }
@@ -234,7 +265,7 @@ impl Engine {
         self.stop_without_host(&mut progress)?;
         // What is done is told before more is begun: somebody waits for it.
         self.call();
-        self.pop_chains(&mut progress)?;
+        self.serve_tenants(&mut progress)?;
         self.ask_for_pages(&mut progress);
         self.call();
         if self.io.ring.wants_submit() {
@@ -247,7 +278,10 @@ impl Engine {
 
     fn take_completions(&mut self, progress: &mut Progress) -> io::Result<()> {
         let mut first = true;
-        while let Some(event) = self.io.ring.next() {
+        for _ in 0..EVENTS_PER_TURN {
+            let Some(event) = self.io.ring.next() else {
+                break;
+            };
             if std::mem::take(&mut first) {
                 self.io.look_at_clock();
             }
@@ -287,25 +321,19 @@ impl Engine {
         Ok(())
     }
 
-    fn pop_chains(&mut self, progress: &mut Progress) -> io::Result<()> {
-        for at in 0..self.active.len() {
-            let (device, number) = self.active[at];
-            let Some(device) = self.devices[device].as_mut() else {
-                continue;
-            };
-            let slot = &mut device.queues[usize::from(number)];
-            // Queues with nothing to do are by far the most: look before taking one out.
-            if !slot.as_ref().is_some_and(EngineQueue::is_serving) {
-                continue;
-            }
-            if let Some(mut queue) = slot.take() {
-                let popped = self.io.pop_from(device, &mut queue)?;
-                if popped > 0 {
-                    progress.anything = true;
-                }
-                device.queues[usize::from(number)] = Some(queue);
+    /// Begins work of each device by its share, each in turn the first.
+    fn serve_tenants(&mut self, progress: &mut Progress) -> io::Result<()> {
+        self.io.fair.begin_turn(self.io.now_ns);
+        let count = self.devices.len();
+        for at in 0..count {
+            let slot = (self.first + at) % count;
+            if let Some(device) = self.devices[slot].as_mut()
+                && !device.running.is_empty()
+            {
+                self.io.serve_tenant(device, slot, progress)?;
             }
         }
+        self.first = (self.first + 1).checked_rem(count).unwrap_or(0);
         Ok(())
     }
 
@@ -349,8 +377,6 @@ impl Engine {
 
     /// Asks for kicks; true if a queue has chains already.
     fn arm_queues(&mut self) -> bool {
-        let may_ask = !self.io.parked.is_queue_full();
-        let room = self.io.ring.in_flight() < self.io.in_flight_max;
         let mut more = false;
         for (device, number) in &self.active {
             let Some(device) = self.devices[*device].as_mut() else {
@@ -360,7 +386,9 @@ impl Engine {
                 continue;
             };
             // A queue held back waits for a completion or response, which wakes us anyway.
-            if !(may_ask && room && queue.may_pop()) || device.shared.is_stopped() {
+            let room = self.io.may_park(&device.shared)
+                && self.io.fair.may_take(queue.key.device) != fair::Verdict::Full;
+            if !(room && queue.may_pop()) || device.shared.is_stopped() {
                 continue;
             }
             if let Some(memory) = &device.memory {
@@ -408,18 +436,25 @@ impl Engine {
                 }
                 answer(&reply, ());
             }
-            Command::StartQueue { device, setup } => {
+            Command::StartQueue {
+                device,
+                setup,
+                reply,
+            } => {
                 let token = self.next_token;
                 self.next_token = self.next_token.wrapping_add(1).max(1);
                 let Some(place) = self.devices.get_mut(device).and_then(Option::as_mut) else {
+                    // The one who asks hears of it, for the way to answer is gone.
                     return Ok(());
                 };
                 let number = setup.number;
                 let queue = EngineQueue::new(device, token, *setup);
                 place.queues[usize::from(number)] = Some(queue);
                 self.active.push((device, number));
+                place.running.push(number);
                 self.io.landings.set_area(self.device_end.landing());
                 self.io.start_rings(place, number)?;
+                answer(&reply, ());
             }
             Command::StopQueue {
                 device,
@@ -439,12 +474,14 @@ impl Engine {
                 device,
                 queue,
                 call,
+                reply,
             } => {
                 if let Some(device) = self.device(device)
                     && let Some(queue) = device.queues[usize::from(queue)].as_mut()
                 {
                     queue.set_call(call);
                 }
+                answer(&reply, ());
             }
             Command::SetAssist(assist) => self.assist = Some(assist),
             Command::SetPen(pen) => self.io.pen = Some(pen),
@@ -468,6 +505,7 @@ impl Engine {
         if self.devices.len() <= add.device {
             self.devices.resize_with(add.device + 1, || None);
         }
+        self.io.fair.add(add.device);
         self.devices[add.device] = Some(Device {
             shared: add.shared.clone(),
             direct: image.direct.is_some().then_some(direct),
@@ -475,6 +513,9 @@ impl Engine {
             memory: None,
             queues: (0..add.queue_count).map(|_| None).collect(),
             image_size: size::ImageSize::default(),
+            running: Vec::new(),
+            next_queue: 0,
+            slow: VecDeque::new(),
             recorder: Recorder::new(self.io.index),
             has_news: false,
         });
@@ -488,9 +529,65 @@ impl Engine {
             return Ok(());
         };
         debug_assert!(device.queues.iter().all(Option::is_none));
+        self.io.fair.remove(index);
         self.io.ring.clear_file(device.buffered)?;
         if let Some(direct) = device.direct {
             self.io.ring.clear_file(direct)?;
+        }
+        Ok(())
+    }
+}
+
+impl Io {
+    /// Begins work of a device until its share of this turn is spent, its queues taking turns.
+    fn serve_tenant(
+        &mut self,
+        device: &mut Device,
+        slot: usize,
+        progress: &mut Progress,
+    ) -> io::Result<()> {
+        self.fair.visit(slot, device.shared.weight());
+        let slow = self.start_slow(device, slot)?;
+        progress.anything |= matches!(slow, Served::InPart | Served::Spent);
+        let mut with_nothing = 0;
+        while with_nothing < device.running.len() {
+            let at = device.next_queue % device.running.len();
+            device.next_queue = at + 1;
+            let number = usize::from(device.running[at]);
+            with_nothing += 1;
+            // Queues with nothing to do are by far the most: look before taking one out.
+            if !device.queues[number]
+                .as_ref()
+                .is_some_and(EngineQueue::is_serving)
+            {
+                continue;
+            }
+            let Some(mut queue) = device.queues[number].take() else {
+                continue;
+            };
+            let served = self.serve_queue(device, &mut queue);
+            if queue.is_paused()
+                && let Some(memory) = device.memory.clone()
+            {
+                self.look_ahead(device, &mut queue, &memory);
+            }
+            device.queues[number] = Some(queue);
+            match served? {
+                Served::Nothing => {}
+                Served::InPart => {
+                    progress.anything = true;
+                    with_nothing = 0;
+                }
+                Served::Spent => {
+                    // There is more to do: no sleep.
+                    progress.anything = true;
+                    return Ok(());
+                }
+                Served::Full => return Ok(()),
+            }
+        }
+        if slow != Served::Spent {
+            self.fair.rest(slot);
         }
         Ok(())
     }

@@ -39,13 +39,16 @@
 
 use super::{
     Device, Io,
+    chain::Request,
     command::{QueueSetup, StopHow},
+    fair::Credit,
 };
 use crate::{
     chain::Table,
     inflight::InflightQueue,
     memory::{DeviceMemory, Span},
     parked::{Asker, Ended, ParkedChain, Purpose, QueueKey, Resumed, Waiter},
+    ring::Job,
     shared::{Counters, DeviceShared, StopReason, add, sub},
     slo::course::Course,
 };
@@ -66,6 +69,8 @@ use vm_memory::{Bytes, GuestAddress};
 /// Chains of one queue that may be parked; at this many it takes no more, so that one guest with
 /// cold memory cannot fill the page fault queue of its engine.
 pub(crate) const PARKED_PER_QUEUE_MAX: usize = 64;
+/// The same of all queues of a device on an engine.
+pub(crate) const PARKED_PER_DEVICE_MAX: usize = 256;
 /// `VIRTQ_AVAIL_F_NO_INTERRUPT`
 const AVAIL_NO_INTERRUPT: u16 = 1;
 
@@ -112,6 +117,18 @@ pub(crate) struct EngineQueue {
     pub inflight: Option<InflightQueue>,
     /// Left by a predecessor, to be done before anything new.
     pub resubmit: VecDeque<u16>,
+    /// Parked chains that have their answers and wait to be begun; they count as parked.
+    pub resumed: VecDeque<Resumed>,
+    /// Transfers that wait for their next step; they count as in flight.
+    #[expect(
+        clippy::vec_box,
+        reason = "jobs come from the ring, and go to it, in their boxes"
+    )]
+    pub steps: VecDeque<Box<Job<Request>>>,
+    /// The last thing begun was a step.
+    pub stepped_last: bool,
+    /// What it may begin before the next queue of its tenant.
+    pub credit: Credit,
     wired: Vec<(Arc<DmaDomain>, PageRange)>,
     pub in_flight: usize,
     pub parked: usize,
@@ -149,6 +166,10 @@ impl EngineQueue {
             error: setup.error,
             inflight: setup.inflight,
             resubmit: VecDeque::new(),
+            resumed: VecDeque::new(),
+            steps: VecDeque::new(),
+            stepped_last: false,
+            credit: Credit::default(),
             wired: Vec::new(),
             in_flight: 0,
             parked: 0,
@@ -169,6 +190,14 @@ impl EngineQueue {
             && !self.is_paused()
             && self.parked < PARKED_PER_QUEUE_MAX
             && self.in_flight + self.parked < usize::from(self.table.size)
+    }
+
+    /// True if chains may be begun that are not parked, new ones or those that a predecessor left.
+    pub fn may_begin(&self) -> bool {
+        match self.resubmit.is_empty() {
+            true => self.may_pop(),
+            false => !self.is_paused() && self.parked < PARKED_PER_QUEUE_MAX,
+        }
     }
 
     /// True if no chain may be begun until one that is parked is answered.
@@ -214,7 +243,7 @@ impl EngineQueue {
     }
 
     /// Chains that stand in the ring; `None` if the ring makes no sense.
-    fn waiting(&self, memory: &DeviceMemory) -> Option<u16> {
+    pub fn waiting(&self, memory: &DeviceMemory) -> Option<u16> {
         let end = load_u16(memory, self.queue.avail_ring() + 2)?;
         // More than the ring holds: the driver lies, which is told when a chain is taken.
         Some(end.wrapping_sub(self.queue.next_avail())).filter(|n| *n <= self.table.size)
@@ -562,7 +591,12 @@ impl Io {
     /// Forgets the parked chains of a queue, which stay in the in-flight region.
     pub fn abandon_parked(&mut self, device: &DeviceShared, queue: &mut EngineQueue) {
         device.injector.given_up(self.parked.held_of(queue.key));
-        let gone = self.parked.abandon(queue.key);
+        let held = queue.resumed.iter().filter(|r| r.course.is_held()).count();
+        device
+            .injector
+            .given_up(u32::try_from(held).unwrap_or(u32::MAX));
+        let gone = self.parked.abandon(queue.key) + queue.resumed.len();
+        queue.resumed.clear();
         queue.parked -= gone;
         queue.faulting = 0;
         queue.resubmit.clear();

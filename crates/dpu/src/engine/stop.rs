@@ -21,7 +21,7 @@
 //! The overwrites of a read that is forsaken remain out until they are answered,
 //! with their slots: nothing of them is installed, see [`super::landing`].
 
-use super::{Engine, Progress};
+use super::{Engine, Progress, take_queue};
 use crate::{blk::request::Status, parked::QueueKey, shared::sub};
 use pagetide_addr::Access;
 use pagetide_vpri::HostPresence;
@@ -78,11 +78,11 @@ impl Engine {
         progress: &mut Progress,
     ) -> io::Result<usize> {
         if undone == Undone::Fails {
+            self.resume_at_once(key, progress)?;
             for resumed in self.io.parked.give_up_all_of(key) {
-                progress.anything = true;
-                self.io.look_at_clock();
-                self.resume(&resumed)?;
+                self.resume(resumed)?;
             }
+            self.resume_at_once(key, progress)?;
         }
         let device = self.devices.get_mut(key.device).and_then(Option::as_mut);
         let Some(device) = device else {
@@ -95,6 +95,26 @@ impl Engine {
         queue.give_up_draining();
         self.io.abandon_parked(&device.shared, queue);
         Ok(lost)
+    }
+
+    /// Goes on with the chains of a queue that have their answers, though it may not be its turn.
+    fn resume_at_once(&mut self, key: QueueKey, progress: &mut Progress) -> io::Result<()> {
+        let device = self.devices.get_mut(key.device).and_then(Option::as_mut);
+        let Some(device) = device else {
+            return Ok(());
+        };
+        let Some(mut queue) = take_queue(device, key) else {
+            return Ok(());
+        };
+        for _ in 0..queue.resumed.len() {
+            if let Some(resumed) = queue.resumed.pop_front() {
+                progress.anything = true;
+                self.io.look_at_clock();
+                self.io.serve_resumed(device, &mut queue, &resumed)?;
+            }
+        }
+        device.queues[usize::from(key.queue)] = Some(queue);
+        Ok(())
     }
 
     /// Ends the settling of a queue's landed reads; how many were not answered.
@@ -160,6 +180,7 @@ impl Engine {
             // The poll must be gone before its descriptor can be closed and used again.
             self.io.ring.submit()?;
         }
+        device.running.retain(|running| *running != number);
         self.io.scratch.forget_memory();
         queue.end(&device.shared.counters[self.io.index]);
         device.close_account(self.io.index);

@@ -255,6 +255,7 @@ impl Daemon {
             image: image.to_owned(),
             queues: 1,
             read_only: false,
+            weight: pagetide_dpu::WEIGHT_DEFAULT,
             lookup: true,
             serial: None,
             on_fault: OnFault::OutOfOrder,

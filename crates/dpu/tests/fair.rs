@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What tenants of one engine owe one another.
+
+mod support;
+
+use pagetide_dpu::{BlkConfig, DirectIo, OnFault, Writes};
+use pagetide_vpri::LookUp;
+use std::path::PathBuf;
+use support::*;
+use vhost::VhostBackend as _;
+use vmm_sys_util::eventfd::EventFd;
+
+const IMAGE_BYTES: u64 = 4 << 20;
+const LARGE: u32 = 2 << 20;
+
+/// A disk through the page cache, whose reads the engine's own thread copies.
+fn add(rig: &Rig, name: &str) -> PathBuf {
+    let socket = rig.dir.path().join(format!("{name}.sock"));
+    let config = BlkConfig {
+        socket: socket.clone(),
+        image: rig.image(name, IMAGE_BYTES),
+        queue_count: 1,
+        writes: Writes::Taken,
+        look_up: LookUp::On,
+        serial: name.into(),
+        direct_io: DirectIo::Off,
+        on_fault: OnFault::OutOfOrder,
+    };
+    rig.dpu.add_blk(config).unwrap();
+    socket
+}
+
+/// Makes chains available and tells nobody; the kick that is due.
+fn quietly(queue: &mut TestQueue, work: impl FnOnce(&mut TestQueue)) {
+    let silent = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+    let kick = std::mem::replace(&mut queue.kick, silent);
+    work(queue);
+    queue.kick = kick;
+}
+
+#[test]
+fn small_read_is_done_before_the_flood_of_large_ones_that_came_first() {
+    const FLOOD: u16 = 20;
+    let rig = Rig::new(1);
+    let sockets = ["hostile", "steady"].map(|name| add(&rig, name));
+    let mut guests = [Guest::new(), Guest::new()];
+    let [mut hostile, mut steady] =
+        [0, 1].map(|at| Connection::open(&sockets[at], &mut guests[at], 1, F_EVENT_IDX));
+    let large: Vec<BlkRequest> = (0..FLOOD)
+        .map(|_| BlkRequest::new(&mut guests[0], T_IN, 0, 512))
+        .collect();
+    let data = guests[0].room(LARGE.into());
+    let small = BlkRequest::new(&mut guests[1], T_IN, 8, 4096);
+    let (hostile, steady) = (&mut hostile.queues[0], &mut steady.queues[0]);
+    eventually("the engine sleeps", || rig.dpu.engine_sleeps() > 0);
+    quietly(hostile, |queue| {
+        for request in &large {
+            let parts = [
+                (request.header, 16, 0),
+                (data, LARGE, WRITE),
+                (request.status, 1, WRITE),
+            ];
+            queue.submit(&guests[0], &parts);
+        }
+    });
+    quietly(steady, |queue| {
+        queue.submit(&guests[1], &small.parts(WRITE));
+    });
+    hostile.kick.write(1).unwrap();
+    steady.kick.write(1).unwrap();
+    steady.wait_used(&guests[1]);
+    let mut before = 0;
+    while hostile.poll_used(&guests[0]).is_some() {
+        before += 1;
+    }
+    assert!(before < FLOOD / 2, "{before} of {FLOOD} were done before");
+    for _ in before..FLOOD {
+        hostile.wait_used(&guests[0]);
+    }
+    assert_eq!(guests[1].get(small.data, 8), 8_u64.to_le_bytes());
+    assert!(large.iter().all(|request| request.status(&guests[0]) == 0));
+    assert_eq!(guests[0].get(data + 512, 8), 1_u64.to_le_bytes());
+}
+
+#[test]
+fn transfer_in_steps_moves_each_byte_to_its_place_whatever_the_pieces() {
+    let rig = Rig::new(1);
+    let sockets = ["large", "beside"].map(|name| add(&rig, name));
+    let mut guests = [Guest::new(), Guest::new()];
+    let [mut large, mut beside] =
+        [0, 1].map(|at| Connection::open(&sockets[at], &mut guests[at], 1, F_EVENT_IDX));
+    let request = BlkRequest::new(&mut guests[0], T_IN, 3, 512);
+    let room = guests[0].room(u64::from(LARGE) + 8192);
+    // Pieces that end anywhere, most of them across the border of a step; 2 MiB in all.
+    let lens = [4095, 131_073, 1, 262_144, 700_000, 65_535, 3, 900_000];
+    let rest = LARGE - lens.iter().sum::<u32>();
+    let (mut parts, mut at) = (vec![(request.header, 16, 0)], room + 7);
+    for len in lens.into_iter().chain([rest]) {
+        parts.push((at, len, WRITE));
+        at += u64::from(len);
+    }
+    parts.push((request.status, 1, WRITE));
+    let small = BlkRequest::new(&mut guests[1], T_IN, 0, 4096);
+    let image = std::fs::read(rig.dir.path().join("large")).unwrap();
+    let (large, beside) = (&mut large.queues[0], &mut beside.queues[0]);
+    for round in 0..20_u64 {
+        // The other one's request just before has the large one cut.
+        beside.submit(&guests[1], &small.parts(WRITE));
+        beside.wait_used(&guests[1]);
+        let sector = 3 + round * 50;
+        request.aim(&guests[0], T_IN, sector);
+        large.submit(&guests[0], &parts);
+        assert_eq!(large.wait_used(&guests[0]).1, LARGE + 1);
+        let from = usize::try_from(sector).unwrap() * 512;
+        let got = guests[0].get(room + 7, LARGE as usize);
+        assert!(got == image[from..from + LARGE as usize], "round {round}");
+    }
+    // The same memory as one write elsewhere.
+    let sector = 4000;
+    request.aim(&guests[0], T_OUT, sector);
+    let written = guests[0].get(room + 7, LARGE as usize);
+    let readable =
+        |(at, len, flag): &(u64, u32, u16)| (*at, *len, if *len == 1 { *flag } else { 0 });
+    let mut parts: Vec<_> = parts.iter().map(readable).collect();
+    // The one data piece of one byte is readable, too.
+    parts[3].2 = 0;
+    beside.submit(&guests[1], &small.parts(WRITE));
+    beside.wait_used(&guests[1]);
+    large.submit(&guests[0], &parts);
+    large.wait_used(&guests[0]);
+    assert_eq!(request.status(&guests[0]), 0);
+    let image = std::fs::read(rig.dir.path().join("large")).unwrap();
+    assert!(image[4000 * 512..][..LARGE as usize] == written[..]);
+}
+
+#[test]
+fn front_end_that_floods_flushes_and_leaves_is_stopped_and_others_go_on() {
+    let rig = Rig::new(1);
+    let sockets = ["hostile", "steady"].map(|name| add(&rig, name));
+    let mut guests = [Guest::new(), Guest::new()];
+    let [mut hostile, mut steady] =
+        [0, 1].map(|at| Connection::open(&sockets[at], &mut guests[at], 1, F_EVENT_IDX));
+    let flush = BlkRequest::new(&mut guests[0], T_FLUSH, 0, 0);
+    let small = BlkRequest::new(&mut guests[1], T_IN, 8, 4096);
+    for _ in 0..30 {
+        let parts = [(flush.header, 16, 0), (flush.status, 1, WRITE)];
+        hostile.queues[0].submit(&guests[0], &parts);
+    }
+    steady.queues[0].submit(&guests[1], &small.parts(WRITE));
+    steady.queues[0].wait_used(&guests[1]);
+    // Its flushes are all answered, though they wait for one another.
+    hostile.frontend.get_vring_base(0).unwrap();
+    let mut done = 0;
+    while hostile.queues[0].poll_used(&guests[0]).is_some() {
+        done += 1;
+    }
+    assert_eq!(done, 30);
+}
+
+#[test]
+fn weight_is_kept_within_its_bounds_and_told() {
+    let rig = Rig::new(1);
+    let socket = add(&rig, "disk");
+    let device = rig.report(&socket);
+    assert_eq!(device.weight, 100);
+    rig.dpu.set_weight(device.id, 1000).unwrap();
+    assert_eq!(rig.report(&socket).weight, 1000);
+    for wrong in [0, 1001] {
+        let error = rig.dpu.set_weight(device.id, wrong).unwrap_err();
+        assert!(error.to_string().contains("from 1 to 1000"), "{error}");
+    }
+    assert_eq!(rig.report(&socket).weight, 1000);
+}
