@@ -144,10 +144,20 @@ impl Yard {
         StandIn::start(&self.program, &spec).expect("a stand-in")
     }
 
+    /// Attaches it; a host under load may have to be asked again.
+    fn attach(&self, vm: &StandIn) {
+        let deadline = Instant::now() + PATIENCE;
+        while let Err(error) = self.product().attach(vm.pid(), VM) {
+            let again = error.to_string().contains("try again") && Instant::now() < deadline;
+            assert!(again, "{error}");
+            thread::sleep(LOOK_AGAIN);
+        }
+    }
+
     /// A VM that is attached, most of it evicted.
     fn squeezed_vm(&self, device: Device) -> StandIn {
         let vm = self.new_vm(device);
-        self.product().attach(vm.pid(), VM).expect("attach");
+        self.attach(&vm);
         let words = ["vm", "reclaim", VM, "--bytes", EVICTED];
         let answer = self.product().client(words).expect("a client");
         answer.success().expect("reclaim");
@@ -305,7 +315,7 @@ fn vmm_killed_at_any_moment_of_an_attach_leaves_nothing() {
     let Some(mut yard) = Yard::open() else { return };
     let begun = Instant::now();
     let mut vm = yard.new_vm(Device::None);
-    yard.product().attach(vm.pid(), VM).expect("attach");
+    yard.attach(&vm);
     let took = begun.elapsed();
     vm.kill().expect("an end");
     yard.expect_nothing_left();
@@ -341,7 +351,7 @@ fn vmm_killed_at_any_moment_of_a_reclaim_or_under_a_limit_leaves_nothing() {
     ];
     for round in 0..rounds {
         let mut vm = yard.new_vm(Device::None);
-        yard.product().attach(vm.pid(), VM).expect("attach");
+        yard.attach(&vm);
         let moment = yard.random_below(Duration::from_millis(200));
         let words = acts[usize::from(round % 2 == 1)];
         let answer = yard.act(&vm, Kill::At(moment), words);
@@ -482,7 +492,7 @@ fn detach_while_a_limit_is_enforced_or_a_reclaim_under_way_leaves_the_vm_whole()
     let rounds = 12;
     for round in 0..rounds {
         let mut vm = yard.new_vm(Device::None);
-        yard.product().attach(vm.pid(), VM).expect("attach");
+        yard.attach(&vm);
         yard.product().limit(VM, 16 << 20).expect("limit");
         let moment = yard.random_below(Duration::from_millis(150));
         let reclaim = ["vm", "reclaim", VM, "--bytes", EVICTED];
