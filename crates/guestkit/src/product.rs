@@ -109,6 +109,43 @@ impl Answer {
     }
 }
 
+/// Clients of one daemon, for threads that do not own it.
+#[derive(Clone, Debug)]
+pub struct Clients {
+    binary: PathBuf,
+    api: PathBuf,
+}
+
+impl Clients {
+    /// Runs a client and waits for it; its exit status is in the answer.
+    ///
+    /// # Errors
+    /// It could not be started.
+    pub fn run<I>(&self, words: I) -> Result<Answer, ProductError>
+    where
+        I: IntoIterator,
+        I::Item: AsRef<OsStr>,
+    {
+        let mut command = Command::new(&self.binary);
+        command.args(words).arg("--api").arg(&self.api);
+        let output = command
+            .output()
+            .map_err(|source| file_error(&self.binary, source))?;
+        Ok(Answer {
+            status: output.status,
+            printed: String::from_utf8_lossy(&output.stdout).into_owned(),
+            said: String::from_utf8_lossy(&output.stderr).into_owned(),
+            command: command_line(&command),
+        })
+    }
+
+    /// The socket of the daemon's API.
+    #[must_use]
+    pub fn api(&self) -> &Path {
+        &self.api
+    }
+}
+
 /// One daemon with its state. Dropped, it is killed and its state removed.
 #[derive(Debug)]
 pub struct Product {
@@ -302,17 +339,16 @@ impl Product {
         I: IntoIterator,
         I::Item: AsRef<OsStr>,
     {
-        let mut command = Command::new(&self.binary);
-        command.args(words).arg("--api").arg(self.api());
-        let output = command
-            .output()
-            .map_err(|source| file_error(&self.binary, source))?;
-        Ok(Answer {
-            status: output.status,
-            printed: String::from_utf8_lossy(&output.stdout).into_owned(),
-            said: String::from_utf8_lossy(&output.stderr).into_owned(),
-            command: command_line(&command),
-        })
+        self.clients().run(words)
+    }
+
+    /// Clients for other threads.
+    #[must_use]
+    pub fn clients(&self) -> Clients {
+        Clients {
+            binary: self.binary.clone(),
+            api: self.api(),
+        }
     }
 
     /// The device that listens on `socket`, as `dpu list` tells of it.
@@ -427,7 +463,11 @@ impl Product {
         }
     }
 
-    fn ended(&mut self) -> Result<Option<ExitStatus>, ProductError> {
+    /// How the daemon ended, if it has ended by itself.
+    ///
+    /// # Errors
+    /// It cannot be asked for.
+    pub fn ended(&mut self) -> Result<Option<ExitStatus>, ProductError> {
         match &mut self.child {
             None => Ok(None),
             Some(child) => child

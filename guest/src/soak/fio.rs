@@ -5,13 +5,13 @@
 //! written before, and then reads all. The next run has another seed.
 
 use std::fs;
-use std::process::Child;
+use std::process::{Child, Command};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::tally::Tally;
-use super::{FIO_PARTITION, Soak, background};
+use super::{FIO_PARTITION, PAUSE, Soak};
 use crate::fio::{self, FioError, PROGRAM};
 
 const JOB: &str = "soak";
@@ -37,7 +37,7 @@ fn once(soak: &Soak, seed: u64) {
         Ok(child) => child,
         Err(error) => {
             soak.tally.failed(&format!("{PROGRAM}: {error}"));
-            return soak.rest(Duration::from_secs(1));
+            return soak.rest(PAUSE);
         }
     };
     let status = loop {
@@ -64,14 +64,16 @@ fn once(soak: &Soak, seed: u64) {
             // It ends at the first, and says where on the console.
             soak.tally.wrong(BLOCK_BYTES, "a block of fio's");
         }
-        Err(error) => soak
-            .tally
-            .failed(&format!("{error}; it ended with {status}")),
+        Err(error) => {
+            soak.tally
+                .failed(&format!("{error}; it ended with {status}"));
+            soak.rest(PAUSE);
+        }
     }
 }
 
 fn interrupt(soak: &Soak, child: &Child) {
-    // By this signal it ends its threads and reports. `nice` has become fio by now.
+    // By this signal it ends its threads and reports.
     if let Some(pid) = child.id().try_into().ok().and_then(Pid::from_raw)
         && let Err(error) = kill_process(pid, Signal::INT)
     {
@@ -79,8 +81,8 @@ fn interrupt(soak: &Soak, child: &Child) {
     }
 }
 
-fn command(seed: u64) -> std::process::Command {
-    let mut fio = background(PROGRAM);
+fn command(seed: u64) -> Command {
+    let mut fio = Command::new(PROGRAM);
     fio.args([
         "--name=soak",
         "--ioengine=libaio",

@@ -51,6 +51,10 @@ const FILES_PARTITION: &str = "/dev/vda4";
 /// Where the file system is.
 pub const FILES: &str = "/mnt";
 const BUSYBOX: &str = "/bin/busybox";
+/// Nice value of the loads.
+const BEHIND: i32 = 10;
+/// After a failure, so that one that lasts does not fill the console.
+const PAUSE: Duration = Duration::from_secs(1);
 const REPORT_EVERY: Duration = Duration::from_secs(1);
 /// Longest wait for the disk's last partition.
 const DISK_LOOKS: u32 = 600;
@@ -192,10 +196,17 @@ fn start(params: Params, soak: &Arc<Soak>) -> Vec<(&'static str, JoinHandle<()>)
     let mut loads = Vec::new();
     for (name, work) in works {
         let soak = Arc::clone(soak);
-        loads.push((name, thread::spawn(move || work(&soak))));
+        let load = thread::spawn(move || {
+            step_back(&soak);
+            work(&soak);
+        });
+        loads.push((name, load));
     }
     let remembering = Arc::clone(soak);
-    let memory = thread::spawn(move || memory::run(&params, &remembering.shared));
+    let memory = thread::spawn(move || {
+        step_back(&remembering);
+        memory::run(&params, &remembering.shared);
+    });
     loads.push(("memory", memory));
     let listening = Arc::clone(soak);
     // It waits for the kernel's next line for ever, so nobody waits for it.
@@ -241,12 +252,12 @@ fn busybox(words: &[&str]) -> Result<(), SoakError> {
     })
 }
 
-/// A program of this guest that runs behind the heartbeat.
-#[must_use]
-pub fn background(program: &str) -> Process {
-    let mut process = Process::new(BUSYBOX);
-    process.args(["nice", "-n", "10", program]);
-    process
+/// Puts the calling thread, and the programs that it starts, behind the heartbeat.
+fn step_back(soak: &Soak) {
+    // 0 stands for the calling thread.
+    if let Err(error) = rustix::process::setpriority_process(None, BEHIND) {
+        soak.tally.failed(&format!("priority of a load: {error}"));
+    }
 }
 
 /// Has the next reads of files come from the disk.

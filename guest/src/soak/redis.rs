@@ -7,14 +7,14 @@
 //! not heard may be there or not.
 
 use std::fs;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::tally::Tally;
-use super::{FILES, Soak, background, content, different_bytes, drop_page_cache};
+use super::{FILES, PAUSE, Soak, content, different_bytes, drop_page_cache};
 use crate::pattern;
 
 const PROGRAM: &str = "/bin/redis-server";
@@ -40,7 +40,7 @@ pub fn run(soak: &Soak) {
     while soak.goes_on() {
         if let Err(error) = checker.life() {
             soak.tally.failed(&format!("redis: {error}"));
-            soak.rest(Duration::from_secs(1));
+            soak.rest(PAUSE);
         }
     }
     if let Err(error) = Server::start().and_then(|mut server| checker.verify_all(&mut server)) {
@@ -166,7 +166,7 @@ impl Server {
     fn start() -> io::Result<Self> {
         let folder = format!("{FILES}/redis");
         fs::create_dir_all(&folder)?;
-        let mut child = background(PROGRAM)
+        let mut child = Command::new(PROGRAM)
             .args(["--port", "0", "--unixsocket", SOCKET, "--save", ""])
             .args(["--appendonly", "yes", "--appendfsync", "always"])
             // Written anew each few megabytes, by a fork.

@@ -7,11 +7,11 @@
 use std::fs;
 use std::io;
 use std::path::Path;
-use std::process::Output;
+use std::process::{Command, Output};
 use std::time::Duration;
 
-use super::Soak;
 use super::tally::Tally;
+use super::{BUSYBOX, PAUSE, Soak};
 
 /// Where the cgroups are.
 pub const GROUPS: &str = "/cgroups";
@@ -38,7 +38,7 @@ pub fn run(soak: &Soak) {
             Ok(output) => count(soak, &output),
             Err(error) => {
                 soak.tally.failed(&format!("stress-ng: {error}"));
-                soak.rest(Duration::from_secs(1));
+                soak.rest(PAUSE);
             }
         }
     }
@@ -64,9 +64,7 @@ fn once(seed: u64) -> io::Result<Output> {
          --verify --timeout {SECONDS}s --seed {seed} --metrics-brief --temp-path /tmp --yaml {REPORT}",
         group()
     );
-    super::background("/bin/busybox")
-        .args(["sh", "-c", &script])
-        .output()
+    Command::new(BUSYBOX).args(["sh", "-c", &script]).output()
 }
 
 fn count(soak: &Soak, output: &Output) {
@@ -84,6 +82,7 @@ fn count(soak: &Soak, output: &Output) {
     } else {
         soak.tally
             .failed(&format!("stress-ng ended with {}: {said}", output.status));
+        soak.rest(PAUSE);
     }
 }
 

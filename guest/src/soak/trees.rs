@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::tally::Tally;
-use super::{FILES, Soak, content, different_bytes, drop_page_cache};
+use super::{FILES, PAUSE, Soak, content, different_bytes, drop_page_cache};
 use crate::pattern;
 
 const FOLDERS: u64 = 4;
@@ -17,15 +17,9 @@ const FILE_BYTES_MAX: u64 = 96 << 10;
 /// Trees that stay for a while, so that the file system does not always reuse the same blocks.
 const KEPT: u64 = 3;
 const REST: Duration = Duration::from_millis(20);
-/// Nice value of the loads.
-const BEHIND: i32 = 10;
 
 /// Trees until the soak ends; then all that are left are verified.
 pub fn run(soak: &Soak) {
-    if let Err(error) = rustix::process::setpriority_process(None, BEHIND) {
-        soak.tally
-            .failed(&format!("priority of the trees: {error}"));
-    }
     let mut oldest = 0;
     for number in 0_u64.. {
         if !soak.goes_on() {
@@ -48,6 +42,7 @@ pub fn run(soak: &Soak) {
 fn told(soak: &Soak, number: u64, result: io::Result<()>) {
     if let Err(error) = result {
         soak.tally.failed(&format!("file tree {number}: {error}"));
+        soak.rest(PAUSE);
     }
 }
 
