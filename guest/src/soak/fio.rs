@@ -94,6 +94,7 @@ fn command(seed: u64) -> Command {
         "--verify_fatal=1",
         "--verify_backlog=64",
         "--output-format=json",
+        "--eta=never",
         // Threads are enough, and need no System V shared memory.
         "--thread=1",
     ])

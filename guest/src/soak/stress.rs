@@ -8,7 +8,6 @@ use std::fs;
 use std::io;
 use std::path::Path;
 use std::process::{Command, Output};
-use std::time::Duration;
 
 use super::tally::Tally;
 use super::{BUSYBOX, PAUSE, Soak};
@@ -17,9 +16,9 @@ use super::{BUSYBOX, PAUSE, Soak};
 pub const GROUPS: &str = "/cgroups";
 const PROGRAM: &str = "/bin/stress-ng";
 const REPORT: &str = "/tmp/stress-ng.yaml";
-const MEMORY_BYTES: u64 = 48 << 20;
+const MEMORY_BYTES: u64 = 20 << 20;
 /// What of it may be in RAM.
-const RESIDENT_BYTES: u64 = 40 << 20;
+const RESIDENT_BYTES: u64 = 18 << 20;
 const SECONDS: u32 = 10;
 /// Exit status of a worker that found wrong memory.
 const NOT_VERIFIED: i32 = 2;

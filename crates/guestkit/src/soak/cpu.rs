@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How long QEMU's vCPUs were ready to run and had no CPU of this machine.
+//! How long QEMU's threads were ready to run and had no CPU of this machine.
 //!
 //! A gap of the guest may be ours or the machine's. The kernel counts for each thread how long it
 //! waited on a run queue (`schedstat`); sampled, that is set beside the longest gap. It is shown and
@@ -7,7 +7,6 @@
 
 use std::collections::VecDeque;
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,7 +21,7 @@ const SAMPLES: usize = 240;
 /// A gap is reported up to so much after its end.
 const SLACK: Duration = Duration::from_millis(2_500);
 
-/// Samples of how long the vCPUs waited.
+/// Samples of how long the threads waited.
 #[derive(Debug, Default)]
 pub struct Starvation {
     samples: Mutex<VecDeque<(Instant, u64)>>,
@@ -87,31 +86,17 @@ impl Starvation {
     }
 }
 
-/// What the vCPU that waited most has waited, since its start.
+/// What the thread that waited most has waited, since its start.
 fn waited_ms(pid: u32) -> u64 {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
         return 0;
     };
-    let paths = threads.flatten().map(|entry| entry.path());
-    paths
-        .filter_map(|path| vcpu_waited_ms(&path))
-        .max()
-        .unwrap_or(0)
-}
-
-fn vcpu_waited_ms(thread: &Path) -> Option<u64> {
-    let read = |name: &str| -> Option<String> {
-        let path: PathBuf = thread.join(name);
+    let waited = threads.flatten().filter_map(|entry| {
         // A thread may end between the list and here.
-        match fs::read_to_string(path) {
-            Ok(text) => Some(text),
-            Err(_) => None,
-        }
-    };
-    if !read("comm")?.starts_with("CPU ") {
-        return None;
-    }
-    waited_in(&read("schedstat")?)
+        let text = fs::read_to_string(entry.path().join("schedstat")).unwrap_or_default();
+        waited_in(&text)
+    });
+    waited.max().unwrap_or(0)
 }
 
 /// The second of `schedstat`'s three numbers, which is in nanoseconds.

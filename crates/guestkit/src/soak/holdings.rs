@@ -3,16 +3,18 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::{SoakError, file_error};
 use crate::product::Product;
 
 /// What a daemon holds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Holdings {
-    descriptors: u64,
-    threads: u64,
+    /// What each descriptor is.
+    descriptors: Vec<String>,
+    /// Names.
+    threads: Vec<String>,
     /// Bytes of shared mappings, and of files in the state directory.
     bytes: u64,
 }
@@ -27,8 +29,8 @@ impl Holdings {
         let maps = process.join("maps");
         let text = fs::read_to_string(&maps).map_err(|source| file_error(&maps, source))?;
         Ok(Self {
-            descriptors: entries(&process.join("fd"))?,
-            threads: entries(&process.join("task"))?,
+            descriptors: descriptors(&process.join("fd"))?,
+            threads: threads(&process.join("task"))?,
             bytes: shared_bytes(&text) + file_bytes(state_dir)?,
         })
     }
@@ -36,39 +38,77 @@ impl Holdings {
     /// Whether it is no more than `before`.
     #[must_use]
     pub fn is_within(&self, before: &Self) -> bool {
-        self.descriptors <= before.descriptors
-            && self.threads <= before.threads
-            && self.bytes <= before.bytes
+        let beyond = self.beyond(before);
+        beyond.descriptors.is_empty() && beyond.threads.is_empty() && beyond.bytes == 0
     }
 
-    /// Descriptors more than `before`.
+    /// What is more than `before`.
     #[must_use]
-    pub fn descriptors_beyond(&self, before: &Self) -> u64 {
-        self.descriptors.saturating_sub(before.descriptors)
+    pub fn beyond(&self, before: &Self) -> Self {
+        Self {
+            descriptors: surplus(&self.descriptors, &before.descriptors),
+            threads: surplus(&self.threads, &before.threads),
+            bytes: self.bytes.saturating_sub(before.bytes),
+        }
     }
 
-    /// Threads more than `before`.
+    /// Number of descriptors.
     #[must_use]
-    pub fn threads_beyond(&self, before: &Self) -> u64 {
-        self.threads.saturating_sub(before.threads)
+    pub fn descriptors(&self) -> u64 {
+        self.descriptors.len() as u64
     }
 
-    /// Bytes more than `before`.
+    /// Number of threads.
     #[must_use]
-    pub fn bytes_beyond(&self, before: &Self) -> u64 {
-        self.bytes.saturating_sub(before.bytes)
+    pub fn threads(&self) -> u64 {
+        self.threads.len() as u64
     }
 
-    /// Both, for a person.
+    /// Bytes of shared mappings, and of files in the state directory.
     #[must_use]
-    pub fn told_beside(&self, before: &Self) -> String {
-        format!("{self:?}; before its first VM: {before:?}")
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
 }
 
-fn entries(folder: &Path) -> Result<u64, SoakError> {
-    let list = fs::read_dir(folder).map_err(|source| file_error(folder, source))?;
-    Ok(list.count() as u64)
+/// What is in `now` more often than in `before`.
+fn surplus(now: &[String], before: &[String]) -> Vec<String> {
+    let mut before = before.to_vec();
+    let mut surplus = Vec::new();
+    for name in now {
+        match before.iter().position(|other| other == name) {
+            Some(place) => drop(before.swap_remove(place)),
+            None => surplus.push(name.clone()),
+        }
+    }
+    surplus
+}
+
+fn descriptors(folder: &Path) -> Result<Vec<String>, SoakError> {
+    let kind = |path: &Path| {
+        // One may be closed between the list and here.
+        let target = fs::read_link(path).unwrap_or_default();
+        let name = target.to_string_lossy();
+        // `socket:[123]`: the number is of this one only.
+        name.split(":[").next().unwrap_or_default().to_owned()
+    };
+    Ok(paths(folder)?.iter().map(|path| kind(path)).collect())
+}
+
+fn threads(folder: &Path) -> Result<Vec<String>, SoakError> {
+    let name = |path: &PathBuf| {
+        let name = fs::read_to_string(path.join("comm")).unwrap_or_default();
+        name.trim().to_owned()
+    };
+    Ok(paths(folder)?.iter().map(name).collect())
+}
+
+fn paths(folder: &Path) -> Result<Vec<PathBuf>, SoakError> {
+    let failed = |source| file_error(folder, source);
+    let entries = fs::read_dir(folder).map_err(failed)?;
+    entries
+        .map(|entry| entry.map(|entry| entry.path()).map_err(failed))
+        .collect()
 }
 
 /// Bytes of the mappings in a `maps` that are shared and writable: pools, guest RAM, rings.
@@ -102,6 +142,13 @@ fn file_bytes(folder: &Path) -> Result<u64, SoakError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn surplus_counts_each_name_as_often_as_it_is_there() {
+        let names = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        let surplus = surplus(&names("a b socket socket"), &names("socket a c"));
+        assert_eq!(surplus, names("b socket"));
+    }
 
     #[test]
     fn only_shared_mappings_count() {

@@ -185,7 +185,7 @@ pub fn run(options: &Options) -> Result<Report, SoakError> {
 
 fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
     stand.wait_for_loads(BOOT_TIMEOUT)?;
-    let before = stand.holdings_before;
+    let before = stand.holdings_before.clone();
     let touched = stand.guest.resident_bytes()?;
     let limit = touched / 2;
     say(&format!(
@@ -203,7 +203,7 @@ fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
     let elapsed = began.elapsed();
     say("deaths and calls are over: the guest stays squeezed a while, is let go, and verifies");
     let last = let_go_and_verify(stand, (&board, &caller))?;
-    let after = settled(stand, before)?;
+    let left = settled(stand, &before)?;
     let mut report = stand.report(options, elapsed);
     report.take_board(&board);
     report.take_guest(&last);
@@ -211,9 +211,9 @@ fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
     report.limit_bytes = limit;
     report.stolen_in_longest_gap_ms = starvation.in_longest_gap_ms();
     report.longest_host_wait_ms = starvation.longest_ms();
-    report.leaked_descriptors = after.descriptors_beyond(&before);
-    report.leaked_threads = after.threads_beyond(&before);
-    report.leaked_bytes = after.bytes_beyond(&before);
+    report.leaked_descriptors = left.descriptors();
+    report.leaked_threads = left.threads();
+    report.leaked_bytes = left.bytes();
     report.daemon_panics = stand.panics()?;
     Ok(report)
 }
@@ -301,17 +301,19 @@ fn let_go_and_verify(
     Ok(last)
 }
 
-/// What the daemon holds when all devices are gone, given the time to let go.
-fn settled(stand: &Stand, before: Holdings) -> Result<Holdings, SoakError> {
+/// What the daemon still holds, beyond `before`, when all devices are gone and it had time to let go.
+fn settled(stand: &Stand, before: &Holdings) -> Result<Holdings, SoakError> {
     stand.remove_devices()?;
     let deadline = Instant::now() + SETTLE_TIMEOUT;
     loop {
         let now = stand.holdings()?;
-        if now.is_within(&before) || Instant::now() > deadline {
-            if !now.is_within(&before) {
-                say(&format!("left in the daemon: {}", now.told_beside(&before)));
-            }
-            return Ok(now);
+        let left = now.beyond(before);
+        if now.is_within(before) {
+            return Ok(left);
+        }
+        if Instant::now() > deadline {
+            say(&format!("left in the daemon: {left:?}"));
+            return Ok(left);
         }
         thread::sleep(Duration::from_millis(100));
     }

@@ -53,7 +53,7 @@ pub struct Report {
     pub longest_disk_gap_ms: u64,
     /// Likewise, in memory.
     pub longest_memory_gap_ms: u64,
-    /// How long a vCPU waited for a CPU of this machine around the longest gap; it is not subtracted.
+    /// How long a thread of QEMU waited for a CPU of this machine around the longest gap; it is not subtracted.
     pub stolen_in_longest_gap_ms: u64,
     /// Longest such wait within a second.
     pub longest_host_wait_ms: u64,
@@ -126,7 +126,7 @@ impl Report {
         want(
             gap <= GAP_MAX_MS,
             format!(
-                "the guest did not get on for {gap} ms, more than {GAP_MAX_MS} ms (its vCPUs waited {} ms \
+                "the guest did not get on for {gap} ms, more than {GAP_MAX_MS} ms (QEMU waited {} ms \
                  for a CPU of this machine around then)",
                 self.stolen_in_longest_gap_ms
             ),
