@@ -51,7 +51,7 @@ fn make_group() -> io::Result<()> {
     fs::write(format!("{GROUPS}/cgroup.subtree_control"), "+memory")?;
     fs::create_dir_all(group())?;
     fs::write(
-        format!("{}/memory.max", group()),
+        format!("{}/memory.high", group()),
         RESIDENT_BYTES.to_string(),
     )
 }
