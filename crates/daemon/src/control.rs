@@ -439,6 +439,17 @@ pub struct ReclaimReport {
     pub shortfall: Option<String>,
 }
 
+/// How a VM came to its end under Pagetide.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum DetachEnd {
+    /// It was let go, and runs on.
+    #[default]
+    LetGo,
+    /// The process of its VMM ended before it was let go. Nothing is kept for it any more.
+    VmmEnded,
+}
+
 /// What a detach did.
 #[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize, ToSchema)]
 pub struct DetachReport {
@@ -446,6 +457,9 @@ pub struct DetachReport {
     pub name: String,
     /// Process id of the VMM.
     pub pid: u32,
+    /// How it ended.
+    #[serde(default)]
+    pub end: DetachEnd,
     /// Pages brought back.
     pub filled_pages: u64,
     /// RAM of the VM that is present afterwards.

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::api::{DeviceList, DeviceSocket, VmList};
-use crate::control::{DetachReport, DeviceReport, ReclaimReport, VmReport};
+use crate::control::{DetachEnd, DetachReport, DeviceReport, ReclaimReport, VmReport};
 use crate::size::readable;
 
 /// A report that can be printed for people.
@@ -100,6 +100,12 @@ impl Text for ReclaimReport {
 
 impl Text for DetachReport {
     fn text(&self) -> String {
+        if self.end == DetachEnd::VmmEnded {
+            return format!(
+                "{}: process {} ended before it was detached; nothing is kept for it any more\n",
+                self.name, self.pid
+            );
+        }
         format!(
             "{}: detached from process {} in {:.1} s, {} pages brought back, {} resident\n",
             self.name,
@@ -304,6 +310,14 @@ mod tests {
         assert_eq!(
             report.text(),
             "web: detached from process 4711 in 1.2 s, 5 pages brought back, 8.0 KiB resident\n"
+        );
+        let ended = DetachReport {
+            end: DetachEnd::VmmEnded,
+            ..report
+        };
+        assert_eq!(
+            ended.text(),
+            "web: process 4711 ended before it was detached; nothing is kept for it any more\n"
         );
     }
 

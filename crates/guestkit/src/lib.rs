@@ -7,7 +7,8 @@
 //! makes the image, starts QEMU, listens to the guest, starts and kills the
 //! daemon, and measures from outside what the daemon says of itself.
 //!
-//! It uses the daemon only as a user does, by its command line.
+//! It uses the daemon only as a user does, by its command line. (Of the product's
+//! crates it uses `sys` alone, for the memory of a [stand-in](stand_in) for a VMM.)
 
 pub mod adp_live;
 pub mod borrowed;
@@ -16,6 +17,7 @@ pub mod demo;
 pub mod fio;
 pub mod guest;
 pub mod image;
+pub mod leaks;
 pub mod modules;
 pub mod peer;
 pub mod plug;
@@ -27,5 +29,6 @@ pub mod report;
 pub mod sampler;
 pub mod soak;
 pub mod stage;
+pub mod stand_in;
 pub mod steps;
 pub mod swapless;

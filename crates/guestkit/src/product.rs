@@ -19,11 +19,14 @@ use serde_json::Value;
 
 use crate::guest::tail;
 use crate::image::{command_line, repository};
+use crate::leaks::{Growth, Snapshot, wait_for_release};
 
 /// Longest wait for the API to answer, recovery after a kill included.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest wait for a clean end, every page brought back included.
 const STOP_TIMEOUT: Duration = Duration::from_secs(120);
+/// Longest wait until what a VM or a device needed is given back.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The daemon or one of its clients did not do what it should.
 #[derive(Debug, thiserror::Error)]
@@ -146,7 +149,10 @@ impl Clients {
     }
 }
 
-/// One daemon with its state. Dropped, it is killed and its state removed.
+/// One daemon with its state.
+///
+/// What it holds is noted when it is started, before its first VM and its first device. Dropped, it lets go
+/// of those it still has and must hold no more than that; then it is killed and its state removed.
 #[derive(Debug)]
 pub struct Product {
     binary: PathBuf,
@@ -155,6 +161,8 @@ pub struct Product {
     user: Option<User>,
     role: Role,
     child: Option<Child>,
+    /// What it held before its first VM and its first device.
+    at_first: Snapshot,
 }
 
 /// A user without any right, as `nobody` of most systems.
@@ -251,8 +259,12 @@ impl Product {
             user,
             role,
             child: None,
+            at_first: Snapshot::default(),
         };
         product.run()?;
+        let pid = product.pid().unwrap_or_default();
+        product.at_first =
+            Snapshot::settled(pid, RELEASE_TIMEOUT).map_err(|source| file_error(binary, source))?;
         Ok(product)
     }
 
@@ -446,6 +458,9 @@ impl Product {
         let Some(pid) = self.pid().and_then(|pid| pid.try_into().ok()) else {
             return Err(self.silent("it does not run".to_owned()));
         };
+        if self.vms()?.is_empty() && self.devices()?.is_empty() {
+            self.released()?;
+        }
         if let Some(pid) = rustix::process::Pid::from_raw(pid) {
             rustix::process::kill_process(pid, rustix::process::Signal::TERM)
                 .map_err(|error| file_error(&self.binary, error.into()))?;
@@ -463,10 +478,97 @@ impl Product {
         }
     }
 
-    /// How the daemon ended, if it has ended by itself.
+    /// Every VM, as `vm list` tells of it.
     ///
     /// # Errors
-    /// It cannot be asked for.
+    /// The daemon does not answer.
+    pub fn vms(&self) -> Result<Vec<Value>, ProductError> {
+        if self.role == Role::Dpu {
+            return Ok(Vec::new());
+        }
+        let mut list = self.client(["vm", "list", "--json"])?.json()?;
+        Ok(match list["vms"].take() {
+            Value::Array(vms) => vms,
+            _ => Vec::new(),
+        })
+    }
+
+    /// What the daemon holds now.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn holds(&self) -> Result<Snapshot, ProductError> {
+        let pid = self.pid().unwrap_or_default();
+        Snapshot::of(pid).map_err(|source| file_error(&self.binary, source))
+    }
+
+    /// What the daemon holds that it did not before its first VM and its first device, after a wait of
+    /// `patience` at most for that to be nothing.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn growth(&self, patience: Duration) -> Result<Growth, ProductError> {
+        let pid = self.pid().unwrap_or_default();
+        wait_for_release(pid, &self.at_first, patience)
+            .map_err(|source| file_error(&self.binary, source))
+    }
+
+    /// Fails if the daemon, without VMs and devices, holds more than before it had any.
+    ///
+    /// # Errors
+    /// It does, or it does not run.
+    pub fn released(&self) -> Result<(), ProductError> {
+        let growth = self.growth(RELEASE_TIMEOUT)?;
+        if growth.is_empty() {
+            return Ok(());
+        }
+        Err(self.silent(format!(
+            "it holds what it did not before its first VM and its first device: {growth}"
+        )))
+    }
+
+    /// Lets go of what VMs and devices there are. `Some` says why not of all.
+    fn let_all_go(&self) -> Result<Option<String>, ProductError> {
+        for device in self.devices()? {
+            let socket = device["socket"].as_str().unwrap_or_default();
+            let removed = self.client(["dpu", "remove", "--socket", socket])?;
+            if let Err(error) = removed.success() {
+                return Ok(Some(error.to_string()));
+            }
+        }
+        for vm in self.vms()? {
+            let name = vm["name"].as_str().unwrap_or_default();
+            let answer = self.client(["vm", "detach", name])?;
+            // It may have ended by itself meanwhile.
+            let is_listed = |vms: &[Value]| vms.iter().any(|vm| vm["name"] == *name);
+            if let Err(error) = answer.success()
+                && is_listed(&self.vms()?)
+            {
+                return Ok(Some(error.to_string()));
+            }
+        }
+        Ok(None)
+    }
+
+    /// What is wrong with what the daemon holds at its end, if it runs and nothing bars the comparison.
+    fn last_look(&mut self) -> Option<String> {
+        if !matches!(self.ended(), Ok(None)) || self.child.is_none() {
+            return None;
+        }
+        match self.let_all_go() {
+            Ok(None) => self.released().err().map(|error| error.to_string()),
+            Ok(Some(why)) => {
+                eprintln!("guestkit: what the daemon holds is not compared: {why}");
+                None
+            }
+            Err(error) => Some(error.to_string()),
+        }
+    }
+
+    /// How it ended, if it has.
+    ///
+    /// # Errors
+    /// What the kernel says.
     pub fn ended(&mut self) -> Result<Option<ExitStatus>, ProductError> {
         match &mut self.child {
             None => Ok(None),
@@ -486,9 +588,17 @@ impl Product {
 
 impl Drop for Product {
     fn drop(&mut self) {
+        let wrong = if thread::panicking() {
+            None
+        } else {
+            self.last_look()
+        };
         self.kill();
         if let Err(error) = fs::remove_dir_all(&self.state_dir) {
             eprintln!("guestkit: {} stays: {error}", self.state_dir.display());
+        }
+        if let Some(wrong) = wrong {
+            panic!("{wrong}");
         }
     }
 }

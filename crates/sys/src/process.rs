@@ -6,6 +6,7 @@ use pagetide_addr::Hva;
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
 
 /// Most ranges one `process_madvise` takes (`UIO_MAXIOV`).
 const RANGES_PER_CALL: usize = 1024;
@@ -108,14 +109,26 @@ impl ProcessFd {
     /// # Errors
     /// What `poll` says.
     pub fn has_ended(&self) -> Result<bool, ProcessError> {
-        let mut polled = [PollFd::new(&self.fd, PollFlags::IN)];
-        let now = rustix::event::Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        rustix::event::poll(&mut polled, Some(&now))
-            .map_err(|e| explain("poll of the pidfd", self.pid(), e.into()))?;
-        Ok(!polled[0].revents().is_empty())
+        self.ends_within(Duration::ZERO)
+    }
+
+    /// Waits for its end, `time` at most. True if it has ended.
+    ///
+    /// # Errors
+    /// What `poll` says.
+    pub fn ends_within(&self, time: Duration) -> Result<bool, ProcessError> {
+        let failed = |source| explain("poll of the pidfd", self.pid(), source);
+        let deadline = Instant::now() + time;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = left.try_into().map_err(std::io::Error::other);
+            let mut polled = [PollFd::new(&self.fd, PollFlags::IN)];
+            match rustix::event::poll(&mut polled, Some(&left.map_err(failed)?)) {
+                Ok(_) => return Ok(!polled[0].revents().is_empty()),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(failed(error.into())),
+            }
+        }
     }
 
     /// Advises the kernel to page the ranges `(start, bytes)` out (`MADV_PAGEOUT`): the pages

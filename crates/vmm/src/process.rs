@@ -5,6 +5,7 @@ use crate::Refusal;
 use pagetide_sys::process::{ProcessError, ProcessFd};
 use procfs::process::{FDTarget, Process};
 use rustix::process::Signal;
+use std::time::Duration;
 
 /// Programs that are VMMs even without KVM, by the start of their names.
 const EMULATORS: [&str; 6] = [
@@ -98,6 +99,13 @@ impl VmmProcess {
     /// [`ProcessError::NoSuchProcess`] once it has ended, [`ProcessError::NotPermitted`].
     pub fn signal(&self, signal: Signal) -> Result<(), ProcessError> {
         self.process.signal(signal)
+    }
+
+    /// Waits for its end, `time` at most. True if it has ended.
+    #[must_use]
+    pub fn ends_within(&self, time: Duration) -> bool {
+        // Nothing more can be told of a process that cannot be asked: it is taken to run.
+        self.process.ends_within(time).unwrap_or(false)
     }
 
     /// To be asked after something was found in `/proc` by pid: if it says that the process still
@@ -211,7 +219,9 @@ mod tests {
         let again = vmm.try_clone().unwrap();
         assert_eq!(again.identity(), vmm.identity());
         assert!(again.still_runs().is_ok());
+        assert!(!again.ends_within(Duration::ZERO));
         vmm.signal(Signal::KILL).unwrap();
+        assert!(again.ends_within(Duration::from_secs(60)));
         child.wait().unwrap();
         assert!(matches!(
             again.still_runs(),

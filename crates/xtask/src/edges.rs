@@ -42,7 +42,7 @@ const BELOW: [(&str, &[&str]); 15] = [
         ],
     ),
     ("pagetide-guest", &[]),
-    ("pagetide-guestkit", &["pagetide-guest"]),
+    ("pagetide-guestkit", &["pagetide-guest", "pagetide-sys"]),
     ("pagetide-trace", &["pagetide-addr"]),
     ("pagetide-sim", &["pagetide-trace", "pagetide-policy"]),
     ("xtask", &[]),

@@ -18,7 +18,7 @@
 use super::{
     hotplug,
     identity::{Identity, mappings_of},
-    vm::{Prepared, Shared, Vm, empty_table_of, failed},
+    vm::{ENDING_WAIT, Prepared, Shared, Vm, empty_table_of, failed},
 };
 use crate::control::{AttachRequest, ControlError};
 use pagetide_addr::{Access, PageNo, PageRange, SECTION_PAGES, SectionNo};
@@ -82,9 +82,27 @@ pub(super) fn attach(
     shared: &Shared,
 ) -> Result<Vm, ControlError> {
     let vmm = VmmProcess::open(request.pid).map_err(|r| refused(&r))?;
-    let layout = RamLayout::of_process(&vmm).map_err(|r| refused(&r))?;
-    hazards::refuse_if_shared(&vmm, &layout, &shared.spaces.processes())
-        .map_err(|r| refused(&r))?;
+    attach_process(&vmm, request, state_dir, shared).map_err(|error| {
+        // Whatever failed, it was that.
+        if vmm.ends_within(Duration::ZERO) {
+            ControlError::refused(format!(
+                "process {} ended while it was being attached ({error}); nothing is kept for it",
+                request.pid
+            ))
+        } else {
+            error
+        }
+    })
+}
+
+fn attach_process(
+    vmm: &VmmProcess,
+    request: &AttachRequest,
+    state_dir: &Path,
+    shared: &Shared,
+) -> Result<Vm, ControlError> {
+    let layout = RamLayout::of_process(vmm).map_err(|r| refused(&r))?;
+    hazards::refuse_if_shared(vmm, &layout, &shared.spaces.processes()).map_err(|r| refused(&r))?;
     check_limit(request.limit_bytes, layout.len_bytes())?;
     for warning in layout.warnings() {
         tracing::warn!(vm = request.name, "{warning}");
@@ -106,7 +124,7 @@ pub(super) fn attach(
     pool.set_limit_bytes(request.limit_bytes);
     let undo = UndoPool(Some(Arc::clone(&pool)));
     // Whatever forbids it, the VM is as it was: another userfaultfd, too little privilege, an old kernel.
-    let taken = takeover::take_over(&vmm, &layout)
+    let taken = takeover::take_over(vmm, &layout)
         .map_err(|error| ControlError::refused(error.to_string()))?;
     pool.set_userfaultfd(taken.number, taken.pause_us);
     tracing::info!(
@@ -141,7 +159,7 @@ pub(super) fn attach(
         }
         Err(error) => {
             // Nothing was evicted yet: holes read as zeros again, as before.
-            if let Err(error) = takeover::let_go(&vmm, &layout, &userfaultfd, taken.number) {
+            if let Err(error) = takeover::let_go(vmm, &layout, &userfaultfd, taken.number) {
                 tracing::error!(vm = request.name, %error, "a failed attach left its userfaultfd in the VMM");
             }
             Err(error)
@@ -308,6 +326,15 @@ pub(super) fn identity_of(path: &Path) -> Result<Identity, ControlError> {
     read_identity(&Pool::open(path).map_err(failed)?)
 }
 
+/// Removes the pool of a VM that could not be taken up and is no more.
+///
+/// # Errors
+/// A sentence.
+pub(super) fn remove_pool(state_dir: &Path, name: &str) -> Result<(), ControlError> {
+    let pool = Pool::open(&pool_path(state_dir, name)).map_err(failed)?;
+    pool.remove().map_err(failed)
+}
+
 fn read_identity(pool: &Pool) -> Result<Identity, ControlError> {
     serde_json::from_slice(&pool.identity().map_err(failed)?).map_err(|error| {
         failed(format!(
@@ -337,28 +364,45 @@ pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlErro
         }
         Err(refusal) => return Err(refused(&refusal)),
     };
+    take_up(&pool, identity, &vmm, shared).or_else(|error| {
+        if !vmm.ends_within(ENDING_WAIT) {
+            return Err(error);
+        }
+        tracing::info!(pid = vmm.pid(), %error, "the VM ended while it was taken up");
+        pool.remove().map_err(failed)?;
+        Ok(Found::Removed)
+    })
+}
+
+fn take_up(
+    pool: &Arc<Pool>,
+    identity: Identity,
+    vmm: &VmmProcess,
+    shared: &Shared,
+) -> Result<Found, ControlError> {
+    let vmm = vmm.try_clone().map_err(failed)?;
     let recorded = identity.recorded();
     if pool.phase() != Phase::Attached {
         let layout = RamLayout::of_recorded(&vmm, &recorded).map_err(|r| refused(&r))?;
-        abandon(&pool, &vmm, &layout)?;
+        abandon(pool, &vmm, &layout)?;
         return Ok(Found::Removed);
     }
     let Some(number) = pool.userfaultfd_number() else {
         return Err(failed(format!(
             "pool {} has lost the userfaultfd's number",
-            path.display()
+            pool.path().display()
         )));
     };
     let resumed = takeover::resume(&vmm, &recorded, number).map_err(failed)?;
     let userfaultfd = Arc::new(resumed.userfaultfd);
-    let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(&pool)))).map_err(failed)?;
-    let layout = leave_out_misfits(&resumed.layout, (&table, &pool), &userfaultfd);
+    let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(pool)))).map_err(failed)?;
+    let layout = leave_out_misfits(&resumed.layout, (&table, pool), &userfaultfd);
     let claim = Claim::take(&layout, shared)?;
     claim.watch()?;
     let live = Arc::new(LiveLayout::new(layout.clone()));
     let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     forget_what_went(&table, &layout);
-    let store = Arc::new(PoolStore::new(Arc::clone(&pool)));
+    let store = Arc::new(PoolStore::new(Arc::clone(pool)));
     adopt_words(&table, &place, &store, (&vmm, &identity))?;
     // Protection of rounds that died, and faults whose messages died, all at once.
     let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));
@@ -370,7 +414,7 @@ pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlErro
         identity,
         vmm,
         layout: live,
-        pool: Arc::clone(&pool),
+        pool: Arc::clone(pool),
         store,
         table,
         mmu: Arc::clone(&claim.mmu),

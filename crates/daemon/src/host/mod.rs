@@ -3,7 +3,8 @@
 //!
 //! [`vm`] puts one VM together (its shared parts are [`core`]), [`attach`] makes it from a running VMM or from
 //! the pool of a dead daemon, [`rounds`] keeps it within its limit, [`hotplug`]
-//! follows RAM that comes and goes, [`devices`] holds the software DPU. Order at the start: the rings of dead engines are
+//! follows RAM that comes and goes, [`devices`] holds the software DPU. [`life`] says who
+//! ends a VM, and [`janitor`] notices when its VMM does. Order at the start: the rings of dead engines are
 //! waited for, then VMs are taken up again, then devices listen again; so
 //! nothing is replayed, evicted or completed while the dead still write.
 
@@ -14,6 +15,8 @@ mod devices;
 mod earlier_tests;
 mod hotplug;
 mod identity;
+mod janitor;
+mod life;
 mod report;
 mod roster;
 mod rounds;
@@ -24,13 +27,14 @@ mod vm;
 
 use self::{
     devices::Devices,
-    roster::Roster,
-    sink::VmEvent,
+    janitor::Janitor,
+    life::{Asked, Detaching},
+    roster::{Roster, Watched},
     vm::{Shared, Vm, failed},
 };
 use crate::{
     control::{
-        AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport,
+        AttachRequest, BlkRequest, Control, ControlError, DetachEnd, DetachReport, DeviceReport,
         ReclaimReport, VmReport,
     },
     injection::{InjectionReport, InjectionRequest},
@@ -43,11 +47,15 @@ use crate::{
     slo::SloList,
 };
 use pagetide_addr::PAGE_BYTES;
+use pagetide_vmm::process::{VmmIdentity, VmmProcess};
 use std::{
     path::{Path, PathBuf},
-    sync::{Arc, mpsc},
-    time::Instant,
+    sync::Arc,
+    time::{Duration, Instant},
 };
+
+/// Tries to let a VM go at the daemon's end, while clients go on detaching it.
+const LAST_TRIES: u32 = 16;
 
 /// The running system.
 struct Host {
@@ -66,11 +74,11 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         rate: settings.access_log_rate,
     };
     let feed = Arc::new(Feed::start(Arc::clone(devices.log()), &feed)?);
-    let (events, heard) = mpsc::channel();
+    let (janitor, bell) = Janitor::new()?;
     let shared = Shared {
         service: Arc::clone(devices.service()),
         spaces,
-        events,
+        janitor: bell.clone(),
         reader_poll_us: u64::from(settings.reader_poll_us),
         neighbours_max: settings.neighbours,
         feed,
@@ -80,23 +88,12 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         state_dir,
         shared,
         devices,
-        vms: Roster::default(),
+        vms: Roster::new(bell),
     });
     if host.recover_all()? == Taken::AllKnown {
         host.devices.restore()?;
     }
-    let janitor = Arc::downgrade(&host);
-    let spawned = std::thread::Builder::new()
-        .name("pt-janitor".into())
-        .spawn(move || {
-            while let Ok(event) = heard.recv() {
-                match janitor.upgrade() {
-                    Some(host) => host.hear(event),
-                    None => return,
-                }
-            }
-        });
-    spawned.map_err(|error| failed(format!("no thread for the janitor: {error}")))?;
+    janitor.start(&host)?;
     Ok(host)
 }
 
@@ -146,8 +143,14 @@ impl Host {
         match attach::identity_of(path) {
             Ok(identity) => {
                 identity.files().for_each(|key| self.shared.spaces.bar(key));
-                self.vms
-                    .put_waiting(name, Some(identity.pid), why.message.clone());
+                let vmm = match VmmProcess::reopen(identity.process()) {
+                    Ok(vmm) => Some(vmm),
+                    Err(error) => {
+                        tracing::warn!(vm = name, %error, "its VMM cannot be watched");
+                        None
+                    }
+                };
+                self.vms.put_waiting(name, vmm, why.message.clone());
                 Taken::AllKnown
             }
             Err(error) => {
@@ -162,27 +165,104 @@ impl Host {
         }
     }
 
-    fn hear(&self, event: VmEvent) {
-        match event {
-            VmEvent::Gone(process) => {
-                if let Some((name, vm)) = self.vms.of_process(process) {
+    /// A VMM has ended: nothing is kept for it any more, unless a detach sees to that.
+    fn vmm_ended(&self, watched: &Watched) {
+        match watched {
+            Watched::Vm(vm) => {
+                if let Some(dropping) = vm.life.vmm_ended() {
                     tracing::info!(
-                        vm = name,
-                        pid = process.pid,
+                        vm = vm.core.name,
+                        pid = vm.core.vmm.pid(),
                         "the VMM has ended; dropping the VM"
                     );
-                    vm.forget(&self.shared);
-                    self.vms.remove(&name);
+                    vm.give_back(&self.shared);
+                    self.vms.remove(&vm.core.name);
+                    drop(dropping);
                 }
             }
-            VmEvent::ReaderFailed(process, why) => {
-                if let Some((_, vm)) = self.vms.of_process(process) {
-                    vm.core.incidents.stop_vm(format!(
-                        "its faults are not served any more ({why}); restart the daemon to take it up again, then continue it (SIGCONT)"
-                    ));
+            Watched::Waiting(name, vmm) => {
+                tracing::info!(
+                    vm = name,
+                    pid = vmm.pid(),
+                    "the VMM of a VM that could not be taken up has ended; its pool is removed"
+                );
+                if let Err(error) = attach::remove_pool(&self.state_dir, name) {
+                    tracing::warn!(vm = name, %error, "its pool stays behind");
+                }
+                self.vms.remove(name);
+            }
+        }
+    }
+
+    fn reader_failed(&self, vmm: VmmIdentity, why: &str) {
+        if let Some(vm) = self.vms.of_process(vmm)
+            && !vm.core.vmm.ends_within(Duration::ZERO)
+        {
+            vm.core.incidents.stop_vm(format!(
+                "its faults are not served any more ({why}); restart the daemon to take it up again, then continue it (SIGCONT)"
+            ));
+        }
+    }
+
+    /// Lets a VM go, whose end is the caller's.
+    ///
+    /// # Errors
+    /// A sentence: it is still served.
+    fn let_go(&self, vm: &Vm, detaching: Detaching<'_>) -> Result<DetachReport, ControlError> {
+        let begun = Instant::now();
+        let before = vm.report();
+        let name = &vm.core.name;
+        let (filled_pages, end) = match vm.detach(&self.shared, &detaching) {
+            Ok(filled_pages) => {
+                self.vms.remove(name);
+                (filled_pages, detaching.done())
+            }
+            Err(error) => {
+                let Some(dropping) = detaching.failed() else {
+                    return Err(error);
+                };
+                tracing::info!(vm = name, %error, "the VMM has ended while it was let go; dropping the VM");
+                vm.give_back(&self.shared);
+                self.vms.remove(name);
+                drop(dropping);
+                (0, DetachEnd::VmmEnded)
+            }
+        };
+        let after = vm.report();
+        tracing::info!(vm = name, filled_pages, ?end, "let go");
+        // What was stored is told as it last was, not as it is now that everything is back.
+        let report = VmReport {
+            resident_bytes: after.resident_bytes,
+            alias_faults: after.alias_faults,
+            ..before
+        };
+        Ok(DetachReport {
+            name: name.clone(),
+            pid: vm.core.vmm.pid(),
+            end,
+            filled_pages,
+            resident_bytes: report.resident_bytes,
+            seconds: begun.elapsed().as_secs_f64(),
+            vm: report,
+        })
+    }
+
+    /// Lets a VM go at the end of the daemon, whoever else may be at it.
+    fn let_go_last(&self, vm: &Vm) -> Result<(), ControlError> {
+        for _ in 0..LAST_TRIES {
+            match vm.life.detach() {
+                Asked::Yours(detaching) => return self.let_go(vm, detaching).map(drop),
+                Asked::Over(_) => return Ok(()),
+                // It ends as any detach does. If it fails, it is tried once more from here.
+                Asked::UnderWay => {
+                    vm.life.wait_settled();
                 }
             }
         }
+        Err(failed(format!(
+            "{} is being detached again and again",
+            vm.core.name
+        )))
     }
 }
 
@@ -250,26 +330,26 @@ impl Control for Host {
 
     fn detach(&self, name: &str) -> Result<DetachReport, ControlError> {
         let vm = self.vms.get(name)?;
-        let begun = Instant::now();
-        let before = vm.report();
-        let filled_pages = vm.detach(&self.shared)?;
-        let after = vm.report();
-        // What was stored is told as it last was, not as it is now that everything is back.
-        let report = VmReport {
-            resident_bytes: after.resident_bytes,
-            alias_faults: after.alias_faults,
-            ..before
-        };
-        self.vms.remove(name);
-        tracing::info!(vm = name, filled_pages, "let go");
-        Ok(DetachReport {
-            name: name.to_owned(),
-            pid: vm.core.vmm.pid(),
-            filled_pages,
-            resident_bytes: report.resident_bytes,
-            seconds: begun.elapsed().as_secs_f64(),
-            vm: report,
-        })
+        match vm.life.detach() {
+            Asked::Yours(detaching) => self.let_go(&vm, detaching),
+            Asked::UnderWay => Err(ControlError::refused(format!(
+                "{name} is being detached already"
+            ))),
+            Asked::Over(DetachEnd::LetGo) => Err(ControlError::not_found(format!(
+                "{name} was let go by another detach just now"
+            ))),
+            Asked::Over(DetachEnd::VmmEnded) => {
+                let report = vm.report();
+                Ok(DetachReport {
+                    name: name.to_owned(),
+                    pid: report.pid,
+                    end: DetachEnd::VmmEnded,
+                    resident_bytes: report.resident_bytes,
+                    vm: report,
+                    ..DetachReport::default()
+                })
+            }
+        }
     }
 
     fn add_blk(&self, request: BlkRequest) -> Result<DeviceReport, ControlError> {
@@ -325,8 +405,8 @@ impl Control for Host {
         let mut first = None;
         for vm in self.vms.all() {
             let name = vm.core.name.clone();
-            match self.detach(&name) {
-                Ok(_) => {}
+            match self.let_go_last(&vm) {
+                Ok(()) => {}
                 Err(error) => {
                     tracing::error!(vm = name, %error, "the VM could not be let go; a next daemon takes it up again");
                     first.get_or_insert(error);

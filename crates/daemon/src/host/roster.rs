@@ -5,9 +5,9 @@
 //! ended, so that no two calls ever work on one VM or one pool. A VM whose pool
 //! could not be taken up keeps its name too: its pool is its only memory.
 
-use super::{core::lock, vm::Vm};
+use super::{core::lock, janitor::JanitorBell, vm::Vm};
 use crate::control::{AttachRequest, ControlError};
-use pagetide_vmm::process::VmmIdentity;
+use pagetide_vmm::process::{VmmIdentity, VmmProcess};
 use std::{
     collections::BTreeMap,
     sync::{Arc, Condvar, Mutex, PoisonError},
@@ -20,7 +20,11 @@ enum Slot {
     /// The VM.
     There(Arc<Vm>),
     /// Its pool is there, but could not be taken up: why.
-    Waiting { pid: Option<u32>, why: String },
+    Waiting {
+        /// Its VMM, as far as that is known.
+        vmm: Option<Arc<VmmProcess>>,
+        why: String,
+    },
 }
 
 impl Slot {
@@ -28,15 +32,33 @@ impl Slot {
         match self {
             Self::Attaching(pid) => Some(*pid),
             Self::There(vm) => Some(vm.core.vmm.pid()),
-            Self::Waiting { pid, .. } => *pid,
+            Self::Waiting { vmm, .. } => vmm.as_ref().map(|vmm| vmm.pid()),
+        }
+    }
+}
+
+/// Whose VMM may end at any time.
+pub(super) enum Watched {
+    /// A VM that is there.
+    Vm(Arc<Vm>),
+    /// The VMM of a VM of this name that could not be taken up.
+    Waiting(String, Arc<VmmProcess>),
+}
+
+impl Watched {
+    pub(super) fn vmm(&self) -> &VmmProcess {
+        match self {
+            Self::Vm(vm) => &vm.core.vmm,
+            Self::Waiting(_, vmm) => vmm,
         }
     }
 }
 
 /// See the module.
-#[derive(Default)]
 pub(super) struct Roster {
     list: Mutex<List>,
+    /// Rung when there is another VMM to watch, or one less.
+    janitor: JanitorBell,
     /// An attach has ended.
     settled: Condvar,
 }
@@ -47,7 +69,21 @@ struct List {
     closed: bool,
 }
 
+impl Drop for Roster {
+    fn drop(&mut self) {
+        self.janitor.ring();
+    }
+}
+
 impl Roster {
+    pub(super) fn new(janitor: JanitorBell) -> Self {
+        Self {
+            list: Mutex::default(),
+            janitor,
+            settled: Condvar::new(),
+        }
+    }
+
     /// Keeps name and pid for an attach, which ends by [`Self::put`] or [`Self::remove`].
     pub(super) fn reserve(&self, request: &AttachRequest) -> Result<(), ControlError> {
         let mut list = lock(&self.list);
@@ -86,19 +122,25 @@ impl Roster {
     pub(super) fn put(&self, name: String, vm: Arc<Vm>) {
         lock(&self.list).slots.insert(name, Slot::There(vm));
         self.settled.notify_all();
+        self.janitor.ring();
     }
 
     /// The pool of this name could not be taken up.
-    pub(super) fn put_waiting(&self, name: String, pid: Option<u32>, why: String) {
+    pub(super) fn put_waiting(&self, name: String, vmm: Option<VmmProcess>, why: String) {
+        let vmm = vmm.map(Arc::new);
         lock(&self.list)
             .slots
-            .insert(name, Slot::Waiting { pid, why });
+            .insert(name, Slot::Waiting { vmm, why });
+        self.janitor.ring();
     }
 
     /// A name is free again.
     pub(super) fn remove(&self, name: &str) {
-        lock(&self.list).slots.remove(name);
+        let removed = lock(&self.list).slots.remove(name);
         self.settled.notify_all();
+        self.janitor.ring();
+        // Outside of the lock: it may be the last of a VM.
+        drop(removed);
     }
 
     /// The VM of a name.
@@ -119,15 +161,25 @@ impl Roster {
         }
     }
 
-    /// The VM of a process, and its name.
-    pub(super) fn of_process(&self, process: VmmIdentity) -> Option<(String, Arc<Vm>)> {
+    /// The VM of a process.
+    pub(super) fn of_process(&self, process: VmmIdentity) -> Option<Arc<Vm>> {
         let list = lock(&self.list);
-        list.slots.iter().find_map(|(name, slot)| match slot {
-            Slot::There(vm) if vm.core.identity.process() == process => {
-                Some((name.clone(), Arc::clone(vm)))
-            }
+        list.slots.values().find_map(|slot| match slot {
+            Slot::There(vm) if vm.core.identity.process() == process => Some(Arc::clone(vm)),
             _ => None,
         })
+    }
+
+    /// Every VMM whose end is to be noticed.
+    pub(super) fn watched(&self) -> Vec<Watched> {
+        let watched = |(name, slot): (&String, &Slot)| match slot {
+            Slot::There(vm) if vm.life.awaits_end() => Some(Watched::Vm(Arc::clone(vm))),
+            Slot::Waiting { vmm: Some(vmm), .. } => {
+                Some(Watched::Waiting(name.clone(), Arc::clone(vmm)))
+            }
+            Slot::There(_) | Slot::Attaching(_) | Slot::Waiting { .. } => None,
+        };
+        lock(&self.list).slots.iter().filter_map(watched).collect()
     }
 
     /// Every VM that is there, by name.

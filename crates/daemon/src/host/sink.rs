@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Who the fault reader and the address space report to: one VM's [`VmSink`] and [`VmIncidents`].
 
+use super::janitor::JanitorBell;
 use pagetide_addr::{DeviceId, PageNo};
 use pagetide_gmem::{AddressSpace, Fault, Incidents, PlaceError, StoreError};
 use pagetide_swap::{Counter, Pool};
@@ -15,19 +16,9 @@ use std::{
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
-        mpsc,
     },
     time::Instant,
 };
-
-/// What the janitor is to see to.
-#[derive(Debug)]
-pub(super) enum VmEvent {
-    /// This VMM has ended.
-    Gone(VmmIdentity),
-    /// Faults of this VMM are not served any more, for this reason.
-    ReaderFailed(VmmIdentity, String),
-}
 
 /// Serves the faults of one VM's vCPUs, on the reader's thread.
 pub(super) struct VmSink {
@@ -35,7 +26,7 @@ pub(super) struct VmSink {
     pub(super) space: Arc<AddressSpace>,
     pub(super) pool: Arc<Pool>,
     pub(super) latencies: Arc<Latencies>,
-    pub(super) events: mpsc::Sender<VmEvent>,
+    pub(super) janitor: JanitorBell,
 }
 
 impl FaultSink for VmSink {
@@ -57,20 +48,13 @@ impl FaultSink for VmSink {
         }
     }
 
+    /// The janitor watches the process itself, whatever becomes of this reader.
     fn vmm_gone(&self) {
-        self.tell(VmEvent::Gone(self.vmm));
+        tracing::debug!(pid = self.vmm.pid, "no fault comes any more");
     }
 
     fn reader_failed(&self, error: &ReaderError) {
-        self.tell(VmEvent::ReaderFailed(self.vmm, error.to_string()));
-    }
-}
-
-impl VmSink {
-    fn tell(&self, event: VmEvent) {
-        if self.events.send(event).is_err() {
-            tracing::debug!(pid = self.vmm.pid, "the daemon is ending already");
-        }
+        self.janitor.reader_failed(self.vmm, error.to_string());
     }
 }
 

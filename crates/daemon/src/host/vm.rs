@@ -14,13 +14,15 @@ use super::{
     core::{Orders, ReclaimOrder, VmCore, lock},
     hotplug::{self, Hotplug},
     identity::Identity,
+    janitor::JanitorBell,
+    life::{Detaching, Life, Stage},
     rounds::Rounds,
-    sink::{VmEvent, VmIncidents, VmSink},
+    sink::{VmIncidents, VmSink},
     space::VmSpace,
     tracker::{Dma, Looks},
 };
 use crate::{
-    control::{ControlError, VmState},
+    control::{ControlError, ErrorKind, VmState},
     protection::{
         ProtectorChoice,
         feed::Feed,
@@ -52,6 +54,9 @@ use std::{
 
 /// Passes over all pages before a detach gives up; the second finds nothing, unless a fill failed.
 const DETACH_PASSES: u32 = 8;
+/// How long a process may take to end after the first sign of it: its memory goes first, and that of a
+/// large VMM takes a while.
+pub(super) const ENDING_WAIT: Duration = Duration::from_secs(2);
 /// Pages asked for at once when a VM is let go.
 const DETACH_PAGES: u64 = 16;
 
@@ -60,7 +65,7 @@ const DETACH_PAGES: u64 = 16;
 pub(super) struct Shared {
     pub(super) service: Arc<FaultService>,
     pub(super) spaces: Arc<dyn IoSpaces>,
-    pub(super) events: mpsc::Sender<VmEvent>,
+    pub(super) janitor: JanitorBell,
     pub(super) reader_poll_us: u64,
     /// Most neighbours that a vCPU's fault brings along (see `pagetide bench fault`).
     pub(super) neighbours_max: u32,
@@ -73,8 +78,9 @@ pub(super) struct Shared {
 /// A VM with its threads.
 pub(super) struct Vm {
     pub(super) core: Arc<VmCore>,
+    /// How far it is on its way out, and who ends it.
+    pub(super) life: Life,
     threads: Mutex<Threads>,
-    state: Mutex<VmState>,
 }
 
 #[derive(Default)]
@@ -172,8 +178,8 @@ impl Vm {
         });
         let vm = Self {
             core,
+            life: Life::new(),
             threads: Mutex::default(),
-            state: Mutex::new(VmState::Attached),
         };
         if let Err(error) = vm.start_threads(tracker, shared) {
             shared.service.remove_tenant(&vm.core.tenant);
@@ -191,7 +197,7 @@ impl Vm {
             space: Arc::clone(&core.space),
             pool: Arc::clone(&core.pool),
             latencies: Arc::clone(&core.latencies),
-            events: shared.events.clone(),
+            janitor: shared.janitor.clone(),
         };
         let config = ReaderConfig {
             // One that polls would keep a vCPU from its own CPU.
@@ -236,9 +242,10 @@ impl Vm {
         if self.core.incidents.stopped().is_some() {
             return VmState::Stopped;
         }
-        match *lock(&self.state) {
-            VmState::Attached if !self.core.may_evict() => VmState::ServingOnly,
-            state => state,
+        match self.life.stage() {
+            Stage::Served if self.core.may_evict() => VmState::Attached,
+            Stage::Served => VmState::ServingOnly,
+            Stage::Leaving(_) | Stage::Dropping | Stage::Over(_) => VmState::Detaching,
         }
     }
 
@@ -292,39 +299,37 @@ impl Vm {
             match self.start_rounds(rounds) {
                 Ok(thread) => lock(&self.threads).rounds = Some(thread),
                 Err(error) => {
+                    self.core.orders.close();
                     tracing::error!(vm = self.core.name, %error, "nobody follows the VM's RAM any more");
                 }
             }
         }
-        // From now on it may be detached again.
-        *lock(&self.state) = VmState::Attached;
     }
 
-    /// Brings every page back and lets the VM go. Returns the number of pages brought back.
+    /// Brings every page back, lets the VM go and gives all back that was kept for it. Returns the number
+    /// of pages brought back.
     ///
     /// # Errors
-    /// A sentence; the VM is then still served, without eviction.
-    pub(super) fn detach(&self, shared: &Shared) -> Result<u64, ControlError> {
-        {
-            let mut state = lock(&self.state);
-            if *state == VmState::Detaching {
-                return Err(ControlError::refused(format!(
-                    "{} is being detached already",
-                    self.core.name
-                )));
-            }
-            *state = VmState::Detaching;
-        }
+    /// A sentence. The VM is then still served, without eviction; or `detaching` was told that its VMM
+    /// has ended, and it is to be [given back](Self::give_back).
+    pub(super) fn detach(
+        &self,
+        shared: &Shared,
+        detaching: &Detaching<'_>,
+    ) -> Result<u64, ControlError> {
         let rounds = self.stop_rounds();
+        self.core.limit.put_right(None, 0);
+        let filled = self.fill_all(shared);
+        let (filled, ram) = filled.map_err(|error| self.failed_detach(rounds, error, detaching))?;
+        let gone = self.let_go(&ram, shared);
+        gone.map_err(|error| self.failed_detach(None, error, detaching))?;
+        self.give_back(shared);
+        Ok(filled)
+    }
+
+    /// Has the RAM watched no more.
+    fn let_go(&self, ram: &RamLayout, shared: &Shared) -> Result<(), ControlError> {
         let core = &self.core;
-        core.limit.put_right(None, 0);
-        let (filled, ram) = match self.fill_all(shared) {
-            Ok(done) => done,
-            Err(error) => {
-                self.stay(rounds, &error);
-                return Err(error);
-            }
-        };
         core.pool.set_letting_go();
         let Some(number) = core.pool.userfaultfd_number() else {
             return Err(failed(
@@ -334,23 +339,58 @@ impl Vm {
         // From here on page requests wait; once the RAM is watched no more, all are fine.
         shared.service.remove_tenant(&core.tenant);
         shared.feed.remove(&core.protection);
-        let gone = takeover::let_go(&core.vmm, &ram, &core.userfaultfd, number);
-        for domain in core.mmu.domains() {
-            domain.detach();
-        }
-        shared.service.release(&core.mmu.domains());
-        if let Err(error) = gone {
-            // Somebody must go on serving zeros to what is watched still.
-            *lock(&self.state) = VmState::ServingOnly;
-            return Err(failed(format!(
+        let gone = takeover::let_go(&core.vmm, ram, &core.userfaultfd, number);
+        self.free_domains(shared);
+        // Somebody must go on serving zeros to what is watched still.
+        gone.map_err(|error| {
+            failed(format!(
                 "all pages of {} are back, but the VMM still has our watch: {error}",
                 core.name
-            )));
+            ))
+        })
+    }
+
+    /// A detach came to nothing: because its VMM has ended, or else the VM stays.
+    fn failed_detach(
+        &self,
+        rounds: Option<Rounds>,
+        error: ControlError,
+        detaching: &Detaching<'_>,
+    ) -> ControlError {
+        // What a rule forbids has nothing to do with the process.
+        if error.kind == ErrorKind::Failed && self.core.vmm.ends_within(ENDING_WAIT) {
+            detaching.vmm_ended();
+        } else {
+            // Before anybody else may end the VM: from then on nothing is started for it.
+            self.stay(rounds, &error);
         }
-        drop(lock(&self.threads).reader.take());
+        error
+    }
+
+    /// Gives all back that is kept for the VM: threads, page requests, domains, the pool. Done by who
+    /// owns its end (see [`Life`]), once.
+    pub(super) fn give_back(&self, shared: &Shared) {
+        let core = &self.core;
+        drop(self.stop_rounds());
+        shared.service.remove_tenant(&core.tenant);
+        shared.feed.remove(&core.protection);
+        self.free_domains(shared);
+        // Its thread is waited for with nothing locked: reports go on meanwhile.
+        let reader = lock(&self.threads).reader.take();
+        drop(reader);
         core.sync_counters();
-        core.pool.remove().map_err(failed)?;
-        Ok(filled)
+        if let Err(error) = core.pool.remove() {
+            tracing::warn!(vm = core.name, %error, "the pool of a VM that is no more stays behind; a next start removes it");
+        }
+    }
+
+    /// Devices have the RAM for themselves again, and page requests that wait are answered.
+    fn free_domains(&self, shared: &Shared) {
+        let domains = self.core.mmu.domains();
+        for domain in &domains {
+            domain.detach();
+        }
+        shared.service.release(&domains);
     }
 
     /// Makes every page present whose content is stored. Pages of zeros may stay holes: that is how
@@ -475,21 +515,6 @@ impl Vm {
                 "pages {}..{} of {} cannot be brought back; the log says why. The VM is still served, without eviction",
                 run.start, run.end, self.core.name
             ))),
-        }
-    }
-
-    /// The VMM has ended: lets go of everything that was kept for it.
-    pub(super) fn forget(&self, shared: &Shared) {
-        self.stop_rounds();
-        drop(lock(&self.threads).reader.take());
-        shared.service.remove_tenant(&self.core.tenant);
-        shared.feed.remove(&self.core.protection);
-        for domain in self.core.mmu.domains() {
-            domain.detach();
-        }
-        shared.service.release(&self.core.mmu.domains());
-        if let Err(error) = self.core.pool.remove() {
-            tracing::warn!(vm = self.core.name, %error, "the pool of a VM that ended stays behind");
         }
     }
 

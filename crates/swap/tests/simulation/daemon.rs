@@ -257,6 +257,10 @@ impl Daemon {
                 .attach(&attached, Mode::Coherent, Activation::Now)
         } {
             self.life.expect_trouble(&error);
+            // An attach of a VM that has ended fails; so does one of its devices.
+            if self.life.world.lock().gone {
+                return;
+            }
             self.shrink();
         }
         let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
@@ -487,6 +491,9 @@ fn attach_to_the_end(life: &Life, whole: &Arc<AddressSpace>, device: &Arc<Device
     let _frame = life.frame(Frame::Grow);
     while let Err(error) = whole.attach(device, Mode::Coherent, Activation::Now) {
         life.expect_trouble(&error);
+        if life.world.lock().gone {
+            return;
+        }
         // Memory that went just now is in the way.
         let gone = life.world.lock().pages_to_remove();
         if let (Some(pages), Some(memory)) = (gone, whole.memory())

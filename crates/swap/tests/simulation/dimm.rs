@@ -278,6 +278,9 @@ impl Daemon {
                 Ok(()) => break,
                 Err(error) => life.expect_trouble(&error),
             }
+            if life.world.lock().gone {
+                return;
+            }
         }
         life.world.lock().base_allocated = true;
     }

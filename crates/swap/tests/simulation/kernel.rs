@@ -194,6 +194,11 @@ impl Life {
             self.world.interleave(call);
         }
         let mut state = self.lock_if_alive()?;
+        let vmm_deaths = state.knobs.vmm_deaths;
+        let spared = call == Call::Word && state.random.below(WORDS_PER_CALL) != 0;
+        if !spared && !state.gone && state.happens(vmm_deaths) {
+            state.vmm_dies();
+        }
         let deaths = state.knobs.deaths;
         let spared = call == Call::Word && state.random.below(WORDS_PER_CALL) != 0;
         if !spared && state.deaths_left > 0 && state.happens(deaths) {
@@ -231,6 +236,24 @@ impl Life {
         pages: PageRange,
     ) -> Result<MutexGuard<'_, State>, PlaceError> {
         let state = self.place_call(Call::Locked)?;
+        Self::check_memory(state, operation, pages)
+    }
+
+    /// The same by the RAM file: it lives as long as anybody has it open, so after its VMM, too.
+    fn file_call(
+        &self,
+        operation: &'static str,
+        pages: PageRange,
+    ) -> Result<MutexGuard<'_, State>, PlaceError> {
+        let state = self.enter(Call::Locked).ok_or(PlaceError::Gone)?;
+        Self::check_memory(state, operation, pages)
+    }
+
+    fn check_memory<'s>(
+        state: MutexGuard<'s, State>,
+        operation: &'static str,
+        pages: PageRange,
+    ) -> Result<MutexGuard<'s, State>, PlaceError> {
         let any = |is: fn(&Page) -> bool| pages.iter().any(|p| is(&state.pages[p.index()]));
         assert!(
             !any(|page| page.removed),
@@ -322,9 +345,10 @@ impl State {
             .iter()
             .any(|pin| (pin.page, pin.instance) == (number, instance));
         assert!(!pinned, "{number:?} is punched under a system call");
+        let vmm_is_dead = self.gone;
         let page = self.page(number);
         assert!(
-            page.protected,
+            page.protected || vmm_is_dead,
             "{number:?} is punched while vCPUs may write"
         );
         page.content = None;
@@ -376,7 +400,7 @@ impl Place for Life {
     }
 
     fn read(&self, pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
-        let mut state = self.place_call(Call::Unlocked)?;
+        let mut state = self.enter(Call::Unlocked).ok_or(PlaceError::Gone)?;
         // A round may be reading when its memory goes.
         let unmapped = pages.iter().any(|p| state.pages[p.index()].unmapped);
         if unmapped || state.fails() {
@@ -391,7 +415,7 @@ impl Place for Life {
     }
 
     fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
-        let mut state = self.memory_call("discard", pages)?;
+        let mut state = self.file_call("discard", pages)?;
         for page in pages.iter() {
             if state.fails() {
                 return Err(place_error("discard", pages));
@@ -402,7 +426,7 @@ impl Place for Life {
     }
 
     fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
-        let mut state = self.memory_call("is_present", page.single())?;
+        let mut state = self.file_call("is_present", page.single())?;
         if state.fails() {
             return Err(place_error("is_present", page.single()));
         }
@@ -410,7 +434,7 @@ impl Place for Life {
     }
 
     fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
-        let mut state = self.memory_call("present_runs", pages)?;
+        let mut state = self.file_call("present_runs", pages)?;
         if state.fails() {
             return Err(place_error("present_runs", pages));
         }
@@ -527,7 +551,7 @@ impl Mmu for DeviceMmu {
         to: Restrict,
     ) -> Result<Restricted, MmuError> {
         assert_eq!(to, Restrict::NoAccess);
-        let mut state = self.life.mmu_call()?;
+        let mut state = self.life.enter(Call::Locked).ok_or(MmuError::Gone)?;
         if state.fails() {
             return Err(mmu_error("clear bits"));
         }
@@ -541,7 +565,7 @@ impl Mmu for DeviceMmu {
         _access: Access,
         _backing: Backing,
     ) -> Result<(), MmuError> {
-        let mut state = self.life.mmu_call()?;
+        let mut state = self.life.enter(Call::Locked).ok_or(MmuError::Gone)?;
         if state.fails() {
             return Err(mmu_error("set bits"));
         }

@@ -58,6 +58,8 @@ pub struct Knobs {
     pub plugging: OneIn,
     /// Bits flipped in the pool, in steps of the run.
     pub flips: OneIn,
+    /// Death of the VMM, which ends the run, in calls into the kernel.
+    pub vmm_deaths: OneIn,
 }
 
 impl Knobs {
@@ -86,6 +88,7 @@ impl Knobs {
             discards: OneIn(random.pick(&[0, 0, 60, 15])),
             plugging: OneIn(random.pick(&[0, 0, 150, 40])),
             flips: OneIn(random.pick(&[0, 0, 0, 40])),
+            vmm_deaths: OneIn(random.pick(&[0, 0, 0, 5000, 700])),
         }
     }
 
@@ -98,6 +101,7 @@ impl Knobs {
             &mut self.discards,
             &mut self.plugging,
             &mut self.flips,
+            &mut self.vmm_deaths,
         ] {
             *trouble = OneIn(0);
         }

@@ -12,7 +12,8 @@
 //! What is checked: what the guest and its devices read, at any time and at the
 //! end (`state.rs`); that each page is present or stored whenever a daemon dies,
 //! and that nothing is left half done or behind at rest (`audit.rs`); that memory
-//! which was taken out of the VM is out of everybody's reach (`dimm.rs`); that
+//! which was taken out of the VM is out of everybody's reach (`dimm.rs`); that whatever is
+//! under way when the VMM dies comes to an end, and all is given back (`vmm_death.rs`); that
 //! nothing is punched that somebody may still write to (`kernel.rs`); that nobody
 //! waits for ever and every page request is answered once (`run.rs`).
 
@@ -29,6 +30,7 @@ mod random;
 mod run;
 mod single;
 mod state;
+mod vmm_death;
 
 use state::Coverage;
 use std::{

@@ -29,8 +29,8 @@ const AUDIT_STEPS: u32 = 16;
 
 /// See the module.
 pub struct Run {
-    world: Arc<World>,
-    path: PathBuf,
+    pub world: Arc<World>,
+    pub path: PathBuf,
     _directory: tempfile::TempDir,
 }
 
@@ -61,12 +61,17 @@ pub fn live(seed: u64) -> Coverage {
     }
     let steps = run.world.lock().knobs.steps;
     for step in 0..steps {
+        if run.is_vmm_dead() {
+            break;
+        }
         run.step();
-        if step % AUDIT_STEPS == 0 {
+        if step % AUDIT_STEPS == 0 && !run.is_vmm_dead() {
             run.audit_at_rest();
         }
     }
-    if run.world.lock().random.below(10) == 0 {
+    if run.is_vmm_dead() {
+        run.give_all_back();
+    } else if run.world.lock().random.below(10) == 0 {
         run.end_vm();
     } else {
         run.settle();
@@ -120,7 +125,7 @@ impl Run {
         }
     }
 
-    fn perform(&self, task: Task) {
+    pub fn perform(&self, task: Task) {
         let daemon = self.daemon();
         let counters = |daemon: &Daemon| {
             use std::sync::atomic::Ordering::Relaxed;
@@ -157,6 +162,10 @@ impl Run {
         loop {
             self.world.set_daemon(None);
             self.world.lock().die();
+            if self.is_vmm_dead() {
+                self.remove_pool();
+                return;
+            }
             let pool = Arc::new(Pool::open(&self.path).expect("the lock falls with its holder"));
             audit(&self.world.lock(), &PoolStore::new(pool));
             self.outage();

@@ -103,6 +103,9 @@ coverage! {
     poisoned_reads
     over_limit_pages
     vm_ends
+    vmm_deaths
+    vmm_deaths_under_way
+    pools_of_dead_vmms
     plugs
     unplugs
     removals
@@ -240,6 +243,11 @@ impl State {
 
     /// One step of the guest or a device.
     pub fn step(&mut self) {
+        // Nobody is left to take one; DMA under way ends as it would.
+        if self.gone {
+            self.advance_all();
+            return;
+        }
         match self.random.below(16) {
             0..=8 => self.vcpu_step(),
             9..=14 => self.device_step(),

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The stand-in's own side: its memory, the threads that use it, the orders it obeys.
+
+use std::io::{self, BufRead, Write};
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::process::exit;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use pagetide_sys::mapping::{MappingError, SharedMapping};
+use pagetide_sys::memory_file::{FileError, GuestFile};
+use vhost::vhost_user;
+
+use super::disk::{DISK_BYTES, Disk};
+use super::{READY, SOUND, StandInSpec, VERIFY};
+
+pub(super) const PAGE_BYTES: u64 = 4096;
+const PAGE: usize = 4096;
+/// Touches of a thread between two rests: the host has others to serve.
+const TOUCHES_A_TURN: u32 = 32;
+/// Such a rest.
+const REST: Duration = Duration::from_micros(200);
+/// Where a thread writes what is there already.
+const WRITTEN_AT: u64 = 2048;
+/// Status of a stand-in that has read a wrong byte.
+const WRONG: i32 = 3;
+
+/// Why a stand-in cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum Wrong {
+    /// Its memory cannot be had.
+    #[error("no memory: {0}")]
+    File(#[from] FileError),
+    /// Nor mapped.
+    #[error("no memory: {0}")]
+    Mapping(#[from] MappingError),
+    /// Its input or output.
+    #[error("orders: {0}")]
+    Orders(#[from] io::Error),
+    /// Its disk.
+    #[error("disk: {0}")]
+    Disk(#[from] vhost_user::Error),
+    /// Its disk, too.
+    #[error("disk: {0}")]
+    Vhost(#[from] vhost::Error),
+    /// A page has other bytes than it should.
+    #[error("page {page} is wrong at byte {at}")]
+    Page {
+        /// Its number.
+        page: u64,
+        /// The first byte that differs.
+        at: usize,
+    },
+}
+
+/// Is a VMM until its input ends: the program's `main`.
+///
+/// # Errors
+/// [`Wrong`].
+pub fn serve(spec: &StandInSpec) -> Result<(), Wrong> {
+    let filled_bytes = spec.ram_mib << 20;
+    let file = GuestFile::new_memfd("stand-in", filled_bytes + DISK_BYTES)?;
+    let ram = Arc::new(SharedMapping::new(file.as_fd(), filled_bytes + DISK_BYTES)?);
+    let pages = filled_bytes / PAGE_BYTES;
+    for page in 0..pages {
+        ram.copy_to(page * PAGE_BYTES, &content_of(page))?;
+    }
+    if let Some(socket) = &spec.disk {
+        let disk = Disk::connect(socket, &file, Arc::clone(&ram), filled_bytes)?;
+        thread::spawn(move || or_end(disk.read_for_ever()));
+    }
+    for number in 0..spec.threads {
+        let ram = Arc::clone(&ram);
+        thread::spawn(move || or_end(touch_for_ever(&ram, pages, number)));
+    }
+    println_now(READY)?;
+    for order in io::stdin().lock().lines() {
+        if order? == VERIFY {
+            for page in 0..pages {
+                compare(&ram, page)?;
+            }
+            println_now(&format!("{SOUND} {pages}"))?;
+        }
+    }
+    Ok(())
+}
+
+impl StandInSpec {
+    /// As the program's command line has it: `RAM_MIB THREADS [SOCKET]`.
+    #[must_use]
+    pub fn parse(mut words: impl Iterator<Item = String>) -> Option<Self> {
+        let number = |word: Option<String>| word.and_then(|word| parsed(&word));
+        Some(Self {
+            ram_mib: number(words.next())?,
+            threads: number(words.next())?
+                .try_into()
+                .map_or(1, |threads| threads),
+            disk: words.next().map(PathBuf::from),
+        })
+    }
+}
+
+fn parsed(word: &str) -> Option<u64> {
+    match word.parse() {
+        Ok(number) => Some(number),
+        Err(_) => None,
+    }
+}
+
+fn println_now(line: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{line}")?;
+    out.flush()
+}
+
+/// A thread that finds something wrong ends all.
+fn or_end(outcome: Result<(), Wrong>) {
+    if let Err(error) = outcome {
+        eprintln!("stand-in {}: {error}", std::process::id());
+        exit(WRONG);
+    }
+}
+
+/// Pages of zeros, pages that compress and pages that do not, by turns.
+fn content_of(page: u64) -> [u8; PAGE] {
+    let mut content = [0; PAGE];
+    let mut mixed = page.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let kind = page % 4;
+    for (at, word) in content.chunks_exact_mut(8).enumerate() {
+        mixed ^= mixed << 13;
+        mixed ^= mixed >> 7;
+        mixed ^= mixed << 17;
+        let value = match kind {
+            0 => 0,
+            1 | 2 if at % 8 != 0 => page,
+            _ => mixed,
+        };
+        word.copy_from_slice(&value.to_le_bytes());
+    }
+    content
+}
+
+fn compare(ram: &SharedMapping, page: u64) -> Result<(), Wrong> {
+    let mut found = [0; PAGE];
+    ram.copy_from(page * PAGE_BYTES, &mut found)?;
+    let wanted = content_of(page);
+    match found
+        .iter()
+        .zip(&wanted)
+        .position(|(found, wanted)| found != wanted)
+    {
+        None => Ok(()),
+        Some(at) => Err(Wrong::Page { page, at }),
+    }
+}
+
+fn touch_for_ever(ram: &SharedMapping, pages: u64, number: u32) -> Result<(), Wrong> {
+    let mut random = u64::from(number).wrapping_mul(0x2545_f491_4f6c_dd1d) | 1;
+    loop {
+        for touch in 0..TOUCHES_A_TURN {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            let page = random % pages;
+            compare(ram, page)?;
+            if touch % 4 == 0 {
+                let same = [content_of(page)[2048]];
+                ram.copy_to(page * PAGE_BYTES + WRITTEN_AT, &same)?;
+            }
+        }
+        thread::sleep(REST);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn content_follows_from_the_number_and_a_wrong_byte_is_found() {
+        let file = GuestFile::new_memfd("content", 4 * PAGE_BYTES).expect("a memfd");
+        let ram = SharedMapping::new(file.as_fd(), 4 * PAGE_BYTES).expect("a mapping");
+        for page in 0..4 {
+            ram.copy_to(page * PAGE_BYTES, &content_of(page))
+                .expect("there");
+            compare(&ram, page).expect("sound");
+        }
+        assert_ne!(content_of(1), content_of(5));
+        ram.copy_to(2 * PAGE_BYTES + 7, &[0xee]).expect("there");
+        assert!(matches!(
+            compare(&ram, 2),
+            Err(Wrong::Page { page: 2, at: 7 })
+        ));
+    }
+
+    #[test]
+    fn command_line_is_read() {
+        let words = |line: &str| StandInSpec::parse(line.split(' ').map(str::to_owned));
+        let spec = words("64 2 /a/b.sock").expect("right");
+        assert_eq!((spec.ram_mib, spec.threads), (64, 2));
+        assert_eq!(spec.disk, Some(PathBuf::from("/a/b.sock")));
+        assert_eq!(words("64 2").expect("right").disk, None);
+        assert_eq!(words("x 2"), None);
+    }
+}
