@@ -16,6 +16,7 @@ pub mod cpio;
 pub mod demo;
 pub mod fio;
 pub mod guest;
+pub mod hostile;
 pub mod image;
 pub mod leaks;
 pub mod modules;

@@ -17,6 +17,9 @@ struct Arguments {
     /// What everything random follows from; without it another one each time
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     seed: Option<u64>,
+    /// Part of the names of the attacks that other tenants choose from; without it all
+    #[arg(long, value_name = "PART", default_value = "")]
+    attacks: String,
 }
 
 fn main() -> ExitCode {
@@ -24,6 +27,7 @@ fn main() -> ExitCode {
     let options = Options {
         minutes: arguments.minutes,
         seed: arguments.seed.unwrap_or_else(seed_of_now),
+        attacks: arguments.attacks,
     };
     let report = match soak::run(&options) {
         Ok(report) => report,

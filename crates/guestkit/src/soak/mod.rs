@@ -19,7 +19,6 @@
 mod calls;
 mod cpu;
 mod deaths;
-mod holdings;
 mod http;
 pub mod report;
 mod stand;
@@ -38,13 +37,13 @@ use pagetide_guest::wire::{Command, Phase, SoakProgress};
 
 use crate::guest::{GuestError, tail};
 use crate::image::{ImageError, repository};
+use crate::leaks::Growth;
 use crate::product::ProductError;
 use crate::programs::ProgramError;
 use crate::report::mib;
 use calls::Caller;
 use cpu::Starvation;
 use deaths::Deaths;
-use holdings::Holdings;
 use report::Report;
 use stand::Stand;
 
@@ -93,12 +92,14 @@ pub enum SoakError {
 }
 
 /// How a soak is to run.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Options {
     /// Minutes of deaths and calls, not counting boot and last verification.
     pub minutes: f64,
     /// What everything random follows from; not 0.
     pub seed: u64,
+    /// Part of the names of the attacks that other tenants choose from; all have it if it is empty.
+    pub attacks: String,
 }
 
 /// What the threads of a soak share.
@@ -111,7 +112,7 @@ struct Board {
     api_surprises: AtomicU64,
     attaches: AtomicU64,
     attacks: AtomicU64,
-    attacks_by_name: Mutex<BTreeMap<&'static str, u64>>,
+    attacks_by_name: Mutex<BTreeMap<String, u64>>,
     failed_requests: AtomicU64,
     longest_recovery_ms: AtomicU64,
 }
@@ -125,12 +126,12 @@ impl Board {
         counter.fetch_add(1, Relaxed);
     }
 
-    fn count_attack(&self, name: &'static str) {
+    fn count_attack(&self, name: &str) {
         Self::count(&self.attacks);
         let names = self.attacks_by_name.lock();
         *names
             .unwrap_or_else(PoisonError::into_inner)
-            .entry(name)
+            .entry(name.to_owned())
             .or_default() += 1;
     }
 
@@ -185,7 +186,6 @@ pub fn run(options: &Options) -> Result<Report, SoakError> {
 
 fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
     stand.wait_for_loads(BOOT_TIMEOUT)?;
-    let before = stand.holdings_before.clone();
     let touched = stand.guest.resident_bytes()?;
     let limit = touched / 2;
     say(&format!(
@@ -203,7 +203,7 @@ fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
     let elapsed = began.elapsed();
     say("deaths and calls are over: the guest stays squeezed a while, is let go, and verifies");
     let last = let_go_and_verify(stand, (&board, &caller))?;
-    let left = settled(stand, &before)?;
+    let left = left(stand)?;
     let mut report = stand.report(options, elapsed);
     report.take_board(&board);
     report.take_guest(&last);
@@ -211,9 +211,9 @@ fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
     report.limit_bytes = limit;
     report.stolen_in_longest_gap_ms = starvation.in_longest_gap_ms();
     report.longest_host_wait_ms = starvation.longest_ms();
-    report.leaked_descriptors = left.descriptors();
-    report.leaked_threads = left.threads();
-    report.leaked_bytes = left.bytes();
+    report.leaked_descriptors = left.leaked_descriptors();
+    report.leaked_threads = left.leaked_threads();
+    report.leaked_bytes = left.leaked_bytes();
     report.daemon_panics = stand.panics()?;
     Ok(report)
 }
@@ -226,7 +226,7 @@ fn disturb(
     (caller, starvation): (&Caller, &Starvation),
 ) -> Result<(), SoakError> {
     let length = Duration::from_secs_f64(options.minutes * 60.0);
-    let attackers = tenants::attackers(stand, options.seed);
+    let attackers = tenants::attackers(stand, options)?;
     let qemu = stand.guest.pid();
     thread::scope(|scope| {
         let mut others = vec![("API calls", scope.spawn(|| caller.run(board)))];
@@ -301,22 +301,16 @@ fn let_go_and_verify(
     Ok(last)
 }
 
-/// What the daemon still holds, beyond `before`, when all devices are gone and it had time to let go.
-fn settled(stand: &Stand, before: &Holdings) -> Result<Holdings, SoakError> {
+/// What the last daemon still holds that a fresh one does not, when all devices are gone and it had
+/// time to let go.
+fn left(stand: &Stand) -> Result<Growth, SoakError> {
     stand.remove_devices()?;
-    let deadline = Instant::now() + SETTLE_TIMEOUT;
-    loop {
-        let now = stand.holdings()?;
-        let left = now.beyond(before);
-        if now.is_within(before) {
-            return Ok(left);
-        }
-        if Instant::now() > deadline {
-            say(&format!("left in the daemon: {left:?}"));
-            return Ok(left);
-        }
-        thread::sleep(Duration::from_millis(100));
+    let left = stand.product.growth(SETTLE_TIMEOUT);
+    let left = stand.told(left)?;
+    if !left.is_empty() {
+        say(&format!("left in the daemon: {left}"));
     }
+    Ok(left)
 }
 
 fn say(line: &str) {

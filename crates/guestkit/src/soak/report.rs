@@ -61,7 +61,7 @@ pub struct Report {
     pub leaked_descriptors: u64,
     /// Likewise, threads.
     pub leaked_threads: u64,
-    /// Likewise, bytes of shared mappings and of files in its state directory.
+    /// Likewise, bytes of memory that files hold for it.
     pub leaked_bytes: u64,
     /// Times the daemon ended though nobody had killed it.
     pub daemon_deaths: u64,
@@ -96,7 +96,7 @@ pub struct Report {
     /// Attacks of other tenants.
     pub attacks: u64,
     /// Likewise, each kind.
-    pub attacks_by_name: BTreeMap<&'static str, u64>,
+    pub attacks_by_name: BTreeMap<String, u64>,
     /// Resident bytes of the guest before it was attached.
     pub guest_touched_bytes: u64,
     /// The limit that the random ones are around.

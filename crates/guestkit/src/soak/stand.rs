@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 use pagetide_guest::params::Params;
 use pagetide_guest::wire::Phase;
 
-use super::holdings::Holdings;
 use super::report::{KILLS_AN_HOUR, Report, Versions};
 use super::{Options, SoakError, file_error, say};
 use crate::fio::FIO;
@@ -75,8 +74,6 @@ pub struct Stand {
     pub disk: Device,
     /// Those of the other tenants.
     pub tenants: Vec<Device>,
-    /// What the daemon held before its first device and VM.
-    pub holdings_before: Holdings,
     image: Image,
     log: PathBuf,
     _images: Images,
@@ -115,7 +112,6 @@ impl Stand {
         let binary = Product::binary().map_err(bare)?;
         let product =
             Product::start(&binary, &run_folder.path().join("state"), &log).map_err(bare)?;
-        let holdings_before = Holdings::of(&product, &run_folder.path().join("state"))?;
         let mut images = Images(Vec::new());
         let (disk, tenants) = devices(folder, run_folder.path(), &mut images)?;
         for device in std::iter::once(&disk).chain(&tenants) {
@@ -137,7 +133,6 @@ impl Stand {
             product,
             disk,
             tenants,
-            holdings_before,
             image,
             log,
             _images: images,
@@ -162,14 +157,6 @@ impl Stand {
             }
             thread::sleep(Duration::from_millis(100));
         }
-    }
-
-    /// What the daemon holds now.
-    ///
-    /// # Errors
-    /// It is gone.
-    pub fn holdings(&self) -> Result<Holdings, SoakError> {
-        Holdings::of(&self.product, &self.run_folder.path().join("state"))
     }
 
     /// Removes every device.
