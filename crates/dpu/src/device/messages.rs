@@ -3,7 +3,9 @@
 
 use super::{
     inflight_fd::{self, InflightRegion, Shape},
-    session::{Answered, Enabled, RingAddresses, Runs, Session, gone, refused_memory, wire_of},
+    session::{
+        Answered, Enabled, Handshake, RingAddresses, Runs, Session, gone, refused_memory, wire_of,
+    },
 };
 use crate::{
     blk::config::{self, QUEUE_SIZE_MAX},
@@ -179,6 +181,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_protocol_features(&mut self, _features: u64) -> Result<()> {
+        self.handshake = Handshake::Made;
         Ok(())
     }
 

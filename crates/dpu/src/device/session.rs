@@ -73,6 +73,15 @@ pub(crate) struct Session {
     pub vrings: Vec<Vring>,
     pub inflight: Option<InflightRegion>,
     pub answered: Answered,
+    pub handshake: Handshake,
+}
+
+/// Whether this connection began with a handshake.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Handshake {
+    Made,
+    #[default]
+    Missing,
 }
 
 /// Whether the message just refused was answered, so that the front end knows.
@@ -93,7 +102,13 @@ impl Session {
             vrings,
             inflight: None,
             answered: Answered::No,
+            handshake: Handshake::Missing,
         }
+    }
+
+    /// True if the front end goes on where another connection ended: it never asked what we know.
+    pub fn lacks_handshake(&self) -> bool {
+        self.handshake == Handshake::Missing
     }
 
     /// True if the front end knows that its last message was refused.
