@@ -12,6 +12,7 @@
 
 pub mod adp_live;
 pub mod borrowed;
+pub mod client;
 pub mod cpio;
 pub mod demo;
 pub mod fio;
