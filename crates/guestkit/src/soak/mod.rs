@@ -164,6 +164,8 @@ pub fn run(options: &Options) -> Result<Report, SoakError> {
     let mut stand = Stand::set(options.seed, &folder)?;
     let outcome = play(options, &mut stand);
     stand.keep_logs(&folder)?;
+    // What it still holds is in the report; nobody is to look again.
+    stand.product.kill();
     let report = match outcome {
         Ok(report) => report,
         Err(error) => {
@@ -194,12 +196,13 @@ fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
         mib(limit)
     ));
     let board = Board::default();
+    let attached = stand.product.attach(stand.guest.pid(), NAME);
+    stand.told(attached)?;
     let caller = Caller::new(stand, options.seed, limit);
     caller.attach_with_limit(&board);
     let began = Instant::now();
     let starvation = Starvation::default();
-    let outcome = disturb(options, stand, &board, (&caller, &starvation));
-    outcome?;
+    disturb(options, stand, &board, (&caller, &starvation))?;
     let elapsed = began.elapsed();
     say("deaths and calls are over: the guest stays squeezed a while, is let go, and verifies");
     let last = let_go_and_verify(stand, (&board, &caller))?;
