@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a user or a contributor calls. Each target says what it does: `make help`.
 
-.PHONY: help demo test bench reproduce lint packages
+.PHONY: help demo soak test bench reproduce lint packages
 
 help: ## This list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -9,6 +9,9 @@ help: ## This list
 demo: packages ## Squeeze a running stock guest to half, kill the daemon once, verify every byte
 	cargo build --release --package pagetide --package pagetide-guestkit
 	target/release/demo $(DEMO_FLAGS)
+
+soak: ## An hour of verified loads in a real guest, its daemon killed again and again
+	scripts/soak $(SOAK_FLAGS)
 
 test: packages ## Format, lints, rules, model checks, units, kernel tests and real guests
 	scripts/test

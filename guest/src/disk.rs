@@ -62,14 +62,14 @@ pub struct DiskError {
 
 /// Bytes of whole pages on a page boundary, as direct I/O wants them.
 #[derive(Debug)]
-struct Buffer {
+pub(crate) struct Buffer {
     bytes: Vec<u8>,
     skew: usize,
     len: usize,
 }
 
 impl Buffer {
-    fn new(len: usize) -> Self {
+    pub(crate) fn new(len: usize) -> Self {
         Self::within(len, len + PAGE_BYTES)
     }
 
@@ -84,7 +84,7 @@ impl Buffer {
         Self { bytes, skew, len }
     }
 
-    fn get(&mut self) -> &mut [u8] {
+    pub(crate) fn get(&mut self) -> &mut [u8] {
         &mut self.bytes[self.skew..self.skew + self.len]
     }
 

@@ -133,8 +133,21 @@ fn report(job: &'static str) -> Result<String, FioError> {
     fs::read_to_string(report_path(job)).map_err(|source| FioError::Io { job, source })
 }
 
-/// Bytes that fio read, by its report, if all its threads ended without an error.
+/// What the threads of a job moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Moved {
+    /// Bytes read, and so compared.
+    pub read_bytes: u64,
+    /// Bytes written.
+    pub written_bytes: u64,
+}
+
 fn bytes_read(job: &'static str, report: &str) -> Result<u64, FioError> {
+    moved(job, report).map(|moved| moved.read_bytes)
+}
+
+/// What a job moved, by fio's report, if all its threads ended without an error.
+pub(crate) fn moved(job: &'static str, report: &str) -> Result<Moved, FioError> {
     let wrong = |reason: String| FioError::Report { job, reason };
     // Notes of fio's stand before the object.
     let object = report.find('{').map_or("", |begin| &report[begin..]);
@@ -147,16 +160,23 @@ fn bytes_read(job: &'static str, report: &str) -> Result<u64, FioError> {
             .as_u64()
             .ok_or_else(|| wrong(format!("{value} is no number")))
     };
-    let (mut bytes, mut errors) = (0, Vec::new());
+    let (mut moved, mut errors) = (
+        Moved {
+            read_bytes: 0,
+            written_bytes: 0,
+        },
+        Vec::new(),
+    );
     for thread in threads {
-        bytes += number(&thread["read"]["io_bytes"])?;
+        moved.read_bytes += number(&thread["read"]["io_bytes"])?;
+        moved.written_bytes += number(&thread["write"]["io_bytes"])?;
         match number(&thread["error"])? {
             0 => {}
             error => errors.push(error),
         }
     }
     if errors.is_empty() {
-        Ok(bytes)
+        Ok(moved)
     } else {
         Err(FioError::Wrong { job, errors })
     }
@@ -169,14 +189,19 @@ mod tests {
     #[test]
     fn report_of_sound_threads_tells_the_bytes_they_read() {
         let report = "fio: a note\n{\"jobs\": [\
-            {\"error\": 0, \"read\": {\"io_bytes\": 4096}},\
-            {\"error\": 0, \"read\": {\"io_bytes\": 8192}}]}";
-        assert_eq!(bytes_read("work", report).expect("it is sound"), 12_288);
+            {\"error\": 0, \"read\": {\"io_bytes\": 4096}, \"write\": {\"io_bytes\": 512}},\
+            {\"error\": 0, \"read\": {\"io_bytes\": 8192}, \"write\": {\"io_bytes\": 512}}]}";
+        let wanted = Moved {
+            read_bytes: 12_288,
+            written_bytes: 1024,
+        };
+        assert_eq!(moved("work", report).expect("it is sound"), wanted);
     }
 
     #[test]
     fn report_of_a_thread_with_an_error_is_an_error_with_its_number() {
-        let report = r#"{"jobs": [{"error": 84, "read": {"io_bytes": 4096}}]}"#;
+        let report =
+            r#"{"jobs": [{"error": 84, "read": {"io_bytes": 4096}, "write": {"io_bytes": 0}}]}"#;
         let Err(FioError::Wrong { errors, .. }) = bytes_read("work", report) else {
             panic!("a wrong block was taken for a right one");
         };

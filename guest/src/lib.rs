@@ -14,6 +14,7 @@
 //!                         │
 //!              second serial port: `PT {json}` lines up, command words down
 //! ```
+//! A soak ([`soak`]) has other loads instead: programs that people know, each with its own check.
 //! On the disk fio may work instead ([`fio`]), where a load is wanted that people know.
 //!
 //! The host side includes this crate for [`wire`] only. There is no unsafe code
@@ -26,5 +27,7 @@ pub mod memory;
 pub mod params;
 pub mod pattern;
 pub mod plugged;
+pub mod port;
 pub mod shared;
+pub mod soak;
 pub mod wire;

@@ -1,22 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The main work of a test guest: two loops, and a port that tells of them.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
+use std::fs::File;
+use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
 use pagetide_guest::params::Params;
 use pagetide_guest::shared::{Counters, Extent, Order, Shared};
 use pagetide_guest::wire::{Command, Phase, progress_line};
-use pagetide_guest::{disk, fio, memory};
-use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
+use pagetide_guest::{disk, fio, memory, port, soak};
 
-const PORT: &str = "/dev/ttyS1";
 const DISK: &str = "/dev/vda";
 const REPORT_EVERY: Duration = Duration::from_secs(1);
 
@@ -36,8 +34,11 @@ fn main() {
 
 fn run() -> Outcome<()> {
     let params = Params::parse(&std::fs::read_to_string("/proc/cmdline")?)?;
-    let mut port = open_port()?;
-    let commands = listen(port.try_clone()?);
+    let mut port = port::open()?;
+    let commands = port::listen(port.try_clone()?);
+    if params.soak_seed != 0 {
+        return Ok(soak::run(params, &mut port, &commands)?);
+    }
     let shared = Arc::new(Shared::default());
 
     let memory_loop = {
@@ -113,33 +114,4 @@ fn tell(port: &mut File, shared: &Shared, phase: Phase) -> Outcome<()> {
     let line = progress_line(&shared.progress(phase))?;
     port.write_all(format!("{line}\n").as_bytes())?;
     Ok(())
-}
-
-fn open_port() -> Outcome<File> {
-    let port = OpenOptions::new().read(true).write(true).open(PORT)?;
-    let mut settings = tcgetattr(&port)?;
-    settings.make_raw();
-    tcsetattr(&port, OptionalActions::Now, &settings)?;
-    Ok(port)
-}
-
-fn listen(port: File) -> Receiver<Command> {
-    let (send, receive) = channel();
-    thread::spawn(move || {
-        for line in BufReader::new(port).lines() {
-            let command = match line {
-                Ok(line) => Command::parse(&line),
-                Err(error) => {
-                    eprintln!("guest-work: reading the port: {error}");
-                    return;
-                }
-            };
-            if let Some(command) = command
-                && send.send(command).is_err()
-            {
-                return;
-            }
-        }
-    });
-    receive
 }

@@ -16,7 +16,8 @@ pub enum ParamError {
     },
     /// A name is not known.
     #[error(
-        "{0} is no parameter of guest-work: pt.mem, pt.active, pt.file, pt.fio, pt.seed, pt.pace_us are"
+        "{0} is no parameter of guest-work: pt.mem, pt.active, pt.file, pt.fio, pt.soak, pt.seed, pt.pace_us \
+         are"
     )]
     Unknown(String),
 }
@@ -32,6 +33,8 @@ pub struct Params {
     pub file_bytes: u64,
     /// Bytes of `/dev/vda` that fio works on instead; 0 for none.
     pub fio_bytes: u64,
+    /// Seed of a soak, which takes the place of the two loops ([`crate::soak`]); 0 for none.
+    pub soak_seed: u64,
     /// Seed of all content and order.
     pub seed: u64,
     /// Rest of each loop after a step, so that a guest may be less than busy.
@@ -45,6 +48,7 @@ impl Default for Params {
             active_bytes: 0,
             file_bytes: 0,
             fio_bytes: 0,
+            soak_seed: 0,
             seed: 1,
             pace_us: 0,
         }
@@ -74,6 +78,7 @@ impl Params {
                 "pt.active" => params.active_bytes = size,
                 "pt.file" => params.file_bytes = size,
                 "pt.fio" => params.fio_bytes = size,
+                "pt.soak" => params.soak_seed = size,
                 "pt.seed" => params.seed = size,
                 "pt.pace_us" => params.pace_us = size,
                 _ => return Err(ParamError::Unknown(name.to_owned())),
@@ -88,11 +93,12 @@ impl Params {
     #[must_use]
     pub fn words(&self) -> String {
         format!(
-            "pt.mem={} pt.active={} pt.file={} pt.fio={} pt.seed={} pt.pace_us={}",
+            "pt.mem={} pt.active={} pt.file={} pt.fio={} pt.soak={} pt.seed={} pt.pace_us={}",
             self.mem_bytes,
             self.active_bytes,
             self.file_bytes,
             self.fio_bytes,
+            self.soak_seed,
             self.seed,
             self.pace_us
         )
@@ -123,6 +129,7 @@ mod tests {
             active_bytes: 1 << 20,
             file_bytes: 3 << 20,
             fio_bytes: 2 << 20,
+            soak_seed: 5,
             seed: 9,
             pace_us: 20,
         };

@@ -56,6 +56,55 @@ pub struct Progress {
     pub disk_plugged_bytes: u64,
 }
 
+/// Begins every line of a soak that is meant for the host.
+pub const SOAK_PREFIX: &str = "SK ";
+
+/// What a guest that soaks has done and seen, since its start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SoakProgress {
+    /// Where the work stands.
+    pub phase: Phase,
+    /// Bytes that were not what they should be, by whichever load found them.
+    pub wrong_bytes: u64,
+    /// Reads, writes and file operations that failed, and lines of the kernel that tell of such.
+    pub io_errors: u64,
+    /// Longest time between two writes of the heartbeat to the disk.
+    pub longest_disk_gap_ms: u64,
+    /// Longest time between two touches of the heartbeat's memory.
+    pub longest_memory_gap_ms: u64,
+    /// Beats of both heartbeats.
+    pub beats: u64,
+    /// Bytes that fio wrote and read back.
+    pub fio_bytes: u64,
+    /// Values written to redis and read from it.
+    pub redis_operations: u64,
+    /// Times redis was killed and found all it had promised.
+    pub redis_restarts: u64,
+    /// File trees made, verified and deleted.
+    pub trees: u64,
+    /// Operations of stress-ng's vm workers, all verified.
+    pub stress_ng_bogo_ops: u64,
+    /// Bytes of patterned memory compared.
+    pub memory_bytes_verified: u64,
+    /// Pages that went to swap and came from it.
+    pub swapped_pages: u64,
+}
+
+/// The progress of a soak that a line carries, or `None` if it carries none.
+#[must_use]
+pub fn parse_soak_progress(line: &str) -> Option<SoakProgress> {
+    let json = line.trim().strip_prefix(SOAK_PREFIX)?;
+    serde_json::from_str(json).ok()
+}
+
+/// The line that carries the progress of a soak, without its line end.
+///
+/// # Errors
+/// Never in practice: all fields are numbers and names.
+pub fn soak_progress_line(progress: &SoakProgress) -> Result<String, serde_json::Error> {
+    Ok(format!("{SOAK_PREFIX}{}", serde_json::to_string(progress)?))
+}
+
 /// A word from the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
@@ -135,6 +184,17 @@ mod tests {
         };
         let line = progress_line(&progress).expect("numbers and names serialize");
         assert_eq!(parse_progress(&line), Some(progress));
+    }
+
+    #[test]
+    fn soaks_line_parsed_again_is_the_same_progress_and_no_other_kind() {
+        let progress = SoakProgress {
+            wrong_bytes: 7,
+            ..SoakProgress::default()
+        };
+        let line = soak_progress_line(&progress).expect("numbers and names serialize");
+        assert_eq!(parse_soak_progress(&line), Some(progress));
+        assert_eq!(parse_progress(&line), None);
     }
 
     #[test]

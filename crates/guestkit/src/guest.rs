@@ -11,7 +11,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_guest::wire::{Command, Phase, Progress, parse_progress};
+use pagetide_guest::wire::{
+    Command, Phase, Progress, SoakProgress, parse_progress, parse_soak_progress,
+};
 
 use crate::image::Image;
 use crate::qemu::{Accel, GuestSpec, Paths, QEMU, QemuError, Ram, Version, arguments, is_ram};
@@ -72,6 +74,16 @@ pub enum GuestError {
 struct Heard {
     last: Option<Progress>,
     reports: u64,
+    soak: Option<SoakReport>,
+}
+
+/// What a guest that soaks said last.
+#[derive(Clone, Copy, Debug)]
+pub struct SoakReport {
+    /// Its words.
+    pub progress: SoakProgress,
+    /// When they came.
+    pub at: Instant,
 }
 
 #[derive(Debug, Default)]
@@ -180,6 +192,20 @@ impl Guest {
     #[must_use]
     pub fn progress(&self) -> Option<Progress> {
         self.heard().last
+    }
+
+    /// The last report of a soak, if there was one.
+    #[must_use]
+    pub fn soak_report(&self) -> Option<SoakReport> {
+        self.heard().soak
+    }
+
+    /// How QEMU ended, if it has.
+    ///
+    /// # Errors
+    /// It cannot be asked for.
+    pub fn ended(&mut self) -> Result<Option<ExitStatus>, GuestError> {
+        self.exited()
     }
 
     /// Sends a command word.
@@ -340,6 +366,10 @@ impl Guest {
                     heard.last = Some(progress);
                     heard.reports += 1;
                     ear.news.notify_all();
+                } else if let Some(progress) = parse_soak_progress(&line) {
+                    let mut heard = ear.heard.lock().unwrap_or_else(PoisonError::into_inner);
+                    let at = Instant::now();
+                    heard.soak = Some(SoakReport { progress, at });
                 }
             }
         });

@@ -97,6 +97,12 @@ enum Content {
 }
 
 impl Addition {
+    /// Its path in the guest, from the root.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// What `path` holds on this machine, as `name` in the guest.
     #[must_use]
     pub fn copy(path: &Path, name: &str) -> Self {
@@ -137,14 +143,23 @@ pub fn repository() -> PathBuf {
 /// # Errors
 /// A download, an unpacking or the build of `guest-work` failed.
 pub fn prepare() -> Result<Image, ImageError> {
-    prepare_with("", &[])
+    prepare_with(&Extras::default())
 }
 
-/// As [`prepare`], with `additions` in the initramfs, whose name ends with `suffix`.
+/// What an initramfs holds beside what every guest needs.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Extras<'a> {
+    /// End of the archive's name, by which it is told from others.
+    pub suffix: &'a str,
+    /// Further files.
+    pub additions: &'a [Addition],
+}
+
+/// As [`prepare`], with more in the initramfs.
 ///
 /// # Errors
 /// As there, or an addition cannot be read.
-pub fn prepare_with(suffix: &str, additions: &[Addition]) -> Result<Image, ImageError> {
+pub fn prepare_with(extras: &Extras<'_>) -> Result<Image, ImageError> {
     let folder = repository().join("target/guest");
     fs::create_dir_all(&folder).map_err(|source| file_error(&folder, source))?;
     let lock_path = folder.join("lock");
@@ -163,8 +178,8 @@ pub fn prepare_with(suffix: &str, additions: &[Addition]) -> Result<Image, Image
         .join(&release)
         .join("kernel/drivers");
     let mut archive = pack(&modules, &busybox, &work)?;
-    add(&mut archive, additions)?;
-    let initramfs = folder.join(format!("initramfs-{release}{suffix}"));
+    add(&mut archive, extras.additions)?;
+    let initramfs = folder.join(format!("initramfs-{release}{}", extras.suffix));
     write_if_changed(&initramfs, &archive.finish())?;
     Ok(Image {
         kernel: kernel_tree.join(format!("boot/vmlinuz-{release}")),

@@ -12,6 +12,7 @@
 
 pub mod adp_live;
 pub mod borrowed;
+pub mod client;
 pub mod cpio;
 pub mod demo;
 pub mod fio;
@@ -23,10 +24,12 @@ pub mod modules;
 pub mod peer;
 pub mod plug;
 pub mod product;
+pub mod programs;
 pub mod qemu;
 pub mod qmp;
 pub mod report;
 pub mod sampler;
+pub mod soak;
 pub mod stage;
 pub mod stand_in;
 pub mod steps;

@@ -17,8 +17,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+pub use crate::client::{Answer, Clients, ProductError};
 use crate::guest::tail;
-use crate::image::{command_line, repository};
+use crate::image::repository;
 use crate::leaks::{Growth, Snapshot, wait_for_release};
 
 /// Longest wait for the API to answer, recovery after a kill included.
@@ -27,90 +28,6 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 const STOP_TIMEOUT: Duration = Duration::from_secs(120);
 /// Longest wait until what a VM or a device needed is given back.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(20);
-
-/// The daemon or one of its clients did not do what it should.
-#[derive(Debug, thiserror::Error)]
-pub enum ProductError {
-    /// A file or process could not be had.
-    #[error("{path}: {source}", path = path.display())]
-    File {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// A client ended with an error.
-    #[error("`{command}` ended with {status}: {said}")]
-    Client {
-        /// The command line.
-        command: String,
-        /// How it ended.
-        status: ExitStatus,
-        /// What it said on stderr.
-        said: String,
-    },
-    /// A client printed something that is not one JSON object.
-    #[error("`{command}` printed no JSON ({source}): {printed}")]
-    NotJson {
-        /// The command line.
-        command: String,
-        /// What it printed.
-        printed: String,
-        /// The parser's reason.
-        source: serde_json::Error,
-    },
-    /// The daemon does not answer.
-    #[error("`pagetide run` does not answer ({reason}); the end of its log:\n{log}")]
-    Silent {
-        /// The last failure of a client, or how the daemon ended.
-        reason: String,
-        /// End of the log.
-        log: String,
-    },
-}
-
-/// What a client said.
-#[derive(Debug)]
-pub struct Answer {
-    /// How it ended.
-    pub status: ExitStatus,
-    /// Its stdout.
-    pub printed: String,
-    /// Its stderr.
-    pub said: String,
-    command: String,
-}
-
-impl Answer {
-    /// The JSON object it printed.
-    ///
-    /// # Errors
-    /// It ended with an error, or printed something else.
-    pub fn json(self) -> Result<Value, ProductError> {
-        let answer = self.success()?;
-        serde_json::from_str(&answer.printed).map_err(|source| ProductError::NotJson {
-            command: answer.command,
-            printed: answer.printed,
-            source,
-        })
-    }
-
-    /// Itself, if it ended well.
-    ///
-    /// # Errors
-    /// It ended with an error.
-    pub fn success(self) -> Result<Self, ProductError> {
-        if self.status.success() {
-            return Ok(self);
-        }
-        let said = self.said.trim().to_owned();
-        Err(ProductError::Client {
-            command: self.command,
-            status: self.status,
-            said,
-        })
-    }
-}
 
 /// One daemon with its state.
 ///
@@ -314,17 +231,13 @@ impl Product {
         I: IntoIterator,
         I::Item: AsRef<OsStr>,
     {
-        let mut command = Command::new(&self.binary);
-        command.args(words).arg("--api").arg(self.api());
-        let output = command
-            .output()
-            .map_err(|source| file_error(&self.binary, source))?;
-        Ok(Answer {
-            status: output.status,
-            printed: String::from_utf8_lossy(&output.stdout).into_owned(),
-            said: String::from_utf8_lossy(&output.stderr).into_owned(),
-            command: command_line(&command),
-        })
+        self.clients().run(words)
+    }
+
+    /// Clients for other threads.
+    #[must_use]
+    pub fn clients(&self) -> Clients {
+        Clients::new(self.binary.clone(), self.api())
     }
 
     /// The device that listens on `socket`, as `dpu list` tells of it.

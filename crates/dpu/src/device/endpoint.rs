@@ -216,6 +216,17 @@ fn converse(
             Err(error) if lock(session).was_answered() => {
                 tracing::warn!(socket = %control.socket.display(), %error, "the front end's message was refused");
             }
+            Err(VhostError::InactiveOperation(_)) if lock(&session).lacks_handshake() => {
+                // Such a front end sends neither its features nor its memory again, so there is nothing to go
+                // on with.
+                tracing::error!(
+                    socket = %control.socket.display(),
+                    "the front end goes on without a handshake, as QEMU before 9.1 does if its VM was paused \
+                     when the daemon ended; hanging up. Its disk does not work any more: power the VM off and \
+                     start it again"
+                );
+                break;
+            }
             Err(error) => {
                 tracing::warn!(socket = %control.socket.display(), %error, "the front end's message was refused; hanging up");
                 break;

@@ -4,8 +4,8 @@
 use super::{
     inflight_fd::{self, InflightRegion, Shape},
     session::{
-        Answered, Enabled, RingAddresses, Runs, Session, check_event, gone, refused_memory,
-        shape_of, signal_of,
+        Answered, Enabled, Handshake, RingAddresses, Runs, Session, check_event, gone,
+        refused_memory, shape_of, signal_of,
     },
 };
 use crate::{
@@ -209,6 +209,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_protocol_features(&mut self, _features: u64) -> Result<()> {
+        self.handshake = Handshake::Made;
         Ok(())
     }
 

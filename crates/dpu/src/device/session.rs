@@ -80,6 +80,15 @@ pub(crate) struct Session {
     pub discarded: Vec<OwnedFd>,
     /// It has ended: what still comes of its front end does nothing.
     ended: bool,
+    pub handshake: Handshake,
+}
+
+/// Whether this connection began with a handshake.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Handshake {
+    Made,
+    #[default]
+    Missing,
 }
 
 /// Whether the message just refused was answered, so that the front end knows.
@@ -102,7 +111,13 @@ impl Session {
             answered: Answered::No,
             discarded: Vec::new(),
             ended: false,
+            handshake: Handshake::Missing,
         }
+    }
+
+    /// True if the front end goes on where another connection ended: it never asked what we know.
+    pub fn lacks_handshake(&self) -> bool {
+        self.handshake == Handshake::Missing
     }
 
     /// True if the front end knows that its last message was refused.

@@ -33,10 +33,11 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::fio::{self, FioError};
+use crate::fio;
 use crate::guest::{Guest, GuestError};
-use crate::image::{self, ImageError, repository};
+use crate::image::{self, Extras, ImageError, repository};
 use crate::product::{Product, ProductError};
+use crate::programs::ProgramError;
 use crate::qemu::QemuError;
 use crate::stage::RunFolder;
 use scenario::{ADAPTIVE, ADP, DISK_BYTES, LIMIT_PERCENT, NONE, RAM_BYTES, TIMES_DIVIDED_BY};
@@ -61,7 +62,7 @@ pub enum AdpLiveError {
     Unable(String),
     /// fio cannot be given to the guest.
     #[error(transparent)]
-    Fio(#[from] FioError),
+    Fio(#[from] ProgramError),
     /// No image for the guest.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -109,7 +110,7 @@ impl AdpLiveError {
         matches!(
             self,
             Self::Unable(_)
-                | Self::Fio(FioError::Missing)
+                | Self::Fio(ProgramError::Missing { .. })
                 | Self::Guest(GuestError::Qemu(QemuError::Missing(_)))
         )
     }
@@ -198,7 +199,10 @@ pub fn run(options: &Options) -> Result<Found, AdpLiveError> {
     }
     let additions = fio::additions(&scenario::jobs())?;
     eprintln!("bench adp-live: the guest's kernel and initramfs, with fio");
-    let image = image::prepare_with("-fio", &additions)?;
+    let image = image::prepare_with(&Extras {
+        suffix: "-fio",
+        additions: &additions,
+    })?;
     let folder = RunFolder::new().map_err(|source| file_error(Path::new("/dev/shm"), source))?;
     let disk = DiskImage::new()?;
     let log = folder.path().join("pagetide.log");
@@ -388,7 +392,11 @@ mod tests {
 
     #[test]
     fn what_is_not_installed_is_told_apart_from_what_went_wrong() {
-        assert!(AdpLiveError::from(FioError::Missing).is_unable());
+        let missing = ProgramError::Missing {
+            path: "/usr/bin/fio",
+            package: "fio",
+        };
+        assert!(AdpLiveError::from(missing).is_unable());
         assert!(!AdpLiveError::NoFigure("iopfs").is_unable());
     }
 }

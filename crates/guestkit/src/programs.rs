@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Programs of this machine, and what they need to run in a guest.
+//!
+//! The guest has no distribution in it, only an initramfs of ours; so an installed program goes there
+//! with the shared objects that the loader would take, each at the path it has here.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::image::Addition;
+
+/// A program cannot be given to a guest.
+#[derive(Debug, thiserror::Error)]
+pub enum ProgramError {
+    /// It is not installed.
+    #[error("there is no {path}: install the package {package}")]
+    Missing {
+        /// Where it should be.
+        path: &'static str,
+        /// What brings it.
+        package: &'static str,
+    },
+    /// What it needs cannot be told.
+    #[error("`ldd` cannot tell what a program needs: {0}")]
+    Objects(String),
+    /// `ldd` cannot be run.
+    #[error("ldd could not be started: {0}")]
+    Start(#[from] io::Error),
+}
+
+/// A program of a Debian package.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Program {
+    /// The package, as an error names it.
+    pub package: &'static str,
+    /// Where it is on this machine.
+    pub path: &'static str,
+    /// Where it is in the guest, from the root.
+    pub name: &'static str,
+}
+
+impl Program {
+    /// The program and its shared objects.
+    ///
+    /// # Errors
+    /// It is not installed, or a shared object it needs is not there.
+    pub fn additions(&self) -> Result<Vec<Addition>, ProgramError> {
+        let (path, package) = (self.path, self.package);
+        if !Path::new(path).exists() {
+            return Err(ProgramError::Missing { path, package });
+        }
+        let output = Command::new("ldd").arg(path).output()?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+            return Err(ProgramError::Objects(format!("{path}: {said}")));
+        }
+        let list = String::from_utf8_lossy(&output.stdout);
+        let mut additions = vec![Addition::copy(Path::new(path), self.name)];
+        for object in objects(&list)? {
+            let name = object
+                .strip_prefix("/")
+                .unwrap_or(&object)
+                .to_string_lossy()
+                .into_owned();
+            additions.push(Addition::copy(&object, &name));
+        }
+        Ok(additions)
+    }
+}
+
+/// The paths in an answer of `ldd`.
+fn objects(list: &str) -> Result<Vec<PathBuf>, ProgramError> {
+    let mut paths = Vec::new();
+    for line in list.lines() {
+        if line.contains("not found") {
+            return Err(ProgramError::Objects(line.trim().to_owned()));
+        }
+        // `NAME => PATH (ADDRESS)`, or `PATH (ADDRESS)`; what the kernel itself provides has no path.
+        paths.extend(
+            line.split_whitespace()
+                .find(|word| word.starts_with('/'))
+                .map(PathBuf::from),
+        );
+    }
+    Ok(paths)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_read_from_ldds_answer_and_what_is_missing_is_named() {
+        let list = "\tlinux-vdso.so.1 (0x00007f)\n\
+                    \tlibz.so.1 => /lib/x86_64-linux-gnu/libz.so.1 (0x00007f)\n\
+                    \t/lib64/ld-linux-x86-64.so.2 (0x00007f)\n";
+        let found = objects(list).expect("all are there");
+        let wanted = [
+            "/lib/x86_64-linux-gnu/libz.so.1",
+            "/lib64/ld-linux-x86-64.so.2",
+        ];
+        assert_eq!(found, wanted.map(PathBuf::from));
+        let error = objects("\tlibaio.so.1 => not found\n").expect_err("it is missing");
+        assert!(error.to_string().contains("libaio"));
+    }
+}

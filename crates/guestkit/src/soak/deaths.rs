@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Deaths of the daemon: SIGKILL at random, a new one on the same state, again and again.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering::Relaxed;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagetide_guest::pattern::mix;
+
+use super::report::{KILLS_AN_HOUR, longest_gap_ms};
+use super::stand::Stand;
+use super::{Board, LINE_EVERY, Options, SILENCE_MAX, SoakError, say};
+use crate::product::is_listening;
+
+/// Shortest and longest life of a daemon that answers.
+const LIFE_MS: (u64, u64) = (500, 8_000);
+/// Longest life while there were too few deaths.
+const LIFE_IN_HASTE_MS: u64 = 4_000;
+/// How much more often than wanted.
+const MARGIN: f64 = 1.1;
+/// Longest time between a death and the next start.
+const AWAY_MS: u64 = 300;
+/// How long a restarted daemon has to open its disks by itself.
+const DISK_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Random numbers that follow from a seed.
+#[derive(Clone, Copy, Debug)]
+pub struct Dice(u64);
+
+impl Dice {
+    /// Of a seed and a purpose, so that each purpose has its own.
+    #[must_use]
+    pub const fn new(seed: u64, purpose: u64) -> Self {
+        Self(mix(seed ^ mix(purpose)))
+    }
+
+    /// A number.
+    pub fn any(&mut self) -> u64 {
+        self.0 = mix(self.0);
+        self.0
+    }
+
+    /// A number from `least` on, below `end`.
+    pub fn from_to(&mut self, least: u64, end: u64) -> u64 {
+        least + self.any() % (end - least).max(1)
+    }
+}
+
+/// The course of deaths.
+pub struct Deaths {
+    began: Instant,
+    length: Duration,
+    next: Instant,
+    line: Instant,
+    dice: Dice,
+    /// Failed requests of the guest's disk that this daemon has told of.
+    failed: BTreeMap<&'static str, u64>,
+}
+
+impl Deaths {
+    /// For a soak of `length`, which begins now.
+    #[must_use]
+    pub fn new(options: &Options, length: Duration) -> Self {
+        let now = Instant::now();
+        Self {
+            began: now,
+            length,
+            next: now + Duration::from_millis(LIFE_MS.1),
+            line: now,
+            dice: Dice::new(options.seed, 1),
+            failed: BTreeMap::new(),
+        }
+    }
+
+    /// Kills and restarts if it is time; looks whether all still lives.
+    ///
+    /// # Errors
+    /// The guest is gone or silent, or the daemon does not come back.
+    pub fn turn(&mut self, stand: &mut Stand, board: &Board) -> Result<(), SoakError> {
+        let now = Instant::now();
+        let ended = stand.product.ended();
+        if let Some(status) = stand.told(ended)? {
+            say(&format!(
+                "THE DAEMON ENDED BY ITSELF ({status}); its log:\n{}",
+                stand.product.log_tail()
+            ));
+            Board::count(&board.own_deaths);
+            self.restart(stand, board)?;
+        }
+        if now >= self.next {
+            self.count_failed_requests(stand, board);
+            stand.product.kill();
+            Board::count(&board.kills);
+            let away = self.dice.from_to(0, AWAY_MS);
+            thread::sleep(Duration::from_millis(away));
+            self.restart(stand, board)?;
+        }
+        if stand.guest.ended()?.is_some() {
+            let what = "the guest's work".to_owned();
+            return Err(stand.guest.late(what, self.length).into());
+        }
+        let silent = stand
+            .guest
+            .soak_report()
+            .is_none_or(|report| report.at.elapsed() > SILENCE_MAX);
+        if silent {
+            let what = "a report of the guest".to_owned();
+            return Err(stand.guest.late(what, SILENCE_MAX).into());
+        }
+        if self.line.elapsed() >= LINE_EVERY {
+            self.line = Instant::now();
+            self.tell(stand, board);
+        }
+        Ok(())
+    }
+
+    fn restart(&mut self, stand: &mut Stand, board: &Board) -> Result<(), SoakError> {
+        let begin = Instant::now();
+        let ran = stand.product.run();
+        stand.told(ran)?;
+        let socket = stand.disk.socket.clone();
+        loop {
+            let listening = is_listening(&socket);
+            if stand.told(listening)? {
+                break;
+            }
+            if begin.elapsed() > DISK_TIMEOUT {
+                // Not served again: the daemon has lost its device, which its log tells of.
+                let device = stand.product.device(&socket);
+                stand.told(device)?;
+                break;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        let ms = u64::try_from(begin.elapsed().as_millis()).unwrap_or(u64::MAX);
+        board.longest_recovery_ms.fetch_max(ms, Relaxed);
+        self.failed.clear();
+        self.next = Instant::now() + self.life(board);
+        Ok(())
+    }
+
+    fn life(&mut self, board: &Board) -> Duration {
+        let wanted = self.began.elapsed().as_secs_f64() / 3600.0 * KILLS_AN_HOUR * MARGIN;
+        let behind = (board.kills.load(Relaxed) as f64) < wanted;
+        let longest = if behind { LIFE_IN_HASTE_MS } else { LIFE_MS.1 };
+        Duration::from_millis(self.dice.from_to(LIFE_MS.0, longest))
+    }
+
+    /// Counts requests of the guest's disk that failed under this daemon, as it tells of them.
+    fn count_failed_requests(&mut self, stand: &Stand, board: &Board) {
+        // The daemon may be in the middle of anything; the guest's kernel tells of failures, too.
+        let Ok(device) = stand.product.device(&stand.disk.socket) else {
+            return;
+        };
+        for name in [
+            "failed_requests",
+            "timed_out_requests",
+            "malformed_requests",
+        ] {
+            let count = device[name].as_u64().unwrap_or_default();
+            let before = self.failed.insert(name, count).unwrap_or_default();
+            if count > before {
+                say(&format!(
+                    "{} {name} of the guest's disk: {device}",
+                    count - before
+                ));
+                board.failed_requests.fetch_add(count - before, Relaxed);
+            }
+        }
+    }
+
+    fn tell(&self, stand: &Stand, board: &Board) {
+        let Some(report) = stand.guest.soak_report() else {
+            return;
+        };
+        let guest = report.progress;
+        let resident = stand.guest.resident_bytes().unwrap_or_default();
+        say(&format!(
+            "{:>4} of {} s: {} kills, gap {} ms ({} disk, {} memory), wrong bytes {}, I/O errors {}; \
+             resident {}; fio {}, redis {} ({} restarts), trees {}, stress-ng {}, swapped {}; \
+             API {}, attaches {}, attacks {}",
+            self.began.elapsed().as_secs(),
+            self.length.as_secs(),
+            board.kills.load(Relaxed),
+            longest_gap_ms(&guest),
+            guest.longest_disk_gap_ms,
+            guest.longest_memory_gap_ms,
+            guest.wrong_bytes,
+            guest.io_errors + board.failed_requests.load(Relaxed),
+            crate::report::mib(resident),
+            crate::report::mib(guest.fio_bytes),
+            guest.redis_operations,
+            guest.redis_restarts,
+            guest.trees,
+            guest.stress_ng_bogo_ops,
+            crate::report::mib(guest.swapped_pages * 4096),
+            board.api_calls.load(Relaxed),
+            board.attaches.load(Relaxed),
+            board.attacks.load(Relaxed),
+        ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dice_repeat_by_seed_and_stay_in_range() {
+        let (mut one, mut same, mut other) = (Dice::new(7, 1), Dice::new(7, 1), Dice::new(7, 2));
+        assert_eq!(one.any(), same.any());
+        assert_ne!(one.any(), other.any());
+        for _ in 0..1000 {
+            let number = one.from_to(5, 9);
+            assert!((5..9).contains(&number));
+        }
+    }
+}

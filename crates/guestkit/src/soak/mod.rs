@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The soak: a real guest at work, while its daemon dies again and again and others misbehave.
+//!
+//! ```text
+//!   guest   fio ─ stress-ng in swap ─ redis ─ file trees ─ patterns ─ heartbeats   all on one disk of ours
+//!             │ reports each second (serial port)
+//!   host    ┌─┴────────────┬──────────────────┬───────────────────┬────────────────┐
+//!           deaths         calls              tenants             starvation
+//!           SIGKILL, run   the API at random  front ends that     how long QEMU's vCPUs
+//!           each 0.5–8 s   and wrongly        misbehave           waited for a CPU
+//! ```
+//! What must hold: no wrong byte, no I/O error, no gap in which the guest did not get on of more than
+//! 10 s, and nothing left in the daemon at the end ([`report`]). The guest's memory is limited to about
+//! half of what it touches, so pages go and come all the time, most of them for devices.
+//!
+//! Everything that is random follows from one seed; but the threads and the guest run in real time, so
+//! a seed repeats what is done and not when.
+
+mod calls;
+mod cpu;
+mod deaths;
+mod http;
+pub mod report;
+mod stand;
+mod tenants;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagetide_guest::wire::{Command, Phase, SoakProgress};
+
+use crate::guest::{GuestError, tail};
+use crate::image::{ImageError, repository};
+use crate::leaks::Growth;
+use crate::product::ProductError;
+use crate::programs::ProgramError;
+use crate::report::mib;
+use calls::Caller;
+use cpu::Starvation;
+use deaths::Deaths;
+use report::Report;
+use stand::Stand;
+
+/// Name of the guest's VM.
+const NAME: &str = "soak";
+const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
+const FINISH_TIMEOUT: Duration = Duration::from_secs(240);
+/// How long the guest may say nothing before it is given up.
+const SILENCE_MAX: Duration = Duration::from_secs(120);
+/// Between two lines of progress.
+const LINE_EVERY: Duration = Duration::from_secs(10);
+/// How long the daemon may take to let go of what it needed no longer.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// The soak could not be brought to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum SoakError {
+    /// The guest's image could not be made.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// A program for the guest is missing.
+    #[error(transparent)]
+    Program(#[from] ProgramError),
+    /// The guest failed.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// The daemon failed.
+    #[error("{source}\nthe end of the daemon's log:\n{log}")]
+    Product {
+        /// How.
+        source: ProductError,
+        /// End of its log.
+        log: String,
+    },
+    /// A file could not be used.
+    #[error("{path}: {source}", path = path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A thread panicked.
+    #[error("the thread of the {0} panicked")]
+    Panicked(&'static str),
+}
+
+/// How a soak is to run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Options {
+    /// Minutes of deaths and calls, not counting boot and last verification.
+    pub minutes: f64,
+    /// What everything random follows from; not 0.
+    pub seed: u64,
+    /// Part of the names of the attacks that other tenants choose from; all have it if it is empty.
+    pub attacks: String,
+}
+
+/// What the threads of a soak share.
+#[derive(Debug, Default)]
+struct Board {
+    over: AtomicBool,
+    kills: AtomicU64,
+    own_deaths: AtomicU64,
+    api_calls: AtomicU64,
+    api_surprises: AtomicU64,
+    attaches: AtomicU64,
+    attacks: AtomicU64,
+    attacks_by_name: Mutex<BTreeMap<String, u64>>,
+    failed_requests: AtomicU64,
+    longest_recovery_ms: AtomicU64,
+}
+
+impl Board {
+    fn is_over(&self) -> bool {
+        self.over.load(Relaxed)
+    }
+
+    fn count(counter: &AtomicU64) {
+        counter.fetch_add(1, Relaxed);
+    }
+
+    fn count_attack(&self, name: &str) {
+        Self::count(&self.attacks);
+        let names = self.attacks_by_name.lock();
+        *names
+            .unwrap_or_else(PoisonError::into_inner)
+            .entry(name.to_owned())
+            .or_default() += 1;
+    }
+
+    /// Rests, but not beyond the end.
+    fn rest(&self, time: Duration) {
+        const MOMENT: Duration = Duration::from_millis(50);
+        let end = Instant::now() + time;
+        while !self.is_over() && Instant::now() < end {
+            thread::sleep(MOMENT.min(end.saturating_duration_since(Instant::now())));
+        }
+    }
+}
+
+/// Runs a soak; files stay in `target/soak/`.
+///
+/// # Errors
+/// It could not be brought to its end. A report whose bounds do not hold is not an error here.
+pub fn run(options: &Options) -> Result<Report, SoakError> {
+    let folder = repository().join("target/soak");
+    fs::create_dir_all(&folder).map_err(|source| file_error(&folder, source))?;
+    // A run that fails is not to leave another run's report behind.
+    let path = folder.join("report.json");
+    remove(&path)?;
+    say(&format!(
+        "seed {}: {} minutes; files are in {}",
+        options.seed,
+        options.minutes,
+        folder.display()
+    ));
+    let mut stand = Stand::set(options.seed, &folder)?;
+    let outcome = play(options, &mut stand);
+    stand.keep_logs(&folder)?;
+    // What it still holds is in the report; nobody is to look again.
+    stand.product.kill();
+    let report = match outcome {
+        Ok(report) => report,
+        Err(error) => {
+            say(&format!(
+                "the guest's console:\n{}",
+                tail(&stand.guest.paths().console, 40)
+            ));
+            return Err(error);
+        }
+    };
+    let json = serde_json::to_string_pretty(&report).map_err(io::Error::from);
+    json.and_then(|json| fs::write(&path, json + "\n"))
+        .map_err(|source| file_error(&path, source))?;
+    if report.wrong_bytes + report.io_errors > 0 {
+        let console = tail(&stand.guest.paths().console, 40);
+        say(&format!("the guest's console:\n{console}"));
+    }
+    Ok(report)
+}
+
+fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
+    stand.wait_for_loads(BOOT_TIMEOUT)?;
+    let touched = stand.guest.resident_bytes()?;
+    let limit = touched / 2;
+    say(&format!(
+        "the guest works on {}; its limit will be about {}",
+        mib(touched),
+        mib(limit)
+    ));
+    let board = Board::default();
+    let attached = stand.product.attach(stand.guest.pid(), NAME);
+    stand.told(attached)?;
+    let caller = Caller::new(stand, options.seed, limit);
+    caller.attach_with_limit(&board);
+    let began = Instant::now();
+    let starvation = Starvation::default();
+    disturb(options, stand, &board, (&caller, &starvation))?;
+    let elapsed = began.elapsed();
+    say("deaths and calls are over: the guest stays squeezed a while, is let go, and verifies");
+    let last = let_go_and_verify(stand, (&board, &caller))?;
+    let left = left(stand)?;
+    let mut report = stand.report(options, elapsed);
+    report.take_board(&board);
+    report.take_guest(&last);
+    report.guest_touched_bytes = touched;
+    report.limit_bytes = limit;
+    report.stolen_in_longest_gap_ms = starvation.in_longest_gap_ms();
+    report.longest_host_wait_ms = starvation.longest_ms();
+    report.leaked_descriptors = left.leaked_descriptors();
+    report.leaked_threads = left.leaked_threads();
+    report.leaked_bytes = left.leaked_bytes();
+    report.daemon_panics = stand.panics()?;
+    Ok(report)
+}
+
+/// Deaths, calls and tenants for as long as wanted, with a line of progress each so often.
+fn disturb(
+    options: &Options,
+    stand: &mut Stand,
+    board: &Board,
+    (caller, starvation): (&Caller, &Starvation),
+) -> Result<(), SoakError> {
+    let length = Duration::from_secs_f64(options.minutes * 60.0);
+    let attackers = tenants::attackers(stand, options)?;
+    let qemu = stand.guest.pid();
+    thread::scope(|scope| {
+        let mut others = vec![("API calls", scope.spawn(|| caller.run(board)))];
+        for attacker in &attackers {
+            others.push(("tenant", scope.spawn(|| attacker.run(board))));
+        }
+        others.push((
+            "CPU samples",
+            scope.spawn(|| starvation.sample(qemu, board)),
+        ));
+        let mut deaths = Deaths::new(options, length);
+        let outcome = until(length, || {
+            starvation.look(stand.guest.soak_report());
+            deaths.turn(stand, board)
+        });
+        board.over.store(true, Relaxed);
+        for (name, other) in others {
+            other.join().map_err(|_| SoakError::Panicked(name))?;
+        }
+        outcome
+    })
+}
+
+fn until(
+    length: Duration,
+    mut turn: impl FnMut() -> Result<(), SoakError>,
+) -> Result<(), SoakError> {
+    let end = Instant::now() + length;
+    while Instant::now() < end {
+        turn()?;
+        thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
+}
+
+fn let_go_and_verify(
+    stand: &mut Stand,
+    (board, caller): (&Board, &Caller),
+) -> Result<SoakProgress, SoakError> {
+    caller.attach_with_limit(board);
+    // The daemon that is looked at for leaks has evicted, served and let go itself.
+    thread::sleep(Duration::from_secs(5));
+    let detached = stand.product.detach(NAME);
+    stand.told(detached)?;
+    stand.guest.send(Command::Stop)?;
+    let deadline = Instant::now() + FINISH_TIMEOUT;
+    let done = |stand: &Stand| {
+        let report = stand.guest.soak_report();
+        report.filter(|report| report.progress.phase == Phase::Done)
+    };
+    let last = loop {
+        if let Some(report) = done(stand) {
+            break report.progress;
+        }
+        if Instant::now() > deadline || stand.guest.ended()?.is_some() {
+            // The last report may have come between the two questions.
+            if let Some(report) = done(stand) {
+                break report.progress;
+            }
+            let what = "the last verification".to_owned();
+            return Err(stand.guest.late(what, FINISH_TIMEOUT).into());
+        }
+        thread::sleep(Duration::from_millis(50));
+    };
+    while stand.guest.ended()?.is_none() {
+        if Instant::now() > deadline {
+            let what = "power off".to_owned();
+            return Err(stand.guest.late(what, FINISH_TIMEOUT).into());
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+    Ok(last)
+}
+
+/// What the last daemon still holds that a fresh one does not, when all devices are gone and it had
+/// time to let go.
+fn left(stand: &Stand) -> Result<Growth, SoakError> {
+    stand.remove_devices()?;
+    let left = stand.product.growth(SETTLE_TIMEOUT);
+    let left = stand.told(left)?;
+    if !left.is_empty() {
+        say(&format!("left in the daemon: {left}"));
+    }
+    Ok(left)
+}
+
+fn say(line: &str) {
+    eprintln!("soak: {line}");
+}
+
+fn remove(path: &Path) -> Result<(), SoakError> {
+    match fs::remove_file(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(file_error(path, source)),
+        _ => Ok(()),
+    }
+}
+
+fn file_error(path: &Path, source: io::Error) -> SoakError {
+    SoakError::File {
+        path: path.to_owned(),
+        source,
+    }
+}

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Other tenants of the same daemon, with devices of their own, who misbehave.
+//!
+//! Each attacker has a device and makes one attack of [`crate::hostile`] on it after the other, holding
+//! on to what it took for a while. How an attack ends is not looked at: what matters is that the guest, which
+//! has its disk in the same daemon, gets on.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::deaths::Dice;
+use super::stand::Stand;
+use super::{Board, Options, SoakError, file_error};
+use crate::hostile::{Attack, Failure, Held, Target, attacks};
+
+/// Devices that are attacked; the rest of the tenants' devices come and go.
+const ATTACKED: usize = 2;
+/// Rest between two attacks.
+const REST_MS: (u64, u64) = (100, 900);
+/// How long an attacker holds on to what it took.
+const HOLD_MS: (u64, u64) = (0, 1_500);
+
+/// A tenant who attacks the device that it was given.
+pub struct Attacker {
+    target: Target,
+    attacks: Vec<Attack>,
+    dice: Dice,
+}
+
+/// One for each device that is attacked.
+///
+/// # Errors
+/// A folder for what they make cannot be had.
+pub fn attackers(stand: &Stand, options: &Options) -> Result<Vec<Attacker>, SoakError> {
+    let mut attackers = Vec::new();
+    for (number, device) in stand.tenants.iter().take(ATTACKED).enumerate() {
+        let folder = folder(stand.folder(), number)?;
+        attackers.push(Attacker {
+            target: Target {
+                socket: device.socket.clone(),
+                folder,
+            },
+            attacks: chosen(&options.attacks),
+            dice: Dice::new(options.seed, 100 + number as u64),
+        });
+    }
+    Ok(attackers)
+}
+
+/// Attacks on a device like any other, with `part` in their name.
+fn chosen(part: &str) -> Vec<Attack> {
+    let mut attacks = attacks();
+    attacks.retain(|attack| attack.options.is_empty() && attack.name.contains(part));
+    attacks
+}
+
+fn folder(run_folder: &Path, number: usize) -> Result<PathBuf, SoakError> {
+    let folder = run_folder.join(format!("attacker{number}"));
+    fs::create_dir_all(&folder).map_err(|source| file_error(&folder, source))?;
+    Ok(folder)
+}
+
+impl Attacker {
+    /// Attacks until the soak is over.
+    pub fn run(&self, board: &Board) {
+        let mut dice = self.dice;
+        while !board.is_over() && !self.attacks.is_empty() {
+            let choice = dice.from_to(0, self.attacks.len() as u64);
+            let attack = &self.attacks[usize::try_from(choice).unwrap_or(0)];
+            let held = attack.run(&self.target);
+            if was_made(&held) {
+                board.count_attack(&attack.name);
+            }
+            board.rest(Duration::from_millis(dice.from_to(HOLD_MS.0, HOLD_MS.1)));
+            drop(held);
+            board.rest(Duration::from_millis(dice.from_to(REST_MS.0, REST_MS.1)));
+        }
+    }
+}
+
+/// Whether there was a device to attack: the daemon may be away, or the machine lack something.
+fn was_made(held: &Result<Held, Failure>) -> bool {
+    match held {
+        Err(Failure::Kernel { step, .. }) => step != "connecting",
+        Err(Failure::NotHere(_)) => false,
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn attacks_are_chosen_by_a_part_of_their_name() {
+        assert!(chosen("").len() > 50);
+        let headers = chosen("header-");
+        assert!(!headers.is_empty());
+        assert!(headers.iter().all(|attack| attack.name.contains("header-")));
+        assert!(chosen("no such attack").is_empty());
+    }
+}

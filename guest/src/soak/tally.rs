@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the loads of a soak have done and seen.
+//!
+//! Counters are relaxed: each is read on its own, and the last report is made after all loads
+//! were joined.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use crate::wire::{Phase, SoakProgress};
+
+/// Findings beyond so many are counted and not said.
+const LINES_MAX: u64 = 60;
+
+/// Counters of all loads.
+#[derive(Debug, Default)]
+pub struct Tally {
+    wrong_bytes: AtomicU64,
+    io_errors: AtomicU64,
+    lines: AtomicU64,
+    disk_gap_ms: AtomicU64,
+    memory_gap_ms: AtomicU64,
+    beats: AtomicU64,
+    /// Bytes that fio wrote and read.
+    pub fio_bytes: AtomicU64,
+    /// Values written and read.
+    pub redis_operations: AtomicU64,
+    /// Times redis was killed and had kept everything.
+    pub redis_restarts: AtomicU64,
+    /// Trees that were made, verified and deleted.
+    pub trees: AtomicU64,
+    /// Operations of stress-ng.
+    pub stress_ng_bogo_ops: AtomicU64,
+}
+
+/// Which heartbeat.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Heart {
+    /// Writes to the disk.
+    Disk,
+    /// Touches memory.
+    Memory,
+}
+
+impl Tally {
+    /// Adds to a counter.
+    pub fn add(counter: &AtomicU64, amount: u64) {
+        counter.fetch_add(amount, Relaxed);
+    }
+
+    /// Content was wrong, in so many bytes.
+    pub fn wrong(&self, bytes: u64, what: &str) {
+        self.wrong_bytes.fetch_add(bytes.max(1), Relaxed);
+        self.say(&format!("WRONG CONTENT, {bytes} bytes: {what}"));
+    }
+
+    /// An operation failed that had no reason to.
+    pub fn failed(&self, what: &str) {
+        self.io_errors.fetch_add(1, Relaxed);
+        self.say(&format!("FAILED: {what}"));
+    }
+
+    /// A heart beat once, so long after its last beat.
+    pub fn beat(&self, heart: Heart, gap: Duration) {
+        let ms = u64::try_from(gap.as_millis()).unwrap_or(u64::MAX);
+        let longest = match heart {
+            Heart::Disk => &self.disk_gap_ms,
+            Heart::Memory => &self.memory_gap_ms,
+        };
+        let before = longest.fetch_max(ms, Relaxed);
+        self.beats.fetch_add(1, Relaxed);
+        if ms > before.max(1_000) {
+            eprintln!("guest-work: longest gap of the {heart:?} heartbeat so far: {ms} ms");
+        }
+    }
+
+    /// Whether each load has something to show.
+    #[must_use]
+    pub fn all_loads_began(&self) -> bool {
+        [&self.beats, &self.redis_operations, &self.trees]
+            .iter()
+            .all(|counter| counter.load(Relaxed) > 0)
+    }
+
+    /// All counters that are kept here.
+    #[must_use]
+    pub fn progress(&self, phase: Phase) -> SoakProgress {
+        SoakProgress {
+            phase,
+            wrong_bytes: self.wrong_bytes.load(Relaxed),
+            io_errors: self.io_errors.load(Relaxed),
+            longest_disk_gap_ms: self.disk_gap_ms.load(Relaxed),
+            longest_memory_gap_ms: self.memory_gap_ms.load(Relaxed),
+            beats: self.beats.load(Relaxed),
+            fio_bytes: self.fio_bytes.load(Relaxed),
+            redis_operations: self.redis_operations.load(Relaxed),
+            redis_restarts: self.redis_restarts.load(Relaxed),
+            trees: self.trees.load(Relaxed),
+            stress_ng_bogo_ops: self.stress_ng_bogo_ops.load(Relaxed),
+            memory_bytes_verified: 0,
+            swapped_pages: 0,
+        }
+    }
+
+    fn say(&self, finding: &str) {
+        if self.lines.fetch_add(1, Relaxed) < LINES_MAX {
+            eprintln!("guest-work: {finding}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrong_content_of_unknown_size_counts_as_a_byte() {
+        let tally = Tally::default();
+        tally.wrong(0, "a crash");
+        tally.wrong(12, "a value");
+        assert_eq!(tally.progress(Phase::Work).wrong_bytes, 13);
+    }
+
+    #[test]
+    fn longest_gap_is_kept_for_each_heart() {
+        let tally = Tally::default();
+        for (heart, ms) in [(Heart::Disk, 900), (Heart::Disk, 100), (Heart::Memory, 300)] {
+            tally.beat(heart, Duration::from_millis(ms));
+        }
+        let progress = tally.progress(Phase::Work);
+        assert_eq!(progress.longest_disk_gap_ms, 900);
+        assert_eq!(progress.longest_memory_gap_ms, 300);
+        assert_eq!(progress.beats, 3);
+    }
+}
