@@ -55,7 +55,7 @@ impl Text for DeviceList {
     fn text(&self) -> String {
         let mut rows = vec![
             [
-                "SOCKET", "KIND", "STATE", "VM", "IMAGE", "REQUESTS", "IOPFS",
+                "SOCKET", "KIND", "STATE", "VM", "IMAGE", "WEIGHT", "REQUESTS", "IOPFS",
             ]
             .map(String::from),
         ];
@@ -66,6 +66,7 @@ impl Text for DeviceList {
                 word(&device.state),
                 device.vm.clone().unwrap_or_else(|| "-".into()),
                 device.image.clone().unwrap_or_else(|| "-".into()),
+                device.weight.to_string(),
                 device.requests.to_string(),
                 device.iopfs.to_string(),
             ]

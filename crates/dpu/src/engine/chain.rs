@@ -314,6 +314,7 @@ impl Io {
         }
         if !heads.is_empty() {
             self.look_at_clock();
+            queue.kicks_in_vain = 0;
         }
         queue.looked_ahead = queue.looked_ahead.saturating_sub(heads.len());
         for head in &heads {

@@ -17,9 +17,9 @@
 //!
 //! ```text
 //!   turn    A (weight 100, 128 KiB steps)          B (weight 100, 4 KiB reads)
-//!     1     credit 320 K: 3 steps, 432 K spent     320 K: 1 read waits, 20 K; the rest is forfeited
-//!     2     -112 + 320 = 208 K: 2 steps            320 K: 1 read, ...
-//!     3     -80 + 320 = 240 K: 2 steps             320 K: 16 reads wait: all of them
+//!     1     credit 160 K: 2 steps, 256 K spent     160 K: 1 read waits, 20 K; the rest is forfeited
+//!     2     -96 + 160 = 64 K: 1 step               160 K: 1 read, ...
+//!     3     -64 + 160 = 96 K: 1 step               160 K: 8 reads wait: all of them
 //! ```
 //!
 //! Credit bounds how much is *begun* in a turn. What was begun and is not done occupies the disk,
@@ -60,11 +60,11 @@ pub(crate) const CHAIN_COST_BYTES: u64 = 16 << 10;
 /// What a page request costs besides.
 pub(crate) const FAULT_COST_BYTES: u64 = 4 << 10;
 /// What a flush or the emptying of a range costs besides.
-pub(crate) const SLOW_COST_BYTES: u64 = 64 << 10;
+pub(crate) const SLOW_COST_BYTES: u64 = 16 << 10;
 /// Cost of the work that a tenant begins in a turn if nobody else is there: 64 requests of 4 KiB.
 pub(crate) const TURN_ALONE_COST_BYTES: u64 = 64 * (CHAIN_COST_BYTES + 4096);
-/// Cost of the work that all tenants begin in a turn: half of it, for a turn is what each waits for.
-pub(crate) const TURN_SHARED_COST_BYTES: u64 = TURN_ALONE_COST_BYTES / 2;
+/// Cost of the work that all tenants begin in a turn: less, for a turn is what each waits for.
+pub(crate) const TURN_SHARED_COST_BYTES: u64 = TURN_ALONE_COST_BYTES / 4;
 /// Least credit in a turn for each unit of weight, however many tenants there are: a turn looks at
 /// each of them, which must not cost more than what it begins.
 const UNIT_MIN_BYTES: u64 = CHAIN_COST_BYTES / 100;

@@ -40,6 +40,7 @@ pub(crate) mod fair;
 mod faults;
 mod finish;
 mod inject;
+mod kicks;
 mod landing;
 mod pages;
 mod patience;
@@ -60,6 +61,7 @@ use crate::{
 use chain::{Request, Scratch, Served};
 use command::{AddDevice, Command};
 use fair::Fair;
+use kicks::Kicks;
 use pagetide_vpri::{AccessPen, DeviceEnd, Doorbell, FaultAssist, HostPresence};
 use patience::{Idle, Patience, WaitsFor};
 use queue::{EngineQueue, QueueState};
@@ -161,6 +163,7 @@ pub(crate) struct Engine {
     active: Vec<(usize, u16)>,
     /// The device whose turn is first in the next turn.
     first: usize,
+    kicks: Kicks,
     device_end: DeviceEnd,
     /// Whether there was a host when that was last looked at.
     host_seen: HostPresence,
@@ -201,6 +204,7 @@ impl Engine {
             devices: Vec::new(),
             active: Vec::new(),
             first: 0,
+            kicks: Kicks::default(),
             device_end: seed.device_end,
             host_seen: HostPresence::Here,
             bell: seed.bell,
@@ -259,6 +263,7 @@ impl Engine {
             self.obey(command)?;
             progress.anything = true;
         }
+        self.listen_again()?;
         self.take_completions(&mut progress)?;
         self.take_responses(&mut progress)?;
         self.give_up(&mut progress)?;
@@ -296,26 +301,7 @@ impl Engine {
                     };
                     self.io.finish(device, job, result)?;
                 }
-                Event::Readable { token, over } => {
-                    if over {
-                        self.poll_again(token)?;
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The kernel has ended a poll (its completion queue was full for a moment).
-    fn poll_again(&mut self, token: u32) -> io::Result<()> {
-        if token == BELL_TOKEN {
-            return self.io.ring.poll(self.bell.as_fd(), token);
-        }
-        for device in self.devices.iter().flatten() {
-            for queue in device.queues.iter().flatten() {
-                if let Some(kick) = queue.kick.as_ref().filter(|_| queue.token == token) {
-                    return self.io.ring.poll(kick.as_fd(), token);
-                }
+                Event::Readable { token, over } => self.readable(token, over)?,
             }
         }
         Ok(())
@@ -367,7 +353,8 @@ impl Engine {
         }
         self.tell_accounts(Urgency::Now);
         self.io.shared.sleeps.fetch_add(1, Ordering::Relaxed);
-        match self.next_look() {
+        let looks = [self.next_look(), self.kicks.next_look()];
+        match looks.into_iter().flatten().min() {
             Some(limit) => self.io.ring.submit_and_doze(limit)?,
             None => self.io.ring.submit_and_sleep()?,
         }
@@ -441,8 +428,7 @@ impl Engine {
                 setup,
                 reply,
             } => {
-                let token = self.next_token;
-                self.next_token = self.next_token.wrapping_add(1).max(1);
+                let token = self.new_token();
                 let Some(place) = self.devices.get_mut(device).and_then(Option::as_mut) else {
                     // The one who asks hears of it, for the way to answer is gone.
                     return Ok(());
@@ -451,6 +437,7 @@ impl Engine {
                 let queue = EngineQueue::new(device, token, *setup);
                 place.queues[usize::from(number)] = Some(queue);
                 self.active.push((device, number));
+                self.kicks.listen(token, device, number);
                 place.running.push(number);
                 self.io.landings.set_area(self.device_end.landing());
                 self.io.start_rings(place, number)?;

@@ -111,6 +111,8 @@ pub(crate) struct EngineQueue {
     /// Names the poll of `kick`.
     pub token: u32,
     pub polled: bool,
+    /// Kicks since a chain was last taken from its ring.
+    pub kicks_in_vain: u32,
     pub kick: Option<OwnedFd>,
     call: Option<EventSignal>,
     error: Option<EventSignal>,
@@ -161,6 +163,7 @@ impl EngineQueue {
             state: QueueState::Starting,
             token,
             polled: false,
+            kicks_in_vain: 0,
             kick: setup.kick,
             call: setup.call,
             error: setup.error,

@@ -175,6 +175,7 @@ impl Engine {
         let Some(mut queue) = device.queues[usize::from(number)].take() else {
             return Ok(());
         };
+        self.kicks.forget(queue.token, index, number);
         if queue.polled {
             self.io.ring.stop_poll(queue.token)?;
             // The poll must be gone before its descriptor can be closed and used again.

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Kicks, and front ends that kick without end.
+//!
+//! Each kick wakes its engine, whether there is a chain or not: a front end that writes its kick
+//! descriptor in a loop would keep the engine from sleeping and have it enter the kernel in every
+//! turn. A driver kicks after it has put chains into its ring, so kicks without any chain between
+//! them tell such a flood. After [`IN_VAIN_MAX`] of them in a row the engine stops listening to that
+//! queue for [`DEAF`]. Its ring is still looked at whenever the engine is awake, and it wakes
+//! when that time is over: all that the flood costs is its own driver, some latency.
+
+use super::{BELL_TOKEN, Engine};
+use std::{
+    collections::HashMap,
+    io,
+    os::fd::AsFd,
+    time::{Duration, Instant},
+};
+
+/// Kicks of a queue in a row that may bring no chain. A driver's last kicks often do, because the
+/// chain was seen before its kick.
+const IN_VAIN_MAX: u32 = 32;
+/// How long the engine does not listen to a queue that kicks in vain.
+const DEAF: Duration = Duration::from_millis(1);
+
+/// Whose kicks are listened to.
+#[derive(Debug, Default)]
+pub(super) struct Kicks {
+    /// By the token of the poll: the device's slot, and the queue's number.
+    heard: HashMap<u32, (usize, u16)>,
+    unheard: Vec<(usize, u16)>,
+    /// When those are listened to again.
+    until: Option<Instant>,
+}
+
+impl Kicks {
+    /// A queue is listened to by that token.
+    pub fn listen(&mut self, token: u32, slot: usize, number: u16) {
+        self.heard.insert(token, (slot, number));
+    }
+
+    /// A queue has ended.
+    pub fn forget(&mut self, token: u32, slot: usize, number: u16) {
+        self.heard.remove(&token);
+        self.unheard.retain(|queue| *queue != (slot, number));
+    }
+
+    /// How long the engine may sleep on account of those it does not listen to.
+    pub fn next_look(&self) -> Option<Duration> {
+        let until = self.until?;
+        Some(until.saturating_duration_since(Instant::now()))
+    }
+}
+
+impl Engine {
+    /// A polled descriptor is readable; its poll has ended if `over` (the kernel's completion queue
+    /// was full for a moment, or we have stopped it).
+    pub(super) fn readable(&mut self, token: u32, over: bool) -> io::Result<()> {
+        if token == BELL_TOKEN {
+            return match over {
+                true => self.io.ring.poll(self.bell.as_fd(), token),
+                false => Ok(()),
+            };
+        }
+        let Some((slot, number)) = self.kicks.heard.get(&token).copied() else {
+            return Ok(());
+        };
+        let device = self.devices.get_mut(slot).and_then(Option::as_mut);
+        let queue = device.and_then(|device| device.queues[usize::from(number)].as_mut());
+        let Some(queue) = queue.filter(|queue| queue.token == token && queue.polled) else {
+            return Ok(());
+        };
+        queue.kicks_in_vain += 1;
+        if queue.kicks_in_vain > IN_VAIN_MAX {
+            queue.kicks_in_vain = 0;
+            queue.polled = false;
+            self.kicks.heard.remove(&token);
+            self.kicks.unheard.push((slot, number));
+            self.kicks
+                .until
+                .get_or_insert_with(|| Instant::now() + DEAF);
+            if !over {
+                self.io.ring.stop_poll(token)?;
+            }
+            // The poll must be gone before its descriptor can be closed and used again.
+            return self.io.ring.submit();
+        }
+        match (&queue.kick, over) {
+            (Some(kick), true) => self.io.ring.poll(kick.as_fd(), token),
+            _ => Ok(()),
+        }
+    }
+
+    /// Listens again to those that kicked in vain, once it is time.
+    pub(super) fn listen_again(&mut self) -> io::Result<()> {
+        if self.kicks.until.is_none_or(|until| Instant::now() < until) {
+            return Ok(());
+        }
+        self.kicks.until = None;
+        for (slot, number) in std::mem::take(&mut self.kicks.unheard) {
+            // A new token: what the old poll still has to say is not about this one.
+            let token = self.new_token();
+            let device = self.devices.get_mut(slot).and_then(Option::as_mut);
+            let queue = device.and_then(|device| device.queues[usize::from(number)].as_mut());
+            if let Some(queue) = queue
+                && let Some(kick) = &queue.kick
+            {
+                self.io.ring.poll(kick.as_fd(), token)?;
+                queue.token = token;
+                queue.polled = true;
+                self.kicks.listen(token, slot, number);
+            }
+        }
+        self.io.ring.submit()
+    }
+
+    /// A token that no poll has.
+    pub(super) fn new_token(&mut self) -> u32 {
+        let token = self.next_token;
+        self.next_token = self.next_token.wrapping_add(1).max(1);
+        token
+    }
+}
