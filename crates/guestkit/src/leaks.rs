@@ -20,6 +20,8 @@
 //!   `io_uring`, and the workers of page requests (`pt-iopf-N`), of which there is at most one a CPU. Nor the one that holds
 //!   answers back for fault injection (`pt-iopf-later`), which is made once.
 //! - The watch over the daemon's own mappings (`pt-alias` and its userfaultfd), which is made once.
+//! - Memory of the link between a daemon and a DPU process: that keeps the last daemon's until another one
+//!   comes. (In the daemon a link that stays shows by its descriptor.)
 //! - What is on its way out: [`wait_for_release`] looks again until a time is over.
 
 use std::collections::BTreeMap;
@@ -37,6 +39,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(20);
 const PASSING_THREADS: [&str; 4] = ["tokio", "iou-", "pt-iopf-N", "pt-iopf-later"];
 /// Name of the thread that watches the daemon's own mappings.
 const ALIAS_WATCH: &str = "pt-alias";
+/// Memory of the link between a daemon and a DPU process.
+const LINK_MEMORY: &str = "memfd pagetide-vpri";
 /// Size of the blocks in which the kernel counts what a file takes.
 const BLOCK_BYTES: u64 = 512;
 /// What `/proc` adds to the name of a file that has none any more.
@@ -105,6 +109,7 @@ impl Snapshot {
             threads: threads(&process.join("task"))?,
         };
         snapshot.leave_out_the_alias_watch();
+        snapshot.bytes.remove(LINK_MEMORY);
         Ok(snapshot)
     }
 
