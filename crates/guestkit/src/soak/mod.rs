@@ -216,7 +216,7 @@ fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
     report.longest_host_wait_ms = starvation.longest_ms();
     report.leaked_descriptors = left.leaked_descriptors();
     report.leaked_threads = left.leaked_threads();
-    report.leaked_bytes = left.leaked_bytes();
+    report.leaked_bytes = left.leaked_bytes() + stand.pool_bytes()?;
     report.daemon_panics = stand.panics()?;
     Ok(report)
 }

@@ -177,6 +177,26 @@ impl Stand {
         Ok(())
     }
 
+    /// Bytes of pools in the state directory: of VMs that were not let go.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn pool_bytes(&self) -> Result<u64, SoakError> {
+        let state = self.run_folder.path().join("state");
+        let failed = |source| file_error(&state, source);
+        let mut bytes = 0;
+        for entry in fs::read_dir(&state).map_err(failed)? {
+            let path = entry.map_err(failed)?.path();
+            if path.extension().is_some_and(|ending| ending == "pool") {
+                say(&format!("left in the state directory: {}", path.display()));
+                let metadata = fs::metadata(&path).map_err(failed)?;
+                // An empty one is one too many, too.
+                bytes += metadata.len().max(1);
+            }
+        }
+        Ok(bytes)
+    }
+
     /// Panics in the daemon's log.
     ///
     /// # Errors
