@@ -277,7 +277,7 @@ pub(crate) fn split_last_byte(spans: &mut Vec<Span>) -> Option<Span> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{RegionTable, tests::Ram};
+    use crate::{memory::tests::Ram, regions::RegionTable};
     use pagetide_addr::PageNo;
     use pagetide_vpri::LookUp;
     use proptest::prelude::*;

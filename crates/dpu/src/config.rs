@@ -10,7 +10,7 @@ use crate::{
     engine::queue::OnFault,
     inject::InjectionError,
     lock::LockError,
-    memory::RamPolicy,
+    ram::RamPolicy,
     ring::DEVICES_MAX,
 };
 use pagetide_addr::DeviceId;

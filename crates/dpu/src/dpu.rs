@@ -14,7 +14,7 @@ use crate::{
     engine::{Engine, EngineShared, Seed, command::Command, fair::WEIGHTS, queue::OnFault},
     inject::{Injection, InjectionReport},
     lock,
-    memory::RamPolicy,
+    ram::RamPolicy,
     ring::DEVICES_MAX,
     shared::DeviceShared,
     slo::{

@@ -45,6 +45,8 @@ pub mod lock;
 mod mailbox;
 mod memory;
 mod parked;
+mod ram;
+mod regions;
 mod ring;
 mod shared;
 mod slo;
@@ -59,7 +61,9 @@ pub use dpu::{DeviceReport, Dpu, check_weight};
 pub use engine::fair::{WEIGHT_DEFAULT, WEIGHTS};
 pub use engine::queue::OnFault;
 pub use lock::{LockError, wait_for_dead_engines};
-pub use memory::{MemoryError, OutsideMemory, RAM_BYTES_MAX, RamAllowed, RamPolicy, Sealing};
+pub use memory::OutsideMemory;
+pub use ram::{RAM_BYTES_MAX, RamAllowed, RamPolicy, Sealing};
+pub use regions::MemoryError;
 pub use shared::StopReason;
 pub use slo::{
     report::{Accounting, SloReport, SloWindow},

@@ -4,7 +4,7 @@
 //! # Terms
 //! A front end describes its RAM as *regions*: so many bytes at a [`Gpa`], found
 //! at an offset of a file whose descriptor comes along, and mapped in the front
-//! end at a [`FrontendVa`] (rings are named by that one). [`RegionTable`] is the
+//! end at a [`FrontendVa`] (rings are named by that one). [`RegionTable`](crate::regions::RegionTable) is the
 //! control thread's list of them. From it each engine gets a [`DeviceMemory`] of
 //! its own: *slots* sorted by address, over one [`EnginePort`] for each part of a
 //! file that is mapped.
@@ -22,376 +22,17 @@
 //! # What may go wrong
 //! A descriptor may point anywhere: an address outside all regions is
 //! [`OutsideMemory`]. A front end may give us a file of any kind: what is taken
-//! is said in [`RamPolicy`], and looked at before it is mapped. A file that cannot
+//! is said in [`RamPolicy`](crate::RamPolicy), and looked at before it is mapped. A file that cannot
 //! be sealed may lose its memory while we use it; then [`DeviceMemory::is_lost`],
 //! and the device stops.
 
-use pagetide_addr::{Access, FileKey, FrontendVa, Gpa, PAGE_BYTES, PageRange};
-use pagetide_sys::guest_ram::{RamFile, RamFileError, RamFileKind, Sealed};
-use pagetide_vpri::{DomainError, DomainTable, EnginePort, Lease, LookUp, RamWindow};
-use std::{cell::Cell, os::fd::BorrowedFd, sync::Arc};
+use pagetide_addr::{Access, Gpa, PageRange};
+use pagetide_vpri::{EnginePort, Lease};
+use std::cell::Cell;
 use vm_memory::{
     GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, Permissions, VolatileSlice,
     guest_memory::GuestMemorySliceIterator,
 };
-
-/// Most regions a device takes: what vhost-user back ends in the kernel and in DPDK take, too.
-pub const REGIONS_MAX: usize = 509;
-
-/// Why a front end's description of its memory is refused.
-#[derive(Debug, thiserror::Error)]
-pub enum MemoryError {
-    /// Too many regions.
-    #[error("the front end has more than {REGIONS_MAX} memory regions")]
-    TooMany,
-    /// Addresses or the offset are not at page borders, or the region is empty.
-    #[error(
-        "memory region of {bytes} bytes at guest {gpa}, front end {frontend}, file offset {file_offset:#x} does not start at page borders or is empty"
-    )]
-    Misaligned {
-        /// Guest-physical address.
-        gpa: Gpa,
-        /// Length.
-        bytes: u64,
-        /// Address in the front end.
-        frontend: FrontendVa,
-        /// Offset in the file.
-        file_offset: u64,
-    },
-    /// The region runs past the end of an address space.
-    #[error("memory region of {bytes} bytes at guest {gpa} runs past the end of the address space")]
-    Wraps {
-        /// Guest-physical address.
-        gpa: Gpa,
-        /// Length.
-        bytes: u64,
-    },
-    /// The file is shorter than the region says.
-    #[error("memory region ends at byte {end} of a file that has {file_bytes}")]
-    BeyondFile {
-        /// End of the region in the file.
-        end: u64,
-        /// Length of the file as it was first mapped.
-        file_bytes: u64,
-    },
-    /// Two regions share an address.
-    #[error("memory region of {bytes} bytes at guest {gpa} overlaps another")]
-    Overlap {
-        /// Guest-physical address.
-        gpa: Gpa,
-        /// Length.
-        bytes: u64,
-    },
-    /// A region to be removed is not there.
-    #[error("there is no memory region of {bytes} bytes at guest {gpa}")]
-    NoSuchRegion {
-        /// Guest-physical address.
-        gpa: Gpa,
-        /// Length.
-        bytes: u64,
-    },
-    /// Its file cannot be a DMA domain.
-    #[error(transparent)]
-    Domain(#[from] DomainError),
-    /// Its file is no memory at all.
-    #[error(transparent)]
-    File(#[from] RamFileError),
-    /// Memory of this kind is taken only by the operator's word.
-    #[error(
-        "RAM file {key} is on {kind}, where it can run out of memory or be cut short under the device: \
-         give the VM a memfd, or allow it by `dpu blk --allow-ram {kind}`"
-    )]
-    NotAllowed {
-        /// The file.
-        key: FileKey,
-        /// What it is on.
-        kind: &'static str,
-    },
-    /// The file could be made shorter, and the device takes none such.
-    #[error(
-        "RAM file {0} takes no seal against shrinking, and the device was made with --require-sealed: \
-         give the VM a memfd with sealing (QEMU: memory-backend-memfd,seal=on)"
-    )]
-    NotSealed(FileKey),
-    /// More than one front end may have mapped.
-    #[error(
-        "the front end's regions have {bytes} bytes in all; a device takes {max_bytes} at most: raise --ram-max"
-    )]
-    OverQuota {
-        /// What it wants.
-        bytes: u64,
-        /// What it may have.
-        max_bytes: u64,
-    },
-}
-
-/// Most guest RAM of one device unless told otherwise. Address space is 128 TiB for all devices, of
-/// which there are 128 at most: half of it.
-pub const RAM_BYTES_MAX: u64 = 512 << 30;
-
-/// What a device takes as guest RAM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RamPolicy {
-    /// Whether files that can be made shorter are taken.
-    pub sealing: Sealing,
-    /// Whether files on a tmpfs are taken.
-    pub tmpfs: RamAllowed,
-    /// Whether huge pages of hugetlbfs are taken.
-    pub hugetlbfs: RamAllowed,
-    /// Most bytes of all regions together.
-    pub bytes_max: u64,
-}
-
-impl Default for RamPolicy {
-    fn default() -> Self {
-        Self {
-            sealing: Sealing::default(),
-            tmpfs: RamAllowed::default(),
-            hugetlbfs: RamAllowed::default(),
-            bytes_max: RAM_BYTES_MAX,
-        }
-    }
-}
-
-/// Whether a RAM file must be sealed against shrinking.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Sealing {
-    /// It is sealed if it takes seals.
-    #[default]
-    Preferred,
-    /// It is refused if it takes none.
-    Required,
-}
-
-/// Whether a kind of file is taken as guest RAM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum RamAllowed {
-    /// The operator vouches for it.
-    Yes,
-    /// It is refused.
-    #[default]
-    No,
-}
-
-impl RamPolicy {
-    /// Refuses what is not to be taken.
-    ///
-    /// # Errors
-    /// [`MemoryError::NotAllowed`], [`MemoryError::NotSealed`].
-    pub(crate) fn check(&self, file: &RamFile) -> Result<(), MemoryError> {
-        let (allowed, kind) = match file.kind {
-            RamFileKind::Memfd => (RamAllowed::Yes, "memfd"),
-            RamFileKind::Tmpfs => (self.tmpfs, "tmpfs"),
-            RamFileKind::Hugetlbfs => (self.hugetlbfs, "hugetlbfs"),
-        };
-        if allowed == RamAllowed::No {
-            let key = file.key;
-            return Err(MemoryError::NotAllowed { key, kind });
-        }
-        if self.sealing == Sealing::Required && file.sealed == Sealed::No {
-            return Err(MemoryError::NotSealed(file.key));
-        }
-        Ok(())
-    }
-
-    /// Refuses more memory than a front end may have mapped.
-    ///
-    /// # Errors
-    /// [`MemoryError::OverQuota`].
-    pub(crate) fn check_bytes(
-        &self,
-        regions: impl Iterator<Item = u64>,
-    ) -> Result<(), MemoryError> {
-        let bytes = regions.fold(0, u64::saturating_add);
-        let max_bytes = self.bytes_max;
-        if bytes > max_bytes {
-            return Err(MemoryError::OverQuota { bytes, max_bytes });
-        }
-        Ok(())
-    }
-}
-
-/// A region as a front end names it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct RegionShape {
-    pub gpa: Gpa,
-    pub bytes: u64,
-    pub frontend: FrontendVa,
-    pub file_offset: u64,
-}
-
-impl RegionShape {
-    /// Looks that it is in order, and within a file of `file_bytes`.
-    fn check(&self, file_bytes: u64) -> Result<(), MemoryError> {
-        let Self {
-            gpa,
-            bytes,
-            frontend,
-            file_offset,
-        } = *self;
-        let aligned = gpa.is_page_aligned()
-            && frontend.is_page_aligned()
-            && file_offset.is_multiple_of(PAGE_BYTES);
-        if !aligned || bytes == 0 {
-            return Err(MemoryError::Misaligned {
-                gpa,
-                bytes,
-                frontend,
-                file_offset,
-            });
-        }
-        let wraps = gpa.checked_add(bytes).is_none() || frontend.checked_add(bytes).is_none();
-        let end = file_offset.checked_add(bytes);
-        let (Some(end), false) = (end, wraps) else {
-            return Err(MemoryError::Wraps { gpa, bytes });
-        };
-        if end > file_bytes {
-            return Err(MemoryError::BeyondFile { end, file_bytes });
-        }
-        Ok(())
-    }
-}
-
-/// One region of guest RAM.
-#[derive(Debug, Clone)]
-pub(crate) struct Region {
-    pub shape: RegionShape,
-    pub window: Arc<RamWindow>,
-    pub sealed: Sealed,
-}
-
-impl Region {
-    /// Maps the region of `file`, after every check.
-    pub fn map(
-        shape: RegionShape,
-        file: BorrowedFd<'_>,
-        policy: &RamPolicy,
-        domains: &DomainTable,
-    ) -> Result<Self, MemoryError> {
-        let ram = RamFile::of(file)?;
-        policy.check(&ram)?;
-        let domain = domains.open(ram.key, ram.bytes)?;
-        shape.check(domain.len_bytes())?;
-        let window = domain.map(file, &ram, shape.file_offset, shape.bytes)?;
-        Ok(Self {
-            shape,
-            window,
-            sealed: ram.sealed,
-        })
-    }
-
-    fn gpa(&self) -> Gpa {
-        self.shape.gpa
-    }
-
-    fn bytes(&self) -> u64 {
-        self.shape.bytes
-    }
-
-    fn end(&self) -> u64 {
-        self.shape.gpa.0 + self.shape.bytes
-    }
-}
-
-/// The regions of one device, by guest-physical address.
-#[derive(Debug, Default, Clone)]
-pub(crate) struct RegionTable(Vec<Region>);
-
-impl RegionTable {
-    /// Takes one more region.
-    pub fn add(&mut self, region: Region) -> Result<(), MemoryError> {
-        if self.0.len() == REGIONS_MAX {
-            return Err(MemoryError::TooMany);
-        }
-        let at = self.0.partition_point(|r| r.gpa() < region.gpa());
-        let after_previous = at == 0 || self.0[at - 1].end() <= region.gpa().0;
-        let next = self.0.get(at);
-        let before_next = next.is_none_or(|next| region.end() <= next.gpa().0);
-        if !after_previous || !before_next {
-            return Err(MemoryError::Overlap {
-                gpa: region.gpa(),
-                bytes: region.bytes(),
-            });
-        }
-        self.0.insert(at, region);
-        Ok(())
-    }
-
-    /// Drops the region with these addresses.
-    pub fn remove(&mut self, gpa: Gpa, bytes: u64, at: FrontendVa) -> Result<(), MemoryError> {
-        let found = self
-            .0
-            .iter()
-            .position(|r| r.gpa() == gpa && r.bytes() == bytes && r.shape.frontend == at)
-            .ok_or(MemoryError::NoSuchRegion { gpa, bytes })?;
-        self.0.remove(found);
-        Ok(())
-    }
-
-    /// Lengths of the regions.
-    pub fn lengths(&self) -> impl Iterator<Item = u64> {
-        self.0.iter().map(Region::bytes)
-    }
-
-    /// Where the guest sees what the front end has at `address`, if all `bytes` lie in one region.
-    pub fn translate(&self, address: FrontendVa, bytes: u64) -> Option<Gpa> {
-        self.0.iter().find_map(|region| {
-            let offset = address.offset_from(region.shape.frontend)?;
-            (offset.checked_add(bytes)? <= region.bytes()).then_some(())?;
-            region.gpa().checked_add(offset)
-        })
-    }
-
-    /// Identities of the files behind it, each once.
-    pub fn files(&self) -> Vec<FileKey> {
-        let mut files: Vec<FileKey> = Vec::new();
-        for region in &self.0 {
-            let key = region.window.domain().key();
-            if !files.contains(&key) {
-                files.push(key);
-            }
-        }
-        files
-    }
-
-    /// Whether all of it is sealed against shrinking; `None` if there is none.
-    pub fn sealed(&self) -> Option<Sealed> {
-        let mut regions = self.0.iter();
-        let first = regions.next()?.sealed;
-        let unsealed = regions.find(|region| region.sealed == Sealed::No);
-        Some(unsealed.map_or(first, |region| region.sealed))
-    }
-
-    /// The same memory for engine `engine`.
-    pub fn for_engine(&self, engine: usize, look_up: LookUp) -> Result<DeviceMemory, MemoryError> {
-        let mut ports: Vec<EnginePort> = Vec::new();
-        let mut slots = Vec::with_capacity(self.0.len());
-        for region in &self.0 {
-            let known = ports
-                .iter()
-                .position(|port| Arc::ptr_eq(port.window(), &region.window));
-            let port = match known {
-                Some(port) => port,
-                None => {
-                    let window = Arc::clone(&region.window);
-                    ports.push(EnginePort::new(window, engine, look_up)?);
-                    ports.len() - 1
-                }
-            };
-            slots.push(Slot {
-                start: region.gpa().0,
-                end: region.end(),
-                file_offset: region.shape.file_offset,
-                port,
-            });
-        }
-        Ok(DeviceMemory {
-            slots: slots.into(),
-            ports: ports.into(),
-            last: Cell::new(0),
-        })
-    }
-}
 
 /// An address that no region holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -403,12 +44,13 @@ pub struct OutsideMemory {
     pub bytes: u64,
 }
 
+/// Guest-physical addresses of one region, and where its bytes are.
 #[derive(Debug)]
-struct Slot {
-    start: u64,
-    end: u64,
-    file_offset: u64,
-    port: usize,
+pub(crate) struct Slot {
+    pub start: u64,
+    pub end: u64,
+    pub file_offset: u64,
+    pub port: usize,
 }
 
 /// Bytes that lie together in one file of guest RAM.
@@ -436,6 +78,15 @@ pub(crate) struct DeviceMemory {
 }
 
 impl DeviceMemory {
+    /// Memory of `slots`, sorted by address, whose ports are indices of `ports`.
+    pub fn new(slots: Vec<Slot>, ports: Vec<EnginePort>) -> Self {
+        Self {
+            slots: slots.into(),
+            ports: ports.into(),
+            last: Cell::new(0),
+        }
+    }
+
     /// True once a file of it has let go of memory: what was read since may be zeros that the guest
     /// has not written, and nothing may be done on the strength of it.
     #[inline]
@@ -596,8 +247,14 @@ impl Drop for LeaseSet {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use pagetide_sys::memory_file::GuestFile;
-    use std::os::fd::AsFd;
+    use crate::{
+        MemoryError, RamPolicy,
+        regions::{Region, RegionShape, RegionTable},
+    };
+    use pagetide_addr::{FrontendVa, PAGE_BYTES};
+    use pagetide_sys::{guest_ram::Sealed, memory_file::GuestFile};
+    use pagetide_vpri::{DomainTable, LookUp};
+    use std::{os::fd::AsFd, sync::Arc};
     use vm_memory::Bytes;
 
     /// A memfd and the domains that know it.
@@ -662,40 +319,6 @@ pub(crate) mod tests {
         let at = FrontendVa(0x6000 + (1 << 40));
         table.remove(Gpa(0x6000), 2 * PAGE_BYTES, at).unwrap();
         assert!(table.remove(Gpa(0x6000), 2 * PAGE_BYTES, at).is_err());
-    }
-
-    #[test]
-    fn policy_decides_by_what_can_be_guaranteed() {
-        let file = |kind, sealed| RamFile {
-            key: FileKey { dev: 1, ino: 2 },
-            bytes: 4096,
-            kind,
-            sealed,
-            page_bytes: 4096,
-        };
-        let usual = RamPolicy::default();
-        let strict = RamPolicy {
-            sealing: Sealing::Required,
-            ..usual
-        };
-        let lenient = RamPolicy {
-            tmpfs: RamAllowed::Yes,
-            hugetlbfs: RamAllowed::Yes,
-            ..usual
-        };
-        for sealed in [Sealed::Yes, Sealed::No] {
-            assert!(usual.check(&file(RamFileKind::Memfd, sealed)).is_ok());
-            let strictly = strict.check(&file(RamFileKind::Memfd, sealed));
-            assert_eq!(strictly.is_ok(), sealed == Sealed::Yes);
-            for kind in [RamFileKind::Tmpfs, RamFileKind::Hugetlbfs] {
-                let refused = usual.check(&file(kind, sealed));
-                assert!(matches!(refused, Err(MemoryError::NotAllowed { .. })));
-                assert!(lenient.check(&file(kind, sealed)).is_ok());
-            }
-        }
-        assert!(usual.check_bytes([RAM_BYTES_MAX].into_iter()).is_ok());
-        assert!(usual.check_bytes([RAM_BYTES_MAX, 1].into_iter()).is_err());
-        assert!(usual.check_bytes([u64::MAX, 1].into_iter()).is_err());
     }
 
     #[test]

@@ -497,7 +497,7 @@ fn retry(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{RegionTable, tests::Ram};
+    use crate::{memory::tests::Ram, regions::RegionTable};
     use pagetide_addr::Gpa;
     use pagetide_vpri::LookUp;
     use std::{
@@ -559,9 +559,9 @@ mod tests {
 
     #[test]
     fn steps_cover_a_transfer_once_and_none_is_longer_than_asked_for() {
-        let (_guest, domain) = domain(64);
+        let ram = Ram::new(64);
         let mut table = RegionTable::default();
-        table.add(region(&domain, 0, 64, 0)).unwrap();
+        table.add(ram.region(0, 64, 0)).unwrap();
         let memory = Rc::new(table.for_engine(0, LookUp::On).unwrap());
         let lens = [1, 4095, 8192, 3, 70_000, 512, 512, 40_000];
         for step in [1, 511, 512, 4096, 5000, 65_536, 1 << 20] {

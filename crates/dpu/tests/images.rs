@@ -24,6 +24,7 @@ fn config(rig: &Rig, name: &str, image: &Path) -> BlkConfig {
         serial: name.into(),
         direct_io: DirectIo::Auto,
         on_fault: OnFault::OutOfOrder,
+        ram: pagetide_dpu::RamPolicy::default(),
         image_use: ImageUse::default(),
         access: SocketAccess::default(),
     }

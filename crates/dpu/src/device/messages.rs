@@ -11,7 +11,7 @@ use super::{
 use crate::{
     blk::config::{self, QUEUE_SIZE_MAX},
     engine::command::{Command, StopHow},
-    memory::{REGIONS_MAX, RegionTable},
+    regions::{REGIONS_MAX, RegionTable},
 };
 use pagetide_addr::FrontendVa;
 use std::{

@@ -23,7 +23,7 @@ use crate::{
         command::{AddDevice, Command},
     },
     mailbox::Ended,
-    memory::RamPolicy,
+    ram::RamPolicy,
     shared::DeviceShared,
 };
 use pagetide_addr::FileKey;

@@ -15,7 +15,7 @@ use crate::{
     blk::config::{F_EVENT_IDX, F_INDIRECT_DESC, F_PROTOCOL_FEATURES, QUEUE_SIZE_MAX},
     chain::Indirect,
     engine::command::{Command, QueueSetup, StopHow},
-    memory::{Region, RegionShape, RegionTable},
+    regions::{Region, RegionShape, RegionTable},
 };
 use pagetide_addr::{FrontendVa, Gpa};
 use pagetide_sys::signal::{EventSignal, SignalError, is_eventfd};

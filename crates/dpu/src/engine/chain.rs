@@ -23,7 +23,7 @@ use crate::{
     chain::Buffers,
     memory::{DeviceMemory, LeaseSet, Span},
     parked::{Ended, ParkedChain, Purpose, QueueKey, Waiter, Wanted},
-    ring::{Job, Step},
+    ring::Step,
     shared::{DeviceShared, StopReason, add},
     slo::course::Course,
 };
@@ -34,14 +34,8 @@ use virtio_queue::QueueOwnedT;
 /// Chains taken from one queue's ring at a time. Each is begun, or waits for its first step with its
 /// pages leased, so they are few.
 pub(super) const POP_BATCH: usize = 8;
-/// Every so many requests the time of the look-up is taken; a prime, for requests come in batches of
-/// powers of two and a batch's first finds cold caches.
-const SAMPLE_EVERY: u32 = 61;
 /// A look-up that takes so long was interrupted: even with every cache line cold it is far less.
 const LOOKUP_INTERRUPTED_NS: u64 = 5_000;
-/// Jobs kept for reuse.
-const POOL_MAX: usize = 512;
-
 /// What an engine must know of a request when its I/O is done.
 #[derive(Debug)]
 pub(crate) struct Request {
@@ -111,58 +105,6 @@ impl Origin {
     fn course(&self) -> Course {
         match self {
             Self::Fresh(course) | Self::Again(course) | Self::Resumed { course, .. } => *course,
-        }
-    }
-}
-
-/// Buffers used again and again.
-pub(crate) struct Scratch {
-    heads: Vec<u16>,
-    pub buffers: Buffers,
-    #[expect(
-        clippy::vec_box,
-        reason = "jobs go to the ring in their boxes: keeping the box spares the allocation"
-    )]
-    pub pool: Vec<Box<Job<Request>>>,
-    until_sample: u32,
-    /// What taking the time costs by itself, to be subtracted.
-    pub clock_ns: u64,
-}
-
-impl Scratch {
-    pub fn new() -> Self {
-        let clock_ns = (0..1000)
-            .map(|_| nanos(Instant::now().elapsed()))
-            .min()
-            .unwrap_or(0);
-        Self {
-            heads: Vec::with_capacity(POP_BATCH),
-            buffers: Buffers::default(),
-            pool: Vec::new(),
-            until_sample: 0,
-            clock_ns,
-        }
-    }
-
-    /// Drops what keeps a device's memory mapped.
-    pub fn forget_memory(&mut self) {
-        self.pool.clear();
-    }
-
-    /// Keeps a finished job for the next chain.
-    pub fn keep(&mut self, job: Box<Job<Request>>) {
-        if self.pool.len() < POOL_MAX {
-            self.pool.push(job);
-        }
-    }
-
-    fn sample(&mut self) -> Sample {
-        if self.until_sample == 0 {
-            self.until_sample = SAMPLE_EVERY - 1;
-            Sample::Yes
-        } else {
-            self.until_sample -= 1;
-            Sample::No
         }
     }
 }
@@ -597,16 +539,6 @@ impl Io {
             (Purpose::BadStatus, origin),
         );
         Ok(())
-    }
-}
-
-impl Scratch {
-    fn leases(&mut self) -> LeaseSet {
-        // A pooled job's set has room already; the first few have to make it.
-        self.pool
-            .last_mut()
-            .map(|job| std::mem::take(&mut job.request.leases))
-            .unwrap_or_default()
     }
 }
 

@@ -38,7 +38,6 @@
 //! pauses nothing: its DMA will not be done.
 
 use super::{
-    Device, Io,
     chain::Request,
     command::{QueueSetup, StopHow},
     fair::Credit,
@@ -47,21 +46,18 @@ use crate::{
     chain::Table,
     inflight::InflightQueue,
     memory::{DeviceMemory, Span},
-    parked::{Asker, Ended, ParkedChain, Purpose, QueueKey, Resumed, Waiter},
+    parked::{Asker, Purpose, QueueKey, Resumed},
     ring::Job,
     shared::{Counters, DeviceShared, StopReason, add, sub},
     slo::course::Course,
 };
-use pagetide_addr::{Access, Gpa, PageRange};
+use pagetide_addr::{Gpa, PageRange};
 use pagetide_sys::signal::EventSignal;
 use pagetide_vpri::DmaDomain;
 use std::{
     collections::VecDeque,
-    io,
-    os::fd::{AsFd, OwnedFd},
-    rc::Rc,
+    os::fd::OwnedFd,
     sync::{Arc, atomic::Ordering, mpsc::Sender},
-    time::Instant,
 };
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress};
@@ -135,7 +131,7 @@ pub(crate) struct EngineQueue {
     pub in_flight: usize,
     pub parked: usize,
     /// Of them, those whose DMA is still to be done.
-    faulting: usize,
+    pub(super) faulting: usize,
     on_fault: OnFault,
     paused: Paused,
     /// Chains next to be begun whose pages were asked for already.
@@ -415,7 +411,7 @@ impl EngineQueue {
     }
 
     /// Wires what is not wired yet; the spans whose pages are absent.
-    fn wire(
+    pub(super) fn wire(
         &mut self,
         memory: &DeviceMemory,
         counters: &Counters,
@@ -440,7 +436,7 @@ impl EngineQueue {
     }
 
     /// Finds where to begin; its rings are wired.
-    fn open_rings(&mut self, memory: &DeviceMemory) -> Result<(), StopReason> {
+    pub(super) fn open_rings(&mut self, memory: &DeviceMemory) -> Result<(), StopReason> {
         self.queue.set_ready(true);
         if !self.queue.is_valid(memory) {
             return Err(self.broken(&"the rings are not all in guest memory"));
@@ -488,122 +484,6 @@ impl EngineQueue {
         if let QueueState::Stopping { reply, .. } = &self.state {
             super::answer(reply, next);
         }
-    }
-}
-
-impl Io {
-    /// Wires the rings of a starting queue, or asks for their pages.
-    pub fn start_rings(&mut self, device: &mut Device, number: u16) -> io::Result<()> {
-        let Some(memory) = device.memory.clone() else {
-            return Ok(());
-        };
-        let Some(queue) = device.queues[usize::from(number)].as_mut() else {
-            return Ok(());
-        };
-        match self.try_rings(&device.shared, queue, &memory) {
-            Ok(Some(kick)) => {
-                self.ring.poll(kick.as_fd(), queue.token)?;
-                // Submitted while the descriptor is surely open.
-                self.ring.submit()?;
-                queue.polled = true;
-                queue.kick = Some(kick);
-            }
-            Ok(None) => {}
-            Err(reason) => {
-                device.shared.stop(reason);
-                queue.tell_error();
-            }
-        }
-        Ok(())
-    }
-
-    /// Gives back the kick descriptor to be polled once the queue runs.
-    fn try_rings(
-        &mut self,
-        device: &DeviceShared,
-        queue: &mut EngineQueue,
-        memory: &Rc<DeviceMemory>,
-    ) -> Result<Option<OwnedFd>, StopReason> {
-        let counters = &device.counters[self.index];
-        let absent = queue.wire(memory, counters)?;
-        if absent.is_empty() {
-            queue.open_rings(memory)?;
-            return Ok(queue.kick.take());
-        }
-        let runs = |span: &Span| super::pages::absent_runs(memory, *span, Access::Write);
-        let mut wanted: Vec<_> = absent.iter().flat_map(runs).collect();
-        if wanted.is_empty() {
-            // They have come back since the rings could not be wired: ask for them all the same, for
-            // it is the answer that tries again.
-            let whole = |span: &Span| super::pages::whole(memory, *span, Access::Write);
-            wanted.extend(absent.iter().filter_map(whole));
-        }
-        let parked = ParkedChain {
-            asker: queue.asker(device, memory),
-            waiter: Waiter::Rings,
-            wanted,
-            purpose: Purpose::Dma,
-            since: Instant::now(),
-            course: Course::default(),
-        };
-        let requests = self.parked.park(parked);
-        add(&counters.iopfs, requests as u64);
-        Ok(None)
-    }
-
-    /// The page requests for a queue's rings have been answered.
-    pub fn rings_answered(&mut self, device: &mut Device, resumed: &Resumed) -> io::Result<()> {
-        let key = resumed.queue;
-        let slot = device.queues.get_mut(usize::from(key.queue));
-        let Some(Some(queue)) = slot else {
-            return Ok(());
-        };
-        if queue.key != key || !matches!(queue.state, QueueState::Starting) {
-            return Ok(());
-        }
-        if resumed.ended != Ended::Present {
-            device
-                .shared
-                .stop(StopReason::ContentLost { queue: key.queue });
-            queue.tell_error();
-            return Ok(());
-        }
-        self.start_rings(device, key.queue)
-    }
-
-    /// Begins to stop a queue.
-    pub fn begin_stop(
-        &mut self,
-        device: &DeviceShared,
-        queue: &mut EngineQueue,
-        how: StopHow,
-        reply: Sender<u16>,
-    ) {
-        let how = match queue.state {
-            // Its rings have not been looked at: there is nothing to drain.
-            QueueState::Starting => StopHow::Abandon,
-            _ if device.is_stopped() => StopHow::Abandon,
-            _ => how,
-        };
-        queue.state = QueueState::Stopping { how, reply };
-        if how == StopHow::Abandon {
-            self.abandon_parked(device, queue);
-        }
-    }
-
-    /// Forgets the parked chains of a queue, which stay in the in-flight region.
-    pub fn abandon_parked(&mut self, device: &DeviceShared, queue: &mut EngineQueue) {
-        device.injector.given_up(self.parked.held_of(queue.key));
-        let held = queue.resumed.iter().filter(|r| r.course.is_held()).count();
-        device
-            .injector
-            .given_up(u32::try_from(held).unwrap_or(u32::MAX));
-        let gone = self.parked.abandon(queue.key) + queue.resumed.len();
-        queue.resumed.clear();
-        queue.parked -= gone;
-        queue.faulting = 0;
-        queue.resubmit.clear();
-        sub(&device.counters[self.index].parked, gone as u64);
     }
 }
 

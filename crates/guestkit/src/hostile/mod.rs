@@ -26,6 +26,7 @@ pub mod changing;
 pub mod descriptors;
 pub mod front;
 pub mod peer;
+pub mod ram;
 pub mod scene;
 pub mod silent_fuse;
 pub mod victim;

@@ -55,7 +55,6 @@ pub fn attacks() -> Vec<Attack> {
     }
     all.extend(single());
     all.extend(flips());
-    all.extend(changes_of_memory());
     all
 }
 
@@ -509,97 +508,4 @@ fn under_change(front: &mut Front, in_table: bool) -> Result<(), Failure> {
         }
     }
     Ok(())
-}
-
-/// What happens to memory and rings while requests are in flight.
-fn changes_of_memory() -> Vec<Attack> {
-    let message = |name: &'static str, expected: &'static [Seen], message: fn() -> Message| {
-        Attack::new(name, expected, move |target: &Target| {
-            let mut front = flooded(target)?;
-            let table = message();
-            let has_memory = table.request == request::SET_MEM_TABLE && table.body.len() > 8;
-            let fd = front.ram.file().as_fd();
-            let fds = if has_memory { &[fd][..] } else { &[] };
-            let outcome = front.peer.tell(table, fds);
-            let seen = match seen(outcome)? {
-                Seen::Served => match front.check(64, &[9; 4096]) {
-                    // Its ring is in memory no more.
-                    Err(Failure::Silent { .. }) => Seen::Served,
-                    other => seen(other)?,
-                },
-                other => other,
-            };
-            Ok(Held::nothing(seen).and(front))
-        })
-    };
-    vec![
-        message("mem-table-again-under-load", &ANY, || {
-            wire::mem_table(1, &[all_of_it(GPA)])
-        }),
-        message("mem-table-elsewhere-under-load", &ANY, || {
-            wire::mem_table(1, &[all_of_it(GPA + (1 << 40))])
-        }),
-        message("memory-removed-under-load", &ANY, || {
-            wire::mem_region(request::REM_MEM_REG, &all_of_it(GPA))
-        }),
-        message(
-            "memory-removed-that-is-not-there",
-            &[Seen::Refused, Seen::HungUp],
-            || wire::mem_region(request::REM_MEM_REG, &all_of_it(GPA + 4096)),
-        ),
-        Attack::new("leaves-with-requests-in-flight", &SERVED, |target| {
-            for _ in 0..10 {
-                drop(flooded(target)?);
-            }
-            Ok(Held::nothing(Seen::Served))
-        }),
-        Attack::new(
-            "ring-stops-and-starts-under-load",
-            &SERVED,
-            stops_and_starts,
-        ),
-    ]
-}
-
-fn all_of_it(gpa: u64) -> Region {
-    Region {
-        gpa,
-        bytes: RAM_BYTES,
-        va: VA,
-        offset: 0,
-    }
-}
-
-fn flooded(target: &Target) -> Result<Front, Failure> {
-    // The one before may be there still for a moment.
-    let deadline = std::time::Instant::now() + super::super::peer::PATIENCE;
-    let mut front = loop {
-        match Front::start(&target.socket) {
-            Err(Failure::HungUp { .. }) if std::time::Instant::now() < deadline => {}
-            other => break other?,
-        }
-    };
-    for slot in 0..SLOTS {
-        let kind = if slot % 2 == 0 { T_OUT } else { T_IN };
-        front.post(
-            slot,
-            Io::of_slot(slot, kind, 128 * u64::from(slot), SLOT_BYTES),
-        )?;
-    }
-    front.kick()?;
-    Ok(front)
-}
-
-fn stops_and_starts(target: &Target) -> Result<Held, Failure> {
-    let mut front = flooded(target)?;
-    for _ in 0..20 {
-        for enable in [0, 1] {
-            let message = Message::words32(request::SET_VRING_ENABLE, &[0, enable]);
-            front.peer.tell(message, &[])?;
-        }
-    }
-    front.wait()?;
-    debug_assert!(data_of(0) >= DATA);
-    let seen = seen(front.check(64, &[9; 4096]))?;
-    Ok(Held::nothing(seen).and(front))
 }

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What control threads ask for, done on the engine's thread.
+
+use super::{
+    Device, Engine, answer,
+    command::{AddDevice, Command},
+    queue::EngineQueue,
+    size,
+};
+use crate::{ring::FileSlot, slo::recorder::Recorder};
+use std::{collections::VecDeque, io, os::fd::AsFd, rc::Rc};
+
+impl Engine {
+    /// Does what a control thread asks for.
+    pub(super) fn obey(&mut self, command: Command) -> io::Result<()> {
+        match command {
+            Command::AddDevice(add) => {
+                let added = self.add_device(&add);
+                answer(&add.reply, added);
+            }
+            Command::RemoveDevice { device, reply } => {
+                let removed = self.remove_device(device);
+                answer(&reply, removed);
+            }
+            Command::SetMemory {
+                device,
+                memory,
+                reply,
+            } => {
+                self.io.scratch.forget_memory();
+                if let Some(device) = self.device(device) {
+                    device.memory = Some(Rc::new(memory));
+                }
+                answer(&reply, ());
+            }
+            Command::StartQueue {
+                device,
+                setup,
+                reply,
+            } => {
+                let token = self.new_token();
+                let Some(place) = self.devices.get_mut(device).and_then(Option::as_mut) else {
+                    // The one who asks hears of it, for the way to answer is gone.
+                    return Ok(());
+                };
+                let number = setup.number;
+                let queue = EngineQueue::new(device, token, *setup);
+                place.queues[usize::from(number)] = Some(queue);
+                self.active.push((device, number));
+                self.kicks.listen(token, device, number);
+                place.running.push(number);
+                self.io.landings.set_area(self.device_end.landing());
+                self.io.start_rings(place, number)?;
+                answer(&reply, ());
+            }
+            Command::StopQueue {
+                device,
+                queue,
+                how,
+                reply,
+            } => {
+                let io = &mut self.io;
+                let place = self.devices.get_mut(device).and_then(Option::as_mut);
+                if let Some(place) = place
+                    && let Some(queue) = place.queues[usize::from(queue)].as_mut()
+                {
+                    io.begin_stop(&place.shared, queue, how, reply);
+                }
+            }
+            Command::SetCall {
+                device,
+                queue,
+                call,
+                reply,
+            } => {
+                if let Some(device) = self.device(device)
+                    && let Some(queue) = device.queues[usize::from(queue)].as_mut()
+                {
+                    queue.set_call(call);
+                }
+                answer(&reply, ());
+            }
+            Command::SetAssist(assist) => self.assist = Some(assist),
+            Command::SetPen(pen) => self.io.pen = Some(pen),
+            Command::ShutDown => self.ending = true,
+        }
+        Ok(())
+    }
+
+    fn device(&mut self, index: usize) -> Option<&mut Device> {
+        self.devices.get_mut(index).and_then(Option::as_mut)
+    }
+
+    fn add_device(&mut self, add: &AddDevice) -> io::Result<()> {
+        let first = 1 + 2 * u32::try_from(add.device).unwrap_or(u32::MAX / 4);
+        let (direct, buffered) = (FileSlot(first), FileSlot(first + 1));
+        let image = &add.shared.image;
+        self.io.ring.set_file(buffered, image.buffered.as_fd())?;
+        if let Some(file) = &image.direct {
+            self.io.ring.set_file(direct, file.as_fd())?;
+        }
+        if self.devices.len() <= add.device {
+            self.devices.resize_with(add.device + 1, || None);
+        }
+        self.io.fair.add(add.device);
+        self.devices[add.device] = Some(Device {
+            shared: add.shared.clone(),
+            direct: image.direct.is_some().then_some(direct),
+            buffered,
+            memory: None,
+            queues: (0..add.queue_count).map(|_| None).collect(),
+            image_size: size::ImageSize::default(),
+            running: Vec::new(),
+            next_queue: 0,
+            slow: VecDeque::new(),
+            recorder: Recorder::new(self.io.index),
+            has_news: false,
+        });
+        Ok(())
+    }
+
+    /// Forgets a device whose queues have all been stopped.
+    fn remove_device(&mut self, index: usize) -> io::Result<()> {
+        self.io.scratch.forget_memory();
+        let Some(device) = self.devices.get_mut(index).and_then(Option::take) else {
+            return Ok(());
+        };
+        debug_assert!(device.queues.iter().all(Option::is_none));
+        self.io.fair.remove(index);
+        self.io.ring.clear_file(device.buffered)?;
+        if let Some(direct) = device.direct {
+            self.io.ring.clear_file(direct)?;
+        }
+        Ok(())
+    }
+}
