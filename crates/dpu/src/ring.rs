@@ -311,6 +311,12 @@ impl<R> IoRing<R> {
         })
     }
 
+    /// Has the kernel's threads run on `cpus` only.
+    pub fn run_threads_on(&self, cpus: &[usize]) -> io::Result<()> {
+        let cpus = pagetide_sys::cpu::kernel_set(cpus);
+        self.ring.submitter().register_iowq_aff(&cpus)
+    }
+
     /// Puts `file` into the table.
     pub fn set_file(&mut self, slot: FileSlot, file: BorrowedFd<'_>) -> io::Result<()> {
         self.update_file(slot, file.as_raw_fd())
@@ -358,9 +364,12 @@ impl<R> IoRing<R> {
     }
 
     /// Watches no more.
+    ///
+    /// By `ASYNC_CANCEL`: `POLL_REMOVE` gives up (`EALREADY`) on a poll whose event is being told just
+    /// now, which one that is written in a loop always is, and such a poll would stay for ever.
     pub fn stop_poll(&mut self, token: u32) -> io::Result<()> {
         let target = KIND_POLL << KIND_SHIFT | u64::from(token);
-        let entry = opcode::PollRemove::new(target)
+        let entry = opcode::AsyncCancel::new(target)
             .build()
             .user_data(KIND_IGNORED << KIND_SHIFT);
         self.push(&entry)
