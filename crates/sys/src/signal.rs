@@ -42,7 +42,8 @@ pub enum SignalError {
 
 /// The right to signal an eventfd of somebody else.
 pub struct EventSignal {
-    ring: IoUring,
+    /// Boxed: it is some hundred bytes, and is handed from thread to thread.
+    ring: Box<IoUring>,
 }
 
 impl std::fmt::Debug for EventSignal {
@@ -62,7 +63,9 @@ impl EventSignal {
             .build(ENTRIES)
             .map_err(SignalError::Kernel)?;
         match ring.submitter().register_eventfd(event.as_raw_fd()) {
-            Ok(()) => Ok(Self { ring }),
+            Ok(()) => Ok(Self {
+                ring: Box::new(ring),
+            }),
             // EBADF: a descriptor opened with O_PATH.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EBADF)) => {
                 Err(SignalError::NotAnEventfd)

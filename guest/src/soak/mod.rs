@@ -185,7 +185,8 @@ pub fn different_bytes(want: &[u8], got: &[u8]) -> u64 {
 }
 
 fn start(params: Params, soak: &Arc<Soak>) -> Vec<(&'static str, JoinHandle<()>)> {
-    let works: [(&'static str, fn(&Soak)); 6] = [
+    type Work = (&'static str, fn(&Soak));
+    let works: [Work; 6] = [
         ("disk heartbeat", heartbeat::on_disk),
         ("memory heartbeat", heartbeat::in_memory),
         ("fio", fio::run),

@@ -120,15 +120,13 @@ impl Claim {
 
     /// Why another's locks forbid it; `None` if they do not.
     fn forbidden(self, file: BorrowedFd<'_>) -> Result<Option<String>, ByteLockError> {
-        let mut at = 0;
-        for (bit, what) in PERMISSIONS {
+        for (at, (bit, what)) in (0..).zip(PERMISSIONS) {
             if self.done & bit != 0 && is_locked_by_another(file, BARRED_BASE + at)? {
                 return Ok(Some(format!("it lets nobody else {what} it")));
             }
             if self.barred & bit != 0 && is_locked_by_another(file, DONE_BASE + at)? {
                 return Ok(Some(format!("it may {what} it")));
             }
-            at += 1;
         }
         Ok(None)
     }

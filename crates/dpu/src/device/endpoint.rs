@@ -216,7 +216,7 @@ fn converse(
             Err(error) if lock(session).was_answered() => {
                 tracing::warn!(socket = %control.socket.display(), %error, "the front end's message was refused");
             }
-            Err(VhostError::InactiveOperation(_)) if lock(&session).lacks_handshake() => {
+            Err(VhostError::InactiveOperation(_)) if lock(session).lacks_handshake() => {
                 // Such a front end sends neither its features nor its memory again, so there is nothing to go
                 // on with.
                 tracing::error!(

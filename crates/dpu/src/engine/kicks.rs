@@ -51,14 +51,21 @@ impl Kicks {
     }
 }
 
+/// Whether a poll that has found its descriptor readable goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Poll {
+    GoesOn,
+    /// The kernel's completion queue was full for a moment, or we have stopped it.
+    HasEnded,
+}
+
 impl Engine {
-    /// A polled descriptor is readable; its poll has ended if `over` (the kernel's completion queue
-    /// was full for a moment, or we have stopped it).
-    pub(super) fn readable(&mut self, token: u32, over: bool) -> io::Result<()> {
+    /// A polled descriptor is readable.
+    pub(super) fn readable(&mut self, token: u32, poll: Poll) -> io::Result<()> {
         if token == BELL_TOKEN {
-            return match over {
-                true => self.io.ring.poll(self.bell.as_fd(), token),
-                false => Ok(()),
+            return match poll {
+                Poll::HasEnded => self.io.ring.poll(self.bell.as_fd(), token),
+                Poll::GoesOn => Ok(()),
             };
         }
         let Some((slot, number)) = self.kicks.heard.get(&token).copied() else {
@@ -78,14 +85,14 @@ impl Engine {
             self.kicks
                 .until
                 .get_or_insert_with(|| Instant::now() + DEAF);
-            if !over {
+            if poll == Poll::GoesOn {
                 self.io.ring.stop_poll(token)?;
             }
             // The poll must be gone before its descriptor can be closed and used again.
             return self.io.ring.submit();
         }
-        match (&queue.kick, over) {
-            (Some(kick), true) => self.io.ring.poll(kick.as_fd(), token),
+        match (&queue.kick, poll) {
+            (Some(kick), Poll::HasEnded) => self.io.ring.poll(kick.as_fd(), token),
             _ => Ok(()),
         }
     }

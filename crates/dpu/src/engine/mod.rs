@@ -64,7 +64,7 @@ use crate::{
 use chain::{Request, Served};
 use command::Command;
 use fair::Fair;
-use kicks::Kicks;
+use kicks::{Kicks, Poll};
 use pagetide_vpri::{AccessPen, DeviceEnd, Doorbell, FaultAssist, HostPresence};
 use patience::{Idle, Patience, WaitsFor};
 use queue::{EngineQueue, QueueState};
@@ -134,10 +134,6 @@ pub(crate) struct Device {
     /// Place in `running` of the one whose turn is next.
     pub next_queue: usize,
     /// Flushes and the like that wait to be begun; they count as in flight.
-    #[expect(
-        clippy::vec_box,
-        reason = "jobs come from the ring, and go to it, in their boxes"
-    )]
     pub slow: VecDeque<Box<Job<Request>>>,
     pub recorder: Recorder,
     /// It is among [`Io::news`].
@@ -312,7 +308,8 @@ impl Engine {
                     };
                     self.io.finish(device, job, result)?;
                 }
-                Event::Readable { token, over } => self.readable(token, over)?,
+                Event::Readable { token, over: true } => self.readable(token, Poll::HasEnded)?,
+                Event::Readable { token, .. } => self.readable(token, Poll::GoesOn)?,
             }
         }
         Ok(())

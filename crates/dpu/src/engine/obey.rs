@@ -3,12 +3,12 @@
 
 use super::{
     Device, Engine, answer,
-    command::{AddDevice, Command},
+    command::{AddDevice, Command, QueueSetup},
     queue::EngineQueue,
     size,
 };
 use crate::{ring::FileSlot, slo::recorder::Recorder};
-use std::{collections::VecDeque, io, os::fd::AsFd, rc::Rc};
+use std::{collections::VecDeque, io, os::fd::AsFd, rc::Rc, sync::mpsc::Sender};
 
 impl Engine {
     /// Does what a control thread asks for.
@@ -37,22 +37,7 @@ impl Engine {
                 device,
                 setup,
                 reply,
-            } => {
-                let token = self.new_token();
-                let Some(place) = self.devices.get_mut(device).and_then(Option::as_mut) else {
-                    // The one who asks hears of it, for the way to answer is gone.
-                    return Ok(());
-                };
-                let number = setup.number;
-                let queue = EngineQueue::new(device, token, *setup);
-                place.queues[usize::from(number)] = Some(queue);
-                self.active.push((device, number));
-                self.kicks.listen(token, device, number);
-                place.running.push(number);
-                self.io.landings.set_area(self.device_end.landing());
-                self.io.start_rings(place, number)?;
-                answer(&reply, ());
-            }
+            } => self.start_queue(device, *setup, &reply)?,
             Command::StopQueue {
                 device,
                 queue,
@@ -84,6 +69,29 @@ impl Engine {
             Command::SetPen(pen) => self.io.pen = Some(pen),
             Command::ShutDown => self.ending = true,
         }
+        Ok(())
+    }
+
+    fn start_queue(
+        &mut self,
+        device: usize,
+        setup: QueueSetup,
+        reply: &Sender<()>,
+    ) -> io::Result<()> {
+        let token = self.new_token();
+        let Some(place) = self.devices.get_mut(device).and_then(Option::as_mut) else {
+            // The one who asks hears of it, for the way to answer is gone.
+            return Ok(());
+        };
+        let number = setup.number;
+        let queue = EngineQueue::new(device, token, setup);
+        place.queues[usize::from(number)] = Some(queue);
+        self.active.push((device, number));
+        self.kicks.listen(token, device, number);
+        place.running.push(number);
+        self.io.landings.set_area(self.device_end.landing());
+        self.io.start_rings(place, number)?;
+        answer(reply, ());
         Ok(())
     }
 

@@ -118,10 +118,6 @@ pub(crate) struct EngineQueue {
     /// Parked chains that have their answers and wait to be begun; they count as parked.
     pub resumed: VecDeque<Resumed>,
     /// Transfers that wait for their next step; they count as in flight.
-    #[expect(
-        clippy::vec_box,
-        reason = "jobs come from the ring, and go to it, in their boxes"
-    )]
     pub steps: VecDeque<Box<Job<Request>>>,
     /// The last thing begun was a step.
     pub stepped_last: bool,
