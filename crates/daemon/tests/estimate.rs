@@ -93,8 +93,50 @@ fn vm_whose_disk_we_serve_is_estimated_and_one_that_is_attached_is_not() {
     let ram = SharedMapping::new(file.as_fd(), RAM_BYTES).unwrap();
     ram.copy_to(0, &vec![1; 8 << 20]).unwrap();
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    estimates_beside_a_disk(&file, dir.path());
+    let state = dir.path().join("state");
+    let mut daemon = Killed(
+        Command::new(env!("CARGO_BIN_EXE_pagetide"))
+            .args(["run", "--state-dir"])
+            .arg(&state)
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap(),
+    );
+    let api = state.join("api.sock");
+    until("answer", || {
+        assert!(daemon.0.try_wait().unwrap().is_none(), "it has ended");
+        pagetide(&api, &["vm", "list"]).status.success()
+    });
+    let own = std::process::id();
+    let attached = pagetide(&api, &["attach", "--pid", &own.to_string(), "--name", "e"]);
+    assert!(
+        attached.status.success(),
+        "{}",
+        String::from_utf8_lossy(&attached.stderr)
+    );
+    let refused = estimate();
+    let errors = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(2), "{errors}");
+    assert!(errors.contains("is attached"), "{errors}");
+    let detached = pagetide(&api, &["vm", "detach", "e"]);
+    assert!(
+        detached.status.success(),
+        "{}",
+        String::from_utf8_lossy(&detached.stderr)
+    );
+    let again = estimate();
+    assert!(
+        again.status.success(),
+        "{}",
+        String::from_utf8_lossy(&again.stderr)
+    );
+}
+
+/// A process of our name that maps the RAM is a disk of ours, not an attach.
+fn estimates_beside_a_disk(file: &GuestFile, dir: &Path) {
     // The command name of a process is that of the file that it was started by.
-    let ours = dir.path().join("pagetide");
+    let ours = dir.join("pagetide");
     std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &ours).unwrap();
     let own = std::process::id();
     let path = format!("/proc/{own}/fd/{}", file.as_fd().as_raw_fd());
@@ -124,43 +166,5 @@ fn vm_whose_disk_we_serve_is_estimated_and_one_that_is_attached_is_not() {
     assert!(
         report["warnings"].to_string().contains(&pid.to_string()),
         "{report}"
-    );
-    drop(server);
-
-    let state = dir.path().join("state");
-    let mut daemon = Killed(
-        Command::new(env!("CARGO_BIN_EXE_pagetide"))
-            .args(["run", "--state-dir"])
-            .arg(&state)
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap(),
-    );
-    let api = state.join("api.sock");
-    until("answer", || {
-        assert!(daemon.0.try_wait().unwrap().is_none(), "it has ended");
-        pagetide(&api, &["vm", "list"]).status.success()
-    });
-    let attached = pagetide(&api, &["attach", "--pid", &own.to_string(), "--name", "e"]);
-    assert!(
-        attached.status.success(),
-        "{}",
-        String::from_utf8_lossy(&attached.stderr)
-    );
-    let refused = estimate();
-    let errors = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert_eq!(refused.status.code(), Some(2), "{errors}");
-    assert!(errors.contains("is attached"), "{errors}");
-    let detached = pagetide(&api, &["vm", "detach", "e"]);
-    assert!(
-        detached.status.success(),
-        "{}",
-        String::from_utf8_lossy(&detached.stderr)
-    );
-    let again = estimate();
-    assert!(
-        again.status.success(),
-        "{}",
-        String::from_utf8_lossy(&again.stderr)
     );
 }

@@ -12,15 +12,11 @@
 //!   0x2000  used ring          0x10_0000 data
 //! ```
 
-use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::peer::{Failure, PATIENCE, Peer, failed, wrong};
 pub use super::ram::Ram;
@@ -130,7 +126,7 @@ impl Setup {
     /// # Errors
     /// No memory or descriptor is left.
     pub fn new() -> Result<Self, Failure> {
-        Ok(Self::with(Ram::new(RAM_BYTES)?)?)
+        Self::with(Ram::new(RAM_BYTES)?)
     }
 
     /// As any guest does it, with this RAM.
@@ -581,6 +577,6 @@ mod tests {
             assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
         }
         assert!(DATA + u64::from(SLOTS) * u64::from(SLOT_BYTES) <= RAM_BYTES);
-        assert!(3 * SLOTS <= RING_SIZE);
+        const { assert!(3 * SLOTS <= RING_SIZE) };
     }
 }

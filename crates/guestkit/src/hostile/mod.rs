@@ -135,9 +135,9 @@ impl Attack {
         }
     }
 
-    fn listed(self, field: &'static str, value: bool) -> Self {
+    fn listed(self, listed: (&'static str, bool)) -> Self {
         Self {
-            listed: Some((field, value)),
+            listed: Some(listed),
             ..self
         }
     }

@@ -87,8 +87,8 @@ impl Caller {
     pub fn run(&self, board: &Board) {
         while !board.is_over() {
             let (choice, rest) = self.with_dice(|dice| {
-                let rest = dice.from_to(REST_MS.0, REST_MS.1);
-                (dice.from_to(0, DETACH_ONE_IN), rest)
+                let rest = dice.between(REST_MS.0, REST_MS.1);
+                (dice.between(0, DETACH_ONE_IN), rest)
             });
             if choice == 0 {
                 self.let_go_and_attach_again(board);
@@ -102,7 +102,7 @@ impl Caller {
     fn let_go_and_attach_again(&self, board: &Board) {
         // Whether it was let go or the daemon died in the middle: below it is attached again.
         self.ok(board, &["vm", "detach", NAME]);
-        let away = self.with_dice(|dice| dice.from_to(0, 2_000));
+        let away = self.with_dice(|dice| dice.between(0, 2_000));
         board.rest(Duration::from_millis(away));
         self.attach_with_limit(board);
     }
@@ -111,7 +111,7 @@ impl Caller {
         match choice {
             1..=8 => self.limit(board),
             9..=10 => {
-                let bytes = self.with_dice(|dice| dice.from_to(1, 64) * MIB).to_string();
+                let bytes = self.with_dice(|dice| dice.between(1, 64) * MIB).to_string();
                 self.ok(board, &["vm", "reclaim", NAME, "--bytes", &bytes]);
             }
             11..=18 => self.look(board, choice),
@@ -125,7 +125,7 @@ impl Caller {
     }
 
     fn limit(&self, board: &Board) {
-        let share = self.with_dice(|dice| dice.from_to(60, 160));
+        let share = self.with_dice(|dice| dice.between(60, 160));
         let limit = if share > 150 {
             "none".to_owned()
         } else {
@@ -163,7 +163,7 @@ impl Caller {
             self.ok(board, &["iopf", "stop", "--device", &device]);
             return;
         }
-        let (rate, ms) = self.with_dice(|dice| (dice.from_to(1, 100), dice.from_to(1, 20)));
+        let (rate, ms) = self.with_dice(|dice| (dice.between(1, 100), dice.between(1, 20)));
         let (rate, latency) = (rate.to_string(), format!("{ms}ms"));
         let words = ["iopf", "inject", "--device", &device, "--seconds", "3"];
         let how = ["--rate", &rate, "--latency", &latency];
@@ -172,7 +172,7 @@ impl Caller {
 
     fn protect(&self, board: &Board) {
         let policies = ["none", "lru", "adp", "adaptive"];
-        let choice = self.with_dice(|dice| dice.from_to(0, policies.len() as u64));
+        let choice = self.with_dice(|dice| dice.between(0, policies.len() as u64));
         let policy = policies[usize::try_from(choice).unwrap_or(0)];
         self.ok(board, &["vm", "protector", NAME, policy]);
     }
@@ -233,7 +233,7 @@ impl Caller {
             &["dpu", "remove", "--socket", "/nowhere"],
             &["dpu", "log", "start", "--dir", "/nowhere"],
         ];
-        let choice = self.with_dice(|dice| dice.from_to(0, calls.len() as u64));
+        let choice = self.with_dice(|dice| dice.between(0, calls.len() as u64));
         let words = calls[usize::try_from(choice).unwrap_or(0)];
         self.make(board, words, Call::Wrong);
     }

@@ -42,7 +42,7 @@ impl Dice {
     }
 
     /// A number from `least` on, below `end`.
-    pub fn from_to(&mut self, least: u64, end: u64) -> u64 {
+    pub fn between(&mut self, least: u64, end: u64) -> u64 {
         least + self.any() % (end - least).max(1)
     }
 }
@@ -92,7 +92,7 @@ impl Deaths {
             self.count_failed_requests(stand, board);
             stand.product.kill();
             Board::count(&board.kills);
-            let away = self.dice.from_to(0, AWAY_MS);
+            let away = self.dice.between(0, AWAY_MS);
             thread::sleep(Duration::from_millis(away));
             self.restart(stand, board)?;
         }
@@ -144,7 +144,7 @@ impl Deaths {
         let wanted = self.began.elapsed().as_secs_f64() / 3600.0 * KILLS_AN_HOUR * MARGIN;
         let behind = (board.kills.load(Relaxed) as f64) < wanted;
         let longest = if behind { LIFE_IN_HASTE_MS } else { LIFE_MS.1 };
-        Duration::from_millis(self.dice.from_to(LIFE_MS.0, longest))
+        Duration::from_millis(self.dice.between(LIFE_MS.0, longest))
     }
 
     /// Counts requests of the guest's disk that failed under this daemon, as it tells of them.
@@ -212,7 +212,7 @@ mod tests {
         assert_eq!(one.any(), same.any());
         assert_ne!(one.any(), other.any());
         for _ in 0..1000 {
-            let number = one.from_to(5, 9);
+            let number = one.between(5, 9);
             assert!((5..9).contains(&number));
         }
     }

@@ -226,7 +226,8 @@ mod tests {
     #[test]
     fn each_bound_that_does_not_hold_is_one_sentence() {
         assert_eq!(good().failures(), Vec::<String>::new());
-        let spoilt: [(&str, fn(&mut Report)); 9] = [
+        type Spoilt = (&'static str, fn(&mut Report));
+        let spoilt: [Spoilt; 9] = [
             ("killed 9 times", |r| r.kills = 9),
             ("not get on for 10001 ms", |r| r.longest_gap_ms += 1),
             ("1 bytes were wrong", |r| r.wrong_bytes = 1),

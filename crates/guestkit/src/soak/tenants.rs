@@ -66,15 +66,15 @@ impl Attacker {
     pub fn run(&self, board: &Board) {
         let mut dice = self.dice;
         while !board.is_over() && !self.attacks.is_empty() {
-            let choice = dice.from_to(0, self.attacks.len() as u64);
+            let choice = dice.between(0, self.attacks.len() as u64);
             let attack = &self.attacks[usize::try_from(choice).unwrap_or(0)];
             let held = attack.run(&self.target);
             if was_made(&held) {
                 board.count_attack(&attack.name);
             }
-            board.rest(Duration::from_millis(dice.from_to(HOLD_MS.0, HOLD_MS.1)));
+            board.rest(Duration::from_millis(dice.between(HOLD_MS.0, HOLD_MS.1)));
             drop(held);
-            board.rest(Duration::from_millis(dice.from_to(REST_MS.0, REST_MS.1)));
+            board.rest(Duration::from_millis(dice.between(REST_MS.0, REST_MS.1)));
         }
     }
 }

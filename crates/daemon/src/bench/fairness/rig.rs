@@ -57,7 +57,7 @@ struct Side {
 pub(super) struct Rig {
     sides: [Side; 2],
     /// Memory of which pages come and go.
-    pub faulting: Arc<Mutex<Option<Arc<DmaDomain>>>>,
+    pub faulting: Arc<Faulting>,
     pub domains: Arc<DomainTable>,
     dir: tempfile::TempDir,
 }
@@ -70,11 +70,12 @@ impl Rig {
         let faulting = Arc::default();
         let domains = Arc::new(DomainTable::new(1));
         let sides = [
-            Side::start(&dir.path().join("one"), at, (&domains, &faulting))?,
+            Side::start(&dir.path().join("one"), at, &domains, &faulting)?,
             Side::start(
                 &dir.path().join("two"),
                 at,
-                (&Arc::new(DomainTable::new(1)), &faulting),
+                &Arc::new(DomainTable::new(1)),
+                &faulting,
             )?,
         ];
         let rig = Self {
@@ -105,11 +106,15 @@ impl Rig {
     }
 }
 
+/// The memory whose pages are taken away all the time, once it is known.
+pub type Faulting = Mutex<Option<Arc<DmaDomain>>>;
+
 impl Side {
     fn start(
         state_dir: &Path,
         at: Placement,
-        (domains, faulting): (&Arc<DomainTable>, &Arc<Mutex<Option<Arc<DmaDomain>>>>),
+        domains: &Arc<DomainTable>,
+        faulting: &Arc<Faulting>,
     ) -> Result<Self, RigError> {
         std::fs::create_dir(state_dir)?;
         let bell = Arc::new(Doorbell::new()?);
@@ -171,12 +176,7 @@ impl Drop for Side {
 }
 
 /// Grants what is asked for, at once.
-fn answer(
-    ends: &[HostEnd],
-    bell: &Doorbell,
-    stop: &AtomicBool,
-    faulting: &Mutex<Option<Arc<DmaDomain>>>,
-) {
+fn answer(ends: &[HostEnd], bell: &Doorbell, stop: &AtomicBool, faulting: &Faulting) {
     while !stop.load(Ordering::SeqCst) {
         for end in ends {
             while let Some(request) = end.next() {

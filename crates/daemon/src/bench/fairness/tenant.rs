@@ -343,10 +343,10 @@ impl<'a> Disk<'a> {
         };
         let mut begun = vec![vec![Instant::now(); usize::from(depth)]; self.queues.len()];
         let (mut latencies_ns, mut errors, mut in_flight) = (Vec::new(), 0, 0_usize);
-        for at in 0..self.queues.len() {
+        for (at, begun) in begun.iter_mut().enumerate() {
             self.queues[at].set_used_notif_enabled(true);
             for buffer in 0..depth {
-                begun[at][usize::from(buffer)] = Instant::now();
+                begun[usize::from(buffer)] = Instant::now();
                 self.submit(load, at, buffer)?;
                 in_flight += 1;
             }
@@ -356,13 +356,13 @@ impl<'a> Disk<'a> {
         let mut last = Instant::now();
         while in_flight > 0 {
             let mut idle = true;
-            for at in 0..self.queues.len() {
+            for (at, begun) in begun.iter_mut().enumerate() {
                 done.extend(self.queues[at].completions().map(|c| (c.context, c.ret)));
                 idle &= done.is_empty();
                 let goes_on = shared.works.load(Ordering::Acquire);
                 for (buffer, ret) in done.drain(..) {
                     last = Instant::now();
-                    let since = &mut begun[at][usize::from(buffer)];
+                    let since = &mut begun[usize::from(buffer)];
                     let took = last.saturating_duration_since(*since);
                     if load.is_none() {
                         latencies_ns.push(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));

@@ -53,8 +53,8 @@ fn kinds() -> Vec<Attack> {
         .collect();
     all.extend([
         Attack::new("ram-memfd-cannot-be-shrunk", &YES, sealed_by_daemon),
-        Attack::new("ram-memfd-unsealable", &YES, unsealable).listed("ram_sealed", false),
-        Attack::new("ram-memfd-sealable", &YES, sealable).listed("ram_sealed", true),
+        Attack::new("ram-memfd-unsealable", &YES, unsealable).listed(("ram_sealed", false)),
+        Attack::new("ram-memfd-sealable", &YES, sealable).listed(("ram_sealed", true)),
         Attack::new("ram-unsealable-where-seals-are-required", &NO, unsealable)
             .on_device_with(&["--require-sealed"]),
         Attack::new("ram-sealable-where-seals-are-required", &YES, sealable)

@@ -29,6 +29,7 @@ enum Wants {
 }
 
 /// One right message of each request.
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn all_messages() -> Vec<(&'static str, Message, Wants)> {
     let one = [Region {
         gpa: GPA,
@@ -240,6 +241,7 @@ fn headers() -> Vec<Attack> {
     ]
 }
 
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn values() -> Vec<Attack> {
     let mut all = Vec::new();
     let mut case = |name: String, expected: &[Seen], message: Message, wants| {
