@@ -254,6 +254,8 @@ impl Inflight {
         let mut body = Message::words64(0, &[self.bytes, self.offset]).body;
         body.extend(self.queues.to_le_bytes());
         body.extend(self.size.to_le_bytes());
+        // The C structure's padding is part of the message.
+        body.extend([0; 4]);
         Message::new(request).with_body(body)
     }
 
