@@ -371,11 +371,22 @@ impl Scene {
         }
     }
 
+    /// Looks whether the attacked device serves a well-behaved front end again.
+    ///
+    /// # Errors
+    /// It does not, or the daemon holds more than it did.
+    pub fn well_afterwards(&self) -> Well {
+        self.victim_goes_on("after the attack")?;
+        self.is_served(&self.attacked)?;
+        self.holds_what_it_held()
+    }
+
     /// Asks the daemon to end (SIGTERM), which has to be done within [`BOUND`].
     ///
     /// # Errors
     /// It is not; then what its threads wait for, and it is killed.
     pub fn end(mut self) -> Well {
+        self.lives()?;
         let pid = self.pid()?;
         let asked = i32::try_from(pid)
             .ok()
@@ -408,8 +419,9 @@ impl Holdings {
         }
         for entry in folder("task")?.flatten() {
             let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-            // The runtime of the API keeps threads for a while.
-            if !name.starts_with("tokio") && !name.is_empty() {
+            // The API's runtime and the kernel's io_uring keep threads for a while.
+            let is_kept = name.starts_with("tokio") || name.starts_with("iou-");
+            if !is_kept && !name.is_empty() {
                 count(format!("threads named {}", name.trim()));
             }
         }

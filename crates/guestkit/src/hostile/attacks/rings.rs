@@ -524,11 +524,8 @@ fn changes_of_memory() -> Vec<Attack> {
             let fds = if has_memory { &[fd][..] } else { &[] };
             let outcome = front.peer.tell(table, fds);
             let seen = match seen(outcome)? {
-                Seen::Served => match front.check(64, &[9; 4096]) {
-                    // Its ring is in memory no more.
-                    Err(Failure::Silent { .. }) => Seen::Served,
-                    other => seen(other)?,
-                },
+                // Else its ring is in memory no more.
+                Seen::Served if has_memory => seen(front.check(64, &[9; 4096]))?,
                 other => other,
             };
             Ok(Held::nothing(seen).and(front))
@@ -549,6 +546,10 @@ fn changes_of_memory() -> Vec<Attack> {
             &[Seen::Refused, Seen::HungUp],
             || wire::mem_region(request::REM_MEM_REG, &all_of_it(GPA + 4096)),
         ),
+        Attack::new("holds-requests-in-flight", &SERVED, |target| {
+            let front = flooded(target)?;
+            Ok(Held::nothing(Seen::Served).and(front))
+        }),
         Attack::new("leaves-with-requests-in-flight", &SERVED, |target| {
             for _ in 0..10 {
                 drop(flooded(target)?);
