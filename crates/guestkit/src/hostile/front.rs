@@ -1,28 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A front end with one ring written by hand, well-behaved until told otherwise.
 //!
-//! Guest RAM is a file, written with `pwrite` and read with `pread`: to a back
-//! end that maps it, that is what a guest's own stores are, and it needs no
-//! mapping here. (A file that cannot be written so, such as one of hugetlbfs, is
-//! lent as further memory beside the ring's.)
-//!
 //! ```text
 //!   0x0000  descriptor table     0x4000  request headers and status bytes
 //!   0x1000  avail ring           0x8000  indirect table
 //!   0x2000  used ring          0x10_0000 data
 //! ```
 
-use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::peer::{Failure, PATIENCE, Peer, failed, wrong};
+pub use super::ram::Ram;
 use super::wire::{
     self, F_PROTOCOL, F_VERSION_1, Inflight, Message, PROTOCOL, Region, RingAddresses, request,
 };
@@ -65,98 +57,6 @@ const HEADER_BYTES: u64 = 16;
 const HEADER_STRIDE: u64 = 32;
 /// Between two looks at the used ring where no descriptor tells of it.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
-
-/// Guest RAM: a file, shared with the back end.
-#[derive(Debug, Clone)]
-pub struct Ram {
-    file: Arc<File>,
-    bytes: u64,
-}
-
-impl Ram {
-    /// A memfd that may be sealed, as QEMU makes it.
-    ///
-    /// # Errors
-    /// No memory.
-    pub fn new(bytes: u64) -> Result<Self, Failure> {
-        Self::memfd(bytes, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-    }
-
-    /// A memfd that nobody can seal, as DPDK's `--no-huge` makes it.
-    ///
-    /// # Errors
-    /// No memory.
-    pub fn unsealable(bytes: u64) -> Result<Self, Failure> {
-        Self::memfd(bytes, MemfdFlags::CLOEXEC)
-    }
-
-    /// A memfd with these flags.
-    ///
-    /// # Errors
-    /// No memory, or flags that the kernel does not know.
-    pub fn memfd(bytes: u64, flags: MemfdFlags) -> Result<Self, Failure> {
-        let file = memfd_create("hostile-ram", flags).map_err(failed("memfd_create"))?;
-        ftruncate(&file, bytes).map_err(failed("ftruncate"))?;
-        Ok(Self::of(File::from(file), bytes))
-    }
-
-    /// `file`, of which `bytes` are RAM.
-    #[must_use]
-    pub fn of(file: File, bytes: u64) -> Self {
-        Self {
-            file: Arc::new(file),
-            bytes,
-        }
-    }
-
-    /// Its file.
-    #[must_use]
-    pub fn file(&self) -> &File {
-        &self.file
-    }
-
-    /// Its length.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Writes as the guest would.
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub fn put(&self, at: u64, bytes: &[u8]) -> Result<(), Failure> {
-        let written = self.file.write_all_at(bytes, at);
-        written.map_err(failed("writing guest RAM"))
-    }
-
-    /// Reads as the guest would.
-    ///
-    /// # Errors
-    /// What the kernel says; the file may have been shrunk.
-    pub fn get<const N: usize>(&self, at: u64) -> Result<[u8; N], Failure> {
-        let mut bytes = [0; N];
-        self.read(at, &mut bytes)?;
-        Ok(bytes)
-    }
-
-    /// Reads as the guest would.
-    ///
-    /// # Errors
-    /// As [`Ram::get`].
-    pub fn read(&self, at: u64, into: &mut [u8]) -> Result<(), Failure> {
-        let read = self.file.read_exact_at(into, at);
-        read.map_err(failed("reading guest RAM"))
-    }
-
-    /// Makes the file this long, or short.
-    ///
-    /// # Errors
-    /// It is sealed.
-    pub fn resize(&self, bytes: u64) -> Result<(), Failure> {
-        ftruncate(&*self.file, bytes).map_err(failed("ftruncate"))
-    }
-}
 
 /// A descriptor of a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -221,7 +121,7 @@ impl Setup {
     /// # Errors
     /// No memory or descriptor is left.
     pub fn new() -> Result<Self, Failure> {
-        Ok(Self::with(Ram::new(RAM_BYTES)?)?)
+        Self::with(Ram::new(RAM_BYTES)?)
     }
 
     /// As any guest does it, with this RAM.
@@ -672,6 +572,6 @@ mod tests {
             assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
         }
         assert!(DATA + u64::from(SLOTS) * u64::from(SLOT_BYTES) <= RAM_BYTES);
-        assert!(3 * SLOTS <= RING_SIZE);
+        const { assert!(3 * SLOTS <= RING_SIZE) };
     }
 }

@@ -26,6 +26,7 @@ pub mod changing;
 pub mod descriptors;
 pub mod front;
 pub mod peer;
+pub mod ram;
 pub mod scene;
 pub mod silent_fuse;
 pub mod victim;
@@ -33,6 +34,8 @@ pub mod wire;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+
+use serde_json::Value;
 
 pub use attacks::all as attacks;
 pub use peer::Failure;
@@ -102,7 +105,7 @@ pub struct Attack {
     /// Words for `dpu blk`, for a device of its own; without any, any device will do.
     pub options: Vec<&'static str>,
     /// What `dpu list --json` says of the device while it is attacked.
-    pub listed: Option<(&'static str, bool)>,
+    pub listed: Option<(&'static str, Value)>,
     run: Box<Run>,
 }
 
@@ -134,7 +137,7 @@ impl Attack {
         }
     }
 
-    fn listed(self, field: &'static str, value: bool) -> Self {
+    fn listed(self, field: &'static str, value: Value) -> Self {
         Self {
             listed: Some((field, value)),
             ..self

@@ -215,10 +215,10 @@ impl Scene {
                 Ok(self.device(socket)?["state"] == "stopped")
             })?;
         }
-        if let Some((field, value)) = attack.listed {
+        if let Some((field, value)) = &attack.listed {
             let device = self.device(socket)?;
-            if device[field] != value {
-                let listed = &device[field];
+            if device[*field] != *value {
+                let listed = &device[*field];
                 return Err(format!(
                     "its \"{field}\" is listed as {listed}, not {value}"
                 ));

@@ -262,8 +262,18 @@ impl Inflight {
     /// From the body of a reply; `None` if that is too short.
     #[must_use]
     pub fn parse(body: &[u8]) -> Option<Self> {
-        let word = |at: usize| Some(u64::from_le_bytes(body.get(at..at + 8)?.try_into().ok()?));
-        let half = |at: usize| Some(u16::from_le_bytes(body.get(at..at + 2)?.try_into().ok()?));
+        let word = |at: usize| {
+            body.get(at..)?
+                .first_chunk()
+                .copied()
+                .map(u64::from_le_bytes)
+        };
+        let half = |at: usize| {
+            body.get(at..)?
+                .first_chunk()
+                .copied()
+                .map(u16::from_le_bytes)
+        };
         Some(Self {
             bytes: word(0)?,
             offset: word(8)?,

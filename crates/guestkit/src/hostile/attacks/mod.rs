@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The attacks, by what they attack with.
 
+mod changes;
 mod connections;
 mod inflight;
 mod memory;
@@ -22,6 +23,7 @@ pub fn all() -> Vec<Attack> {
         inflight::attacks(),
         messages::attacks(),
         rings::attacks(),
+        changes::attacks(),
         requests::attacks(),
         connections::attacks(),
     ]
