@@ -6,7 +6,9 @@
 //! with its name and the end of the daemon's log, and the next one gets a daemon of
 //! its own. `HOSTILE=name,name` runs only the cases whose names hold one of these.
 
+use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use pagetide_guestkit::hostile::scene::{Scene, Verdict};
@@ -16,7 +18,7 @@ use pagetide_guestkit::product::Product;
 /// Fewer would be another suite.
 const CASES_MIN: usize = 100;
 /// What is held while a device is removed, or the daemon ends.
-const HELD: [&str; 9] = [
+const HELD: [&str; 10] = [
     "call-full-and-blocking",
     "error-full-and-blocking",
     "connects-and-says-nothing",
@@ -26,6 +28,7 @@ const HELD: [&str; 9] = [
     "ram-lent-on-silent-fuse",
     "shrink-used-ring-idle",
     "kick-storm",
+    "holds-requests-in-flight",
 ];
 
 /// The binary, or `None` where it is not built.
@@ -132,4 +135,36 @@ fn attacked_device_is_removed_while_its_attacker_holds_what_it_has() {
         scene.well_meanwhile()
     });
     assert!(failed.is_empty(), "{}", failed.join("\n"));
+}
+
+/// A front end as a process of its own is stopped with requests in flight, and then killed.
+#[test]
+fn front_end_that_freezes_and_dies_with_requests_in_flight_harms_nobody() {
+    let Some(binary) = binary() else { return };
+    let scene = Scene::set(&binary).expect("a daemon with a victim");
+    let target = scene.target();
+    let mut front = Command::new(env!("CARGO_BIN_EXE_hostile"))
+        .args(["--hold", "holds-requests-in-flight", "--socket"])
+        .arg(&target.socket)
+        .arg("--folder")
+        .arg(&target.folder)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("a front end");
+    let mut line = String::new();
+    let out = front.stdout.take().expect("its output");
+    BufReader::new(out).read_line(&mut line).expect("a line");
+    assert!(line.contains("Served"), "{line}");
+    let pid = i32::try_from(front.id())
+        .ok()
+        .and_then(rustix::process::Pid::from_raw);
+    let pid = pid.expect("a process id");
+    rustix::process::kill_process(pid, rustix::process::Signal::STOP).expect("SIGSTOP");
+    let frozen = scene.well_meanwhile();
+    front.kill().expect("SIGKILL");
+    front.wait().expect("its end");
+    frozen.expect("nobody harmed while it is frozen");
+    scene.well_afterwards().expect("all well after its death");
+    scene.end().expect("an end in time");
 }

@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A front end with one ring written by hand, well-behaved until told otherwise.
 //!
-//! Guest RAM is a file, written with `pwrite` and read with `pread`: to a back
-//! end that maps it, that is what a guest's own stores are, and it needs no
-//! mapping here. (A file that cannot be written so, such as one of hugetlbfs, is
-//! lent as further memory beside the ring's.)
-//!
 //! ```text
 //!   0x0000  descriptor table     0x4000  request headers and status bytes
 //!   0x1000  avail ring           0x8000  indirect table

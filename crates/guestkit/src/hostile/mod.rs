@@ -35,6 +35,8 @@ pub mod wire;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
+
 pub use attacks::all as attacks;
 pub use peer::Failure;
 
@@ -103,7 +105,7 @@ pub struct Attack {
     /// Words for `dpu blk`, for a device of its own; without any, any device will do.
     pub options: Vec<&'static str>,
     /// What `dpu list --json` says of the device while it is attacked.
-    pub listed: Option<(&'static str, bool)>,
+    pub listed: Option<(&'static str, Value)>,
     run: Box<Run>,
 }
 
@@ -135,9 +137,9 @@ impl Attack {
         }
     }
 
-    fn listed(self, listed: (&'static str, bool)) -> Self {
+    fn listed(self, field: &'static str, value: Value) -> Self {
         Self {
-            listed: Some(listed),
+            listed: Some((field, value)),
             ..self
         }
     }

@@ -104,8 +104,7 @@ impl Reply {
     /// The first word of its body.
     #[must_use]
     pub fn word(&self) -> Option<u64> {
-        let bytes = self.body.first_chunk()?;
-        Some(u64::from_le_bytes(*bytes))
+        self.body.first_chunk().copied().map(u64::from_le_bytes)
     }
 }
 

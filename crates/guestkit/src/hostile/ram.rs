@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guest RAM as a file, by the calls that need no mapping.
+//! Guest RAM as a file that is shared with the back end.
+//!
+//! It is written with `pwrite` and read with `pread`: to a back end that maps the
+//! file, that is what a guest's own stores are, and it needs no mapping here. (A
+//! file that cannot be written so, such as one of hugetlbfs, is lent as further
+//! memory beside the ring's.)
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

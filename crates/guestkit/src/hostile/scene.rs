@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::front::Front;
+use super::front::{Front, Io, T_IN};
 use super::victim::{Progress, Victim, content};
 use super::{Attack, Failure, Held, Seen, Target};
 use crate::product::Product;
@@ -32,6 +32,8 @@ pub const BOUND: Duration = Duration::from_secs(10);
 const BLOCKS: u64 = 6;
 /// Where a well-behaved front end writes on a device: behind what attacks write.
 const CHECKED_SECTOR: u64 = DISK_BYTES / 512 - 256;
+/// Word for `dpu blk` after which a device takes no writes.
+const READ_ONLY: &str = "--read-only";
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// What a case came to, if nobody was harmed.
@@ -160,7 +162,11 @@ impl Scene {
         self.is_as_expected(attack, &held, socket)?;
         drop(held);
         self.victim_goes_on("after the attack")?;
-        self.is_served(socket)?;
+        if attack.options.contains(&READ_ONLY) {
+            self.is_read(socket)?;
+        } else {
+            self.is_served(socket)?;
+        }
         if !attack.options.is_empty() {
             self.remove_device(socket)?;
         }
@@ -209,10 +215,10 @@ impl Scene {
                 Ok(self.device(socket)?["state"] == "stopped")
             })?;
         }
-        if let Some((field, value)) = attack.listed {
+        if let Some((field, value)) = &attack.listed {
             let device = self.device(socket)?;
-            if device[field] != value {
-                let listed = &device[field];
+            if device[*field] != *value {
+                let listed = &device[*field];
                 return Err(format!(
                     "its \"{field}\" is listed as {listed}, not {value}"
                 ));
@@ -223,12 +229,25 @@ impl Scene {
 
     /// Connects as anybody would, once the device lets go of who was there before.
     fn is_served(&self, socket: &Path) -> Well {
+        let bytes = content(CHECKED_SECTOR, u64::from(std::process::id()), 64 << 10);
+        self.is_served_by(socket, |front| front.check(CHECKED_SECTOR, &bytes))
+    }
+
+    /// As [`Scene::is_served`], without a write.
+    fn is_read(&self, socket: &Path) -> Well {
+        let io = Io::of_slot(0, T_IN, CHECKED_SECTOR, 64 << 10);
+        self.is_served_by(socket, |front| front.do_io(0, io))
+    }
+
+    fn is_served_by(
+        &self,
+        socket: &Path,
+        check: impl Fn(&mut Front) -> Result<(), Failure>,
+    ) -> Well {
         let deadline = Instant::now() + BOUND;
         let name = socket.file_name().unwrap_or_default().to_string_lossy();
         loop {
-            let bytes = content(CHECKED_SECTOR, u64::from(std::process::id()), 64 << 10);
-            let checked =
-                Front::start(socket).and_then(|mut front| front.check(CHECKED_SECTOR, &bytes));
+            let checked = Front::start(socket).and_then(|mut front| check(&mut front));
             match checked {
                 Ok(()) => return Ok(()),
                 Err(failure) if Instant::now() > deadline => {
@@ -352,11 +371,22 @@ impl Scene {
         }
     }
 
+    /// Looks whether the attacked device serves a well-behaved front end again.
+    ///
+    /// # Errors
+    /// It does not, or the daemon holds more than it did.
+    pub fn well_afterwards(&self) -> Well {
+        self.victim_goes_on("after the attack")?;
+        self.is_served(&self.attacked)?;
+        self.holds_what_it_held()
+    }
+
     /// Asks the daemon to end (SIGTERM), which has to be done within [`BOUND`].
     ///
     /// # Errors
     /// It is not; then what its threads wait for, and it is killed.
     pub fn end(mut self) -> Well {
+        self.lives()?;
         let pid = self.pid()?;
         let asked = i32::try_from(pid)
             .ok()
@@ -389,8 +419,9 @@ impl Holdings {
         }
         for entry in folder("task")?.flatten() {
             let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-            // The runtime of the API keeps threads for a while.
-            if !name.starts_with("tokio") && !name.is_empty() {
+            // The API's runtime and the kernel's io_uring keep threads for a while.
+            let is_kept = name.starts_with("tokio") || name.starts_with("iou-");
+            if !is_kept && !name.is_empty() {
                 count(format!("threads named {}", name.trim()));
             }
         }

@@ -254,14 +254,26 @@ impl Inflight {
         let mut body = Message::words64(0, &[self.bytes, self.offset]).body;
         body.extend(self.queues.to_le_bytes());
         body.extend(self.size.to_le_bytes());
+        // The C structure's padding is part of the message.
+        body.extend([0; 4]);
         Message::new(request).with_body(body)
     }
 
     /// From the body of a reply; `None` if that is too short.
     #[must_use]
     pub fn parse(body: &[u8]) -> Option<Self> {
-        let word = |at: usize| Some(u64::from_le_bytes(*body.get(at..)?.first_chunk()?));
-        let half = |at: usize| Some(u16::from_le_bytes(*body.get(at..)?.first_chunk()?));
+        let word = |at: usize| {
+            body.get(at..)?
+                .first_chunk()
+                .copied()
+                .map(u64::from_le_bytes)
+        };
+        let half = |at: usize| {
+            body.get(at..)?
+                .first_chunk()
+                .copied()
+                .map(u16::from_le_bytes)
+        };
         Some(Self {
             bytes: word(0)?,
             offset: word(8)?,

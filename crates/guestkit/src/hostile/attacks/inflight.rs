@@ -16,6 +16,8 @@ use super::super::{Attack, Held, Seen, Target, seen};
 const NO: [Seen; 2] = [Seen::Refused, Seen::HungUp];
 const YES: [Seen; 1] = [Seen::Served];
 const EITHER: [Seen; 2] = [Seen::Served, Seen::Stopped];
+const SEALED_OR_NOT_TAKEN: [Seen; 3] = [Seen::Served, Seen::Refused, Seen::HungUp];
+const ANY: [Seen; 4] = [Seen::Served, Seen::Refused, Seen::HungUp, Seen::Stopped];
 const BYTES: u64 = 1 << 20;
 
 /// See the module.
@@ -53,9 +55,8 @@ pub fn attacks() -> Vec<Attack> {
         ));
     }
     all.extend([
-        Attack::new("inflight-unsealed", &NO, |target| {
-            told(target, usual(), sealed(BYTES, SealFlags::empty())?)
-        }),
+        Attack::new("inflight-unsealed", &SEALED_OR_NOT_TAKEN, unsealed),
+        Attack::new("inflight-unsealable-and-shrunk", &ANY, unsealable),
         Attack::new("inflight-sealed-against-writes", &NO, |target| {
             told(
                 target,
@@ -148,6 +149,35 @@ fn told(target: &Target, region: Inflight, file: OwnedFd) -> Result<Held, Failur
         }
         Err(failure) => Ok(Held::nothing(seen(Err::<(), _>(failure))?)),
     }
+}
+
+/// One that is not sealed is sealed by the device, or not taken.
+fn unsealed(target: &Target) -> Result<Held, Failure> {
+    let file = sealed(BYTES, SealFlags::empty())?;
+    let ram = copy_of(&file)?;
+    let held = told(target, usual(), file)?;
+    if held.seen == Seen::Served && ram.resize(0).is_ok() {
+        ram.resize(BYTES)?;
+        let what = "it can be shrunk".to_owned();
+        return Err(wrong("an in-flight region that was taken", what));
+    }
+    Ok(held)
+}
+
+/// One that nobody can seal, shrunk while requests are in flight.
+fn unsealable(target: &Target) -> Result<Held, Failure> {
+    let ram = Ram::unsealable(BYTES)?;
+    let file = ram.file().try_clone().map_err(failed("copying"))?;
+    let mut setup = Setup::new()?;
+    setup.inflight = Some((usual(), file.into()));
+    let mut front = match setup.start(&target.socket) {
+        Ok(front) => front,
+        Err(failure) => return Ok(Held::nothing(seen(Err::<(), _>(failure))?)),
+    };
+    front.do_io(0, Io::of_slot(0, T_IN, 0, 4096))?;
+    ram.resize(0)?;
+    let seen = some_requests(&mut front)?;
+    Ok(Held::nothing(seen).and(front))
 }
 
 fn asked_for(target: &Target, queues: u16, size: u16) -> Result<Held, Failure> {

@@ -10,6 +10,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, open};
+use serde_json::Value;
 
 use super::super::descriptors::{KINDS, Kind, named};
 use super::super::front::{
@@ -53,8 +54,9 @@ fn kinds() -> Vec<Attack> {
         .collect();
     all.extend([
         Attack::new("ram-memfd-cannot-be-shrunk", &YES, sealed_by_daemon),
-        Attack::new("ram-memfd-unsealable", &YES, unsealable).listed(("ram_sealed", false)),
-        Attack::new("ram-memfd-sealable", &YES, sealable).listed(("ram_sealed", true)),
+        Attack::new("ram-memfd-unsealable", &YES, unsealable)
+            .listed("ram_sealed", Value::Bool(false)),
+        Attack::new("ram-memfd-sealable", &YES, sealable).listed("ram_sealed", Value::Bool(true)),
         Attack::new("ram-unsealable-where-seals-are-required", &NO, unsealable)
             .on_device_with(&["--require-sealed"]),
         Attack::new("ram-sealable-where-seals-are-required", &YES, sealable)

@@ -29,98 +29,99 @@ enum Wants {
 }
 
 /// One right message of each request.
-#[expect(clippy::too_many_lines, reason = "a table")]
 fn all_messages() -> Vec<(&'static str, Message, Wants)> {
-    let one = [Region {
+    let mut all = Vec::new();
+    let mut put = |wants, messages: Vec<(&'static str, Message)>| {
+        all.extend(
+            messages
+                .into_iter()
+                .map(|(name, message)| (name, message, wants)),
+        );
+    };
+    put(Wants::Nothing, without_descriptors());
+    let event = |number| Message::words64(number, &[0]);
+    put(
+        Wants::Event,
+        vec![
+            ("set-log-fd", Message::new(request::SET_LOG_FD)),
+            ("set-vring-kick", event(request::SET_VRING_KICK)),
+            ("set-vring-call", event(request::SET_VRING_CALL)),
+            ("set-vring-err", event(request::SET_VRING_ERR)),
+        ],
+    );
+    let log = Message::words64(request::SET_LOG_BASE, &[4096, 0]);
+    let more = wire::mem_region(request::ADD_MEM_REG, &all_of_it());
+    let inflight = inflight().message(request::SET_INFLIGHT_FD);
+    put(
+        Wants::Ram,
+        vec![
+            ("set-mem-table", wire::mem_table(1, &[all_of_it()])),
+            ("set-log-base", log),
+            ("set-inflight-fd", inflight),
+            ("add-mem-reg", more),
+        ],
+    );
+    all
+}
+
+fn all_of_it() -> Region {
+    Region {
         gpa: GPA,
         bytes: RAM_BYTES,
         va: VA,
         offset: 0,
-    }];
+    }
+}
+
+fn inflight() -> Inflight {
+    Inflight {
+        bytes: 4096,
+        offset: 0,
+        queues: 1,
+        size: 128,
+    }
+}
+
+fn without_descriptors() -> Vec<(&'static str, Message)> {
     let ring = RingAddresses {
         descriptors: VA,
         used: VA + 0x2000,
         avail: VA + 0x1000,
     };
-    let inflight = Inflight {
-        bytes: 4096,
-        offset: 0,
-        queues: 1,
-        size: 128,
-    };
-    let plain = |name, number| (name, Message::new(number), Wants::Nothing);
-    let state = |name, number, value| (name, Message::words32(number, &[0, value]), Wants::Nothing);
-    let event = |name, number| (name, Message::words64(number, &[0]), Wants::Event);
-    let features = F_PROTOCOL | F_VERSION_1;
+    let state = |number, value| Message::words32(number, &[0, value]);
     let word = |number, value| Message::words64(number, &[value]);
-    vec![
-        plain("get-features", request::GET_FEATURES),
-        (
-            "set-features",
-            word(request::SET_FEATURES, features),
-            Wants::Nothing,
-        ),
-        plain("set-owner", request::SET_OWNER),
-        plain("reset-owner", request::RESET_OWNER),
-        ("set-mem-table", wire::mem_table(1, &one), Wants::Ram),
-        (
-            "set-log-base",
-            Message::words64(request::SET_LOG_BASE, &[4096, 0]),
-            Wants::Ram,
-        ),
-        (
-            "set-log-fd",
-            Message::new(request::SET_LOG_FD),
-            Wants::Event,
-        ),
-        state("set-vring-num", request::SET_VRING_NUM, 128),
-        ("set-vring-addr", wire::vring_addr(0, ring), Wants::Nothing),
-        state("set-vring-base", request::SET_VRING_BASE, 0),
-        state("get-vring-base", request::GET_VRING_BASE, 0),
-        event("set-vring-kick", request::SET_VRING_KICK),
-        event("set-vring-call", request::SET_VRING_CALL),
-        event("set-vring-err", request::SET_VRING_ERR),
-        plain("get-protocol-features", request::GET_PROTOCOL_FEATURES),
-        (
-            "set-protocol-features",
-            word(request::SET_PROTOCOL_FEATURES, PROTOCOL),
-            Wants::Nothing,
-        ),
-        plain("get-queue-num", request::GET_QUEUE_NUM),
-        state("set-vring-enable", request::SET_VRING_ENABLE, 1),
-        (
-            "get-config",
-            wire::config(request::GET_CONFIG, 0, 60, 60),
-            Wants::Nothing,
-        ),
-        (
-            "set-config",
-            wire::config(request::SET_CONFIG, 0, 8, 8),
-            Wants::Nothing,
-        ),
-        (
-            "get-inflight-fd",
-            inflight.message(request::GET_INFLIGHT_FD),
-            Wants::Nothing,
-        ),
-        (
-            "set-inflight-fd",
-            inflight.message(request::SET_INFLIGHT_FD),
-            Wants::Ram,
-        ),
-        plain("reset-device", request::RESET_DEVICE),
-        plain("get-max-mem-slots", request::GET_MAX_MEM_SLOTS),
-        (
-            "add-mem-reg",
-            wire::mem_region(request::ADD_MEM_REG, &one[0]),
-            Wants::Ram,
-        ),
-        (
-            "rem-mem-reg",
-            wire::mem_region(request::REM_MEM_REG, &one[0]),
-            Wants::Nothing,
-        ),
+    let features = F_PROTOCOL | F_VERSION_1;
+    let gone = wire::mem_region(request::REM_MEM_REG, &all_of_it());
+    let inflight = inflight().message(request::GET_INFLIGHT_FD);
+    let get_config = wire::config(request::GET_CONFIG, 0, 60, 60);
+    let set_config = wire::config(request::SET_CONFIG, 0, 8, 8);
+    let protocol = word(request::SET_PROTOCOL_FEATURES, PROTOCOL);
+    let mut all: Vec<_> = [
+        ("get-features", request::GET_FEATURES),
+        ("set-owner", request::SET_OWNER),
+        ("reset-owner", request::RESET_OWNER),
+        ("get-protocol-features", request::GET_PROTOCOL_FEATURES),
+        ("get-queue-num", request::GET_QUEUE_NUM),
+        ("reset-device", request::RESET_DEVICE),
+        ("get-max-mem-slots", request::GET_MAX_MEM_SLOTS),
     ]
+    .into_iter()
+    .map(|(name, number)| (name, Message::new(number)))
+    .collect();
+    all.extend([
+        ("set-features", word(request::SET_FEATURES, features)),
+        ("set-vring-num", state(request::SET_VRING_NUM, 128)),
+        ("set-vring-addr", wire::vring_addr(0, ring)),
+        ("set-vring-base", state(request::SET_VRING_BASE, 0)),
+        ("get-vring-base", state(request::GET_VRING_BASE, 0)),
+        ("set-vring-enable", state(request::SET_VRING_ENABLE, 1)),
+        ("set-protocol-features", protocol),
+        ("get-config", get_config),
+        ("set-config", set_config),
+        ("get-inflight-fd", inflight),
+        ("rem-mem-reg", gone),
+    ]);
+    all
 }
 
 /// Requests that this back end offers no feature for.
@@ -241,14 +242,34 @@ fn headers() -> Vec<Attack> {
     ]
 }
 
-#[expect(clippy::too_many_lines, reason = "a table")]
+/// A message while the ring runs, which asks for an acknowledgement.
+fn told(name: String, expected: &[Seen], message: Message, wants: Wants) -> Attack {
+    let message = message.acked();
+    Attack::new(name, expected, move |target| {
+        while_running(target, &message, wants)
+    })
+}
+
 fn values() -> Vec<Attack> {
+    let mut all = of_other_queues();
+    all.extend(of_ring());
+    all.extend(of_features());
+    all.extend(of_configuration());
+    let plain = Wants::Nothing;
+    let empty = wire::mem_table(0, &[]);
+    let twice = Message::words32(request::SET_VRING_ENABLE, &[0, 2]);
+    all.push(told(
+        "mem-table-empty-while-running".into(),
+        &ANY,
+        empty,
+        plain,
+    ));
+    all.push(told("vring-enable-2".into(), &NO, twice, plain));
+    all
+}
+
+fn of_other_queues() -> Vec<Attack> {
     let mut all = Vec::new();
-    let mut case = |name: String, expected: &[Seen], message: Message, wants| {
-        all.push(Attack::new(name, expected, move |target| {
-            while_running(target, &message.clone().acked(), wants)
-        }));
-    };
     let per_ring = [
         ("set-vring-num", request::SET_VRING_NUM, 128),
         ("set-vring-base", request::SET_VRING_BASE, 0),
@@ -258,69 +279,73 @@ fn values() -> Vec<Attack> {
     for index in [64, 255, 65_536, 1 << 31, u32::MAX] {
         for (name, number, value) in per_ring {
             let message = Message::words32(number, &[index, value]);
-            case(
-                format!("{name}-of-queue-{index}"),
-                &NO,
-                message,
-                Wants::Nothing,
-            );
+            let name = format!("{name}-of-queue-{index}");
+            all.push(told(name, &NO, message, Wants::Nothing));
         }
     }
-    for number in [
-        request::SET_VRING_KICK,
-        request::SET_VRING_CALL,
-        request::SET_VRING_ERR,
+    for (name, number) in [
+        ("set-vring-kick", request::SET_VRING_KICK),
+        ("set-vring-call", request::SET_VRING_CALL),
+        ("set-vring-err", request::SET_VRING_ERR),
     ] {
-        for index in [64, 255] {
-            let message = Message::words64(number, &[index]);
-            case(
-                format!("descriptor-{number}-of-queue-{index}"),
-                &NO,
-                message,
-                Wants::Event,
-            );
+        for (how, expected, word) in [
+            ("of-queue-64", &NO[..], 64),
+            ("of-queue-255", &NO, 255),
+            ("with-other-bits", &ANY, 0xffff_ffff_ffff_fe00),
+        ] {
+            let message = Message::words64(number, &[word]);
+            let name = format!("{name}-{how}");
+            all.push(told(name, expected, message, Wants::Event));
         }
-        let message = Message::words64(number, &[0xffff_ffff_ffff_fe00]);
-        case(
-            format!("descriptor-{number}-with-other-bits"),
-            &ANY,
-            message,
-            Wants::Event,
-        );
     }
-    for entries in [0, 1, 3, 127, 2048, 32_768, 65_536, 65_536 + 128, u32::MAX] {
+    all
+}
+
+fn of_ring() -> Vec<Attack> {
+    let mut all = Vec::new();
+    for entries in [0, 3, 127, 2048, 32_768, 65_536, 65_536 + 128, u32::MAX] {
         let message = Message::words32(request::SET_VRING_NUM, &[0, entries]);
-        // Of a ring that runs it is refused whatever it is.
-        case(format!("vring-num-{entries}"), &NO, message, Wants::Nothing);
+        let name = format!("vring-num-{entries}");
+        all.push(told(name, &NO, message.clone(), Wants::Nothing));
+        let name = format!("vring-num-{entries}-before-the-ring-runs");
+        all.push(Attack::new(name, &NO, move |target| {
+            let peer = Peer::connect(&target.socket)?;
+            greet(&peer, 0)?;
+            let seen = seen(peer.tell(message.clone(), &[]))?;
+            Ok(Held::nothing(seen).and(peer))
+        }));
     }
     for base in [65_536, u32::MAX] {
         let message = Message::words32(request::SET_VRING_BASE, &[0, base]);
-        case(format!("vring-base-{base}"), &NO, message, Wants::Nothing);
+        let name = format!("vring-base-{base}");
+        all.push(told(name, &NO, message, Wants::Nothing));
     }
+    all
+}
+
+fn of_features() -> Vec<Attack> {
+    let mut all = Vec::new();
+    let other = F_PROTOCOL | F_VERSION_1 | F_EVENT_IDX | F_INDIRECT;
     for (name, value) in [
         ("not-offered", 1 << 63),
         ("all", u64::MAX),
         ("none", 0),
-        (
-            "event-idx",
-            F_PROTOCOL | F_VERSION_1 | F_EVENT_IDX | F_INDIRECT,
-        ),
+        ("event-idx", other),
     ] {
-        let message = Message::words64(request::SET_FEATURES, &[value]);
-        case(
-            format!("features-{name}-while-running"),
-            &ANY,
-            message,
-            Wants::Nothing,
-        );
-        let message = Message::words64(request::SET_PROTOCOL_FEATURES, &[value]);
-        case(
-            format!("protocol-features-{name}-while-running"),
-            &ANY,
-            message,
-            Wants::Nothing,
-        );
+        for (kind, number) in [
+            ("features", request::SET_FEATURES),
+            ("protocol-features", request::SET_PROTOCOL_FEATURES),
+        ] {
+            let message = Message::words64(number, &[value]);
+            let name = format!("{kind}-{name}-while-running");
+            all.push(told(name, &ANY, message, Wants::Nothing));
+        }
     }
+    all
+}
+
+fn of_configuration() -> Vec<Attack> {
+    let mut all = Vec::new();
     for (offset, size) in [
         (0, 257),
         (256, 1),
@@ -331,40 +356,14 @@ fn values() -> Vec<Attack> {
         (0, 0),
     ] {
         let message = wire::config(request::GET_CONFIG, offset, size, 8);
-        case(
-            format!("get-config-{size}-at-{offset}"),
-            &ANY,
-            message,
-            Wants::Nothing,
-        );
+        let name = format!("get-config-{size}-at-{offset}");
+        all.push(told(name, &ANY, message, Wants::Nothing));
     }
     for regions in [0, 2, 33, 509, u32::MAX] {
-        let one = [Region {
-            gpa: GPA,
-            bytes: RAM_BYTES,
-            va: VA,
-            offset: 0,
-        }];
-        let message = wire::mem_table(regions, &one);
-        case(
-            format!("mem-table-that-says-{regions}"),
-            &ANY,
-            message,
-            Wants::Ram,
-        );
+        let message = wire::mem_table(regions, &[all_of_it()]);
+        let name = format!("mem-table-that-says-{regions}");
+        all.push(told(name, &ANY, message, Wants::Ram));
     }
-    case(
-        "mem-table-empty-while-running".to_owned(),
-        &ANY,
-        wire::mem_table(0, &[]),
-        Wants::Nothing,
-    );
-    case(
-        "vring-enable-2".to_owned(),
-        &NO,
-        Message::words32(request::SET_VRING_ENABLE, &[0, 2]),
-        Wants::Nothing,
-    );
     all
 }
 
