@@ -259,10 +259,7 @@ fn shared_mapping(line: &str) -> Option<SharedMapping> {
 
 /// A field of `/proc` that is not as it should be is passed over with its line.
 fn parsed<E>(field: Result<u64, E>) -> Option<u64> {
-    match field {
-        Ok(number) => Some(number),
-        Err(_) => None,
-    }
+    field.ok()
 }
 
 fn descriptors(folder: &Path, files: &mut Files) -> io::Result<Classes> {

@@ -103,10 +103,7 @@ impl StandInSpec {
 }
 
 fn parsed(word: &str) -> Option<u64> {
-    match word.parse() {
-        Ok(number) => Some(number),
-        Err(_) => None,
-    }
+    word.parse().ok()
 }
 
 fn println_now(line: &str) -> io::Result<()> {
