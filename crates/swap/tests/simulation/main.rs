@@ -43,7 +43,7 @@ use std::{
 };
 
 /// Runs of an ordinary test.
-const SEEDS: Range<u64> = 0..400;
+const SEEDS: Range<u64> = 0..600;
 const SEEDS_VARIABLE: &str = "PAGETIDE_SIM_SEEDS";
 
 /// The seeds that the environment names, as `from..to` or one number.
