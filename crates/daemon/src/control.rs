@@ -169,16 +169,19 @@ pub struct BlkRequest {
     #[serde(default)]
     pub on_fault: OnFault,
     /// Share of the engines beside the weights of other devices that have work, 1 to 1000.
-    #[serde(default = "default_weight")]
+    #[serde(default = "default_weight", skip_serializing_if = "is_default_weight")]
     pub weight: u32,
     /// Refuse guest RAM that is not sealed against shrinking.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_false")]
     pub require_sealed: bool,
     /// Guest RAM to be taken besides memfds of ordinary pages.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allow_ram: Vec<RamKind>,
     /// Most guest RAM, in bytes, that the front end may have mapped.
-    #[serde(default = "default_ram_max")]
+    #[serde(
+        default = "default_ram_max",
+        skip_serializing_if = "is_default_ram_max"
+    )]
     pub ram_max_bytes: u64,
     /// Others may write the image meanwhile, and know of one another (a cluster file system, say).
     #[serde(default, skip_serializing_if = "is_false")]
@@ -237,6 +240,16 @@ fn default_weight() -> u32 {
 
 fn default_lookup() -> bool {
     true
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_default_weight(weight: &u32) -> bool {
+    *weight == WEIGHT_DEFAULT
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_default_ram_max(bytes: &u64) -> bool {
+    *bytes == pagetide_dpu::RAM_BYTES_MAX
 }
 
 fn default_ram_max() -> u64 {

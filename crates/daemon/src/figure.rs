@@ -280,6 +280,7 @@ mod tests {
             "owner",
             "group",
             "mode",
+            "ram_sealed",
             "id",
             "dma_protector",
             "protected_devices",

@@ -213,6 +213,18 @@ fn device_steps() -> Vec<Step> {
             json!({"socket": "x", "image": "/i"}),
         ),
         ("get", "/v1/devices", "/v1/devices", json!(null)),
+        (
+            "put",
+            "/v1/devices",
+            "/v1/devices?socket=%2Ftmp%2Fd.sock",
+            json!({"weight": 200}),
+        ),
+        (
+            "put",
+            "/v1/devices",
+            "/v1/devices?socket=x",
+            json!({"weight": 200}),
+        ),
         ("get", "/v1/slo", "/v1/slo", json!(null)),
         (
             "get",

@@ -233,7 +233,6 @@ impl Dpu {
             poll: config.poll_max,
             iopf_timeout: config.iopf_timeout,
             lock,
-            thread_cpus: Vec::new(),
             shared: shared.clone(),
             device_end,
             bell,
@@ -556,24 +555,13 @@ fn serial_bytes(serial: &str) -> Result<[u8; SERIAL_BYTES], DpuError> {
     Ok(bytes)
 }
 
-/// What an engine that has a CPU leaves to the kernel's threads for its I/O: the other CPUs. On its
-/// own they would hold up all its tenants while they work for one.
-fn others_than(cpu: usize, allowed: &[usize]) -> Vec<usize> {
-    let others = allowed.iter().copied().filter(|other| *other != cpu);
-    others.collect()
-}
-
-fn run_engine(mut seed: Seed, cpu: Option<usize>, ready: &Sender<io::Result<()>>) {
+fn run_engine(seed: Seed, cpu: Option<usize>, ready: &Sender<io::Result<()>>) {
     let index = seed.index;
     let shared = seed.shared.clone();
-    if let Some(cpu) = cpu {
-        let allowed = pagetide_sys::cpu::affinity().unwrap_or_default();
-        match pagetide_sys::cpu::set_affinity(&[cpu]) {
-            Ok(()) => seed.thread_cpus = others_than(cpu, &allowed),
-            Err(error) => {
-                tracing::warn!(engine = index, %error, "the engine runs where the kernel puts it");
-            }
-        }
+    if let Some(cpu) = cpu
+        && let Err(error) = pagetide_sys::cpu::set_affinity(&[cpu])
+    {
+        tracing::warn!(engine = index, %error, "the engine runs where the kernel puts it");
     }
     let (engine, outcome) = match Engine::new(seed) {
         Ok(engine) => (Some(engine), Ok(())),

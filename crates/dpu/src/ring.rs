@@ -311,12 +311,6 @@ impl<R> IoRing<R> {
         })
     }
 
-    /// Has the kernel's threads run on `cpus` only.
-    pub fn run_threads_on(&self, cpus: &[usize]) -> io::Result<()> {
-        let cpus = pagetide_sys::cpu::kernel_set(cpus);
-        self.ring.submitter().register_iowq_aff(&cpus)
-    }
-
     /// Puts `file` into the table.
     pub fn set_file(&mut self, slot: FileSlot, file: BorrowedFd<'_>) -> io::Result<()> {
         self.update_file(slot, file.as_raw_fd())

@@ -25,6 +25,9 @@ fn add(rig: &Rig, name: &str) -> PathBuf {
         serial: name.into(),
         direct_io: DirectIo::Off,
         on_fault: OnFault::OutOfOrder,
+        ram: pagetide_dpu::RamPolicy::default(),
+        image_use: pagetide_dpu::ImageUse::default(),
+        access: pagetide_dpu::SocketAccess::default(),
     };
     rig.dpu.add_blk(config).unwrap();
     socket

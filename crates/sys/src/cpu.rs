@@ -100,18 +100,6 @@ pub fn set_affinity(cpus: &[usize]) -> Result<(), CpuError> {
     })
 }
 
-/// `cpus` as system calls take them; those beyond what the set holds are left out.
-#[must_use]
-pub fn kernel_set(cpus: &[usize]) -> libc::cpu_set_t {
-    // SAFETY: all zeros is the empty set.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    for cpu in cpus.iter().filter(|cpu| **cpu < CpuSet::MAX_CPU) {
-        // SAFETY: the number is below the size of the set.
-        unsafe { libc::CPU_SET(*cpu, &mut set) };
-    }
-    set
-}
-
 /// Sets before whom this thread goes.
 ///
 /// # Errors

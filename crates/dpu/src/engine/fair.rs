@@ -30,7 +30,7 @@
 //! |---|---|---|
 //! | bytes in flight | [`WINDOW_ALONE_BYTES`] | [`WINDOW_SHARED_BYTES`], by weight |
 //! | requests in flight | the ring's entries | the same, by weight |
-//! | slow operations in flight | [`SLOW_MAX`] | the same, by weight |
+//! | slow operations in flight | [`SLOW_ALONE_MAX`] | [`SLOW_SHARED_MAX`], by weight |
 //! | bytes of a step | [`STEP_ALONE_BYTES`] | [`STEP_SHARED_BYTES`] |
 //!
 //! *Slow* operations (flush, `fallocate`) wait on kernel threads, which all tenants of the engine
@@ -76,8 +76,12 @@ pub(crate) const STEP_ALONE_BYTES: u64 = 4 << 20;
 pub(crate) const WINDOW_SHARED_BYTES: u64 = 4 << 20;
 /// The same for a tenant that is alone.
 pub(crate) const WINDOW_ALONE_BYTES: u64 = 16 << 20;
-/// Slow operations with the kernel: half of [`crate::ring::KERNEL_THREADS`].
-pub(crate) const SLOW_MAX: usize = crate::ring::KERNEL_THREADS as usize / 2;
+/// Slow operations with the kernel of a tenant that is alone: half of
+/// [`crate::ring::KERNEL_THREADS`].
+pub(crate) const SLOW_ALONE_MAX: usize = crate::ring::KERNEL_THREADS as usize / 2;
+/// The same of all tenants together in company (one each at least): the threads that do them wake
+/// on the engine's CPU, too, and each takes it from all tenants for a moment.
+pub(crate) const SLOW_SHARED_MAX: u64 = 4;
 /// A tenant has at least so many requests in flight before it is held back.
 const REQUESTS_MIN: usize = 4;
 /// How long a tenant counts as present after it last began something.
@@ -93,7 +97,7 @@ pub const WEIGHT_DEFAULT: u32 = 100;
 
 const _: () = assert!(WINDOW_SHARED_BYTES >= STEP_SHARED_BYTES);
 const _: () = assert!(WINDOW_ALONE_BYTES >= 2 * STEP_ALONE_BYTES);
-const _: () = assert!(UNIT_MIN_BYTES > 0 && SLOW_MAX > 0);
+const _: () = assert!(UNIT_MIN_BYTES > 0 && SLOW_ALONE_MAX > 0);
 
 /// What may be spent. Below zero it is a debt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -289,8 +293,11 @@ impl Fair {
         let Some(tenant) = self.tenant(slot) else {
             return Verdict::Full;
         };
-        let share = usize::try_from(self.share(tenant, SLOW_MAX as u64)).unwrap_or(usize::MAX);
-        if tenant.slow >= share.max(1) {
+        let most = match self.is_alone(tenant) {
+            true => SLOW_ALONE_MAX,
+            false => usize::try_from(self.share(tenant, SLOW_SHARED_MAX)).unwrap_or(1),
+        };
+        if tenant.slow >= most.max(1) {
             return Verdict::Full;
         }
         if tenant.credit.is_left() {
@@ -489,7 +496,10 @@ mod tests {
         fn may_begin_slow(&self, slot: usize) -> Verdict {
             let slow = |load: &&Load| **load == Load::Slow;
             let slow = self.tenants[&slot].steps.iter().filter(slow).count();
-            let most = self.part(slot, SLOW_MAX as u64).max(1);
+            let most = match self.company(slot) == self.tenants[&slot].weight {
+                true => SLOW_ALONE_MAX as i128,
+                false => self.part(slot, SLOW_SHARED_MAX).max(1),
+            };
             self.verdict(slot, slow as i128 >= most)
         }
 

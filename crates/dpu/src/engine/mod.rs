@@ -114,8 +114,6 @@ pub(crate) struct Seed {
     /// How long a chain waits for its pages before it fails; for ever without one.
     pub iopf_timeout: Option<Duration>,
     pub lock: OwnedFd,
-    /// Where the kernel's threads for its I/O run; empty: where the kernel likes.
-    pub thread_cpus: Vec<usize>,
     pub shared: Arc<EngineShared>,
     pub device_end: DeviceEnd,
     pub bell: Arc<Doorbell>,
@@ -189,11 +187,6 @@ impl Engine {
     pub fn new(seed: Seed) -> io::Result<Self> {
         let mut ring = IoRing::new(seed.ring_entries, seed.lock)?;
         ring.poll(seed.bell.as_fd(), BELL_TOKEN)?;
-        if !seed.thread_cpus.is_empty()
-            && let Err(error) = ring.run_threads_on(&seed.thread_cpus)
-        {
-            tracing::warn!(engine = seed.index, %error, "kernel threads of the engine's I/O run where the kernel puts them");
-        }
         Ok(Self {
             io: Io {
                 index: seed.index,

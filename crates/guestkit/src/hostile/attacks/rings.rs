@@ -5,11 +5,11 @@ use std::os::fd::AsFd;
 
 use super::super::changing::Restless;
 use super::super::front::{
-    DATA, Descriptor, Front, GPA, INDIRECT, Io, NEXT, RAM_BYTES, SLOT_BYTES, SLOTS, Setup, T_IN,
-    T_OUT, TABLE, VA, WRITE, chain_bytes, data_of, header_of,
+    DATA, Descriptor, Front, GPA, INDIRECT, Io, NEXT, RAM_BYTES, Setup, T_IN, T_OUT, TABLE, VA,
+    WRITE, chain_bytes, header_of,
 };
 use super::super::peer::Failure;
-use super::super::wire::{self, F_EVENT_IDX, F_INDIRECT, Message, Region, RingAddresses, request};
+use super::super::wire::{self, F_EVENT_IDX, F_INDIRECT, Region, RingAddresses};
 use super::super::{Attack, Held, Seen, Target, seen};
 
 const STOPPED: [Seen; 1] = [Seen::Stopped];
@@ -87,6 +87,7 @@ fn misshapen_chains() -> Vec<Chain> {
     ]
 }
 
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn misplaced_chains() -> Vec<Chain> {
     let outside = GPA + 2 * RAM_BYTES;
     let pieces = |count: u32, bytes: u32| -> Vec<Part> {
@@ -391,8 +392,7 @@ fn event_noise(target: &Target) -> Result<Held, Failure> {
         .map(|n| Vec::from((n * 9362).to_le_bytes()))
         .collect();
     let noise = Restless::flip(&front.ram, at, values)?;
-    let outcome =
-        (0..64).try_for_each(|n| front.do_io(0, Io::of_slot(0, T_IN, u64::from(n), 4096)));
+    let outcome = (0..64).try_for_each(|n| front.do_io(0, Io::of_slot(0, T_IN, n, 4096)));
     let seen = seen(outcome)?;
     Ok(Held::nothing(seen).and(noise).and(front))
 }

@@ -101,8 +101,14 @@ fn start(target: &Target, gone: Gone) -> Result<Front, Failure> {
     Ok(front)
 }
 
-/// Puts a request of the kind into a slot; the header is at `header` and so on.
+/// Makes a request of the kind in a slot available.
 fn post(front: &mut Front, slot: u16, gone: Gone) -> Result<(), Failure> {
+    describe(front, slot, gone)?;
+    front.offer(3 * slot)
+}
+
+/// Puts a request of the kind into a slot, part of it into the last page.
+fn describe(front: &Front, slot: u16, gone: Gone) -> Result<(), Failure> {
     let last = GPA + LAST_PAGE;
     let header = if gone == Gone::Header {
         last
@@ -127,7 +133,7 @@ fn post(front: &mut Front, slot: u16, gone: Gone) -> Result<(), Failure> {
             front.places.descriptors + 48 * u64::from(slot),
             &chain_bytes(&[(last, 48, TABLE)]),
         )?;
-        return front.offer(3 * slot);
+        return Ok(());
     }
     for (index, (gpa, len, flags)) in (3 * slot..).zip(parts) {
         let flags = if index == 3 * slot + 2 {
@@ -146,7 +152,7 @@ fn post(front: &mut Front, slot: u16, gone: Gone) -> Result<(), Failure> {
             },
         )?;
     }
-    front.offer(3 * slot)
+    Ok(())
 }
 
 fn shrink(target: &Target, gone: Gone, when: When) -> Result<Held, Failure> {
@@ -155,6 +161,12 @@ fn shrink(target: &Target, gone: Gone, when: When) -> Result<Held, Failure> {
     match when {
         // What is posted lies in front of the cut, or goes with it.
         When::Idle if gone == Gone::All => front.ram.resize(to)?,
+        // A device that polls could serve it before the cut otherwise.
+        When::Idle if matches!(gone, Gone::Descriptors | Gone::Table) => {
+            describe(&front, 1, gone)?;
+            front.ram.resize(to)?;
+            front.offer(3)?;
+        }
         When::Idle => {
             post(&mut front, 1, gone)?;
             front.ram.resize(to)?;
@@ -173,7 +185,16 @@ fn shrink(target: &Target, gone: Gone, when: When) -> Result<Held, Failure> {
         }
     }
     front.kick()?;
-    let outcome = front.wait_within(SHORT);
+    let mut outcome = front.wait_within(SHORT);
+    if outcome.is_ok() && when == When::Idle && matches!(gone, Gone::Avail | Gone::Used | Gone::All)
+    {
+        // It was served before the cut; what is gone now is looked at after a kick.
+        front.kick()?;
+        outcome = Err(Failure::Silent {
+            step: "the look after a kick".to_owned(),
+            waited: SHORT,
+        });
+    }
     Ok(Held::nothing(judge(&front, outcome)?).and(front))
 }
 
