@@ -116,7 +116,7 @@ fn with_each_held(then: impl Fn(Scene) -> Result<(), String>) -> Vec<String> {
         // Whatever the attack comes to, it is what it holds that counts here.
         let held = attack.run(&scene.target());
         let outcome = then(scene);
-        println!("{name} ({held:?}): {outcome:?}");
+        eprintln!("{name} ({held:?}): {outcome:?}");
         failed.extend(outcome.err().map(|why| format!("{name}: {why}")));
     }
     failed
