@@ -176,7 +176,7 @@ fn page_request_goes_to_the_host_and_its_grant_and_answer_come_back() {
     host.driver.all_known();
     let other_window = dpu.bring(&memory());
     let other = other_window.domain();
-    assert_eq!(attribute(&other, 3), Attribute::ReadWrite, "nobody's");
+    assert_eq!(attribute(other, 3), Attribute::ReadWrite, "nobody's");
     dpu.ask(7, domain.id(), pages(3, 6));
     let request = host.next();
     assert_eq!((request.domain, request.pages), (space.id(), pages(3, 6)));

@@ -462,8 +462,9 @@ mod tests {
             i128::from(of) * self.tenants[&slot].weight / self.company(slot)
         }
 
-        fn verdict(&self, slot: usize, full: bool) -> Verdict {
-            match (full, self.tenants[&slot].credit > 0) {
+        /// Of a tenant that has so much in flight of what it may have.
+        fn verdict(&self, slot: usize, has: i128, most: i128) -> Verdict {
+            match (has >= most, self.tenants[&slot].credit > 0) {
                 (true, _) => Verdict::Full,
                 (false, true) => Verdict::Go,
                 (false, false) => Verdict::NextTurn,
@@ -480,7 +481,7 @@ mod tests {
                 Load::Data(bytes) => i128::from(*bytes),
                 Load::Slow => 0,
             });
-            self.verdict(slot, bytes.sum::<i128>() >= window)
+            self.verdict(slot, bytes.sum(), window)
         }
 
         fn may_take(&self, slot: usize) -> Verdict {
@@ -500,7 +501,7 @@ mod tests {
                 true => SLOW_ALONE_MAX as i128,
                 false => self.part(slot, SLOW_SHARED_MAX).max(1),
             };
-            self.verdict(slot, slow as i128 >= most)
+            self.verdict(slot, slow as i128, most)
         }
 
         fn charge(&mut self, slot: usize, cost: u64) {
@@ -585,15 +586,9 @@ mod tests {
                 fair.request_began(slot);
                 model.tenants.get_mut(&slot).unwrap().requests.push(());
             }
-            Act::End(slot) if known(model, slot) => {
-                if model
-                    .tenants
-                    .get_mut(&slot)
-                    .unwrap()
-                    .requests
-                    .pop()
-                    .is_some()
-                {
+            Act::End(slot) => {
+                let tenant = model.tenants.get_mut(&slot);
+                if tenant.is_some_and(|tenant| tenant.requests.pop().is_some()) {
                     fair.request_ended(slot);
                 }
             }
