@@ -192,8 +192,14 @@ fn both_killed_and_started_again_in_either_order_go_on_and_no_request_is_lost() 
         stage.dpu.as_mut().expect("a DPU process").kill();
         if matches!(first, First::Daemon) {
             stage.product.run().expect("a daemon");
-            let bars = stage.product.show(VM).expect("show")["eviction_bars"].to_string();
-            assert!(bars.contains("DPU"), "{bars}");
+            let barred = || {
+                Ok(stage.product.show(VM)?["eviction_bars"]
+                    .to_string()
+                    .contains("DPU"))
+            };
+            stage
+                .until("eviction barred by the DPU that is away", PATIENCE, barred)
+                .expect("a bar");
         }
         let dpu = stage.dpu.as_mut().expect("a DPU process");
         dpu.run().expect("a DPU process");

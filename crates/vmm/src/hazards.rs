@@ -24,7 +24,7 @@ use crate::swap::{self, SwapReach};
 use pagetide_sys::process::{ProcessError, same_address_space};
 use std::fs;
 use std::io;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 
 /// `O_DIRECT` as `/proc/PID/fdinfo` shows it (octal).
 const DIRECT_FLAG: u32 = 0o40_000;
@@ -99,7 +99,7 @@ pub enum EvictionBar {
     Swap(SwapReach),
 }
 
-/// A process found to map the RAM.
+/// A process found to map the RAM, or to have its file open.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct OtherProcess {
     /// Its pid.
@@ -312,6 +312,30 @@ pub fn who_else_maps(
         }
     }
     Ok(found)
+}
+
+/// Processes other than the VMM and this one that have a RAM file open: whoever manages the VM
+/// already is among them. For a message: what cannot be looked into is left out.
+#[must_use]
+pub fn who_else_has_open(vmm: &VmmProcess, layout: &RamLayout) -> Vec<OtherProcess> {
+    let is_ram = |entry: io::Result<fs::DirEntry>| {
+        let file = entry.and_then(|entry| fs::metadata(entry.path()));
+        file.is_ok_and(|file| {
+            let mut files = layout.files().iter().map(|file| file.key());
+            files.any(|key| (key.dev, key.ino) == (file.dev(), file.ino()))
+        })
+    };
+    let has_it =
+        |pid: &u32| fs::read_dir(format!("/proc/{pid}/fd")).is_ok_and(|mut open| open.any(is_ram));
+    let others = all_pids().unwrap_or_default().into_iter();
+    others
+        .filter(|pid| ![INIT, vmm.pid(), std::process::id()].contains(pid))
+        .filter(has_it)
+        .map(|pid| OtherProcess {
+            pid,
+            name: name_of(pid),
+        })
+        .collect()
 }
 
 fn all_pids() -> io::Result<Vec<u32>> {

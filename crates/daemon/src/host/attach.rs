@@ -25,13 +25,16 @@ use crate::control::{AttachRequest, ControlError, ErrorKind};
 use pagetide_addr::{Access, PageNo, PageRange, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{Backing, Mmu, PageTable, Place, TableId, WordArray, recovery};
 use pagetide_swap::{Pool, PoolError, PoolStore, PoolWords, limit::LIMIT_PAGES_MIN, pool::Phase};
-use pagetide_sys::{memory_file::FileError, uffd::Userfaultfd};
+use pagetide_sys::{
+    memory_file::FileError,
+    uffd::{UffdError, Userfaultfd},
+};
 use pagetide_vmm::{
     Refusal, hazards,
     layout::{LiveLayout, RamLayout},
     place::{VcpuMmu, VmPlace},
     process::VmmProcess,
-    takeover,
+    takeover::{self, TakeOverError},
 };
 use pagetide_vpri::{DmaMmu, IoSpace};
 use std::{
@@ -100,6 +103,18 @@ pub(super) fn attach(
     })
 }
 
+/// Why a VMM could not be taken over, and by whom it may be managed already.
+fn not_taken(error: &TakeOverError, vmm: &VmmProcess, layout: &RamLayout) -> ControlError {
+    let mut sentence = error.to_string();
+    if matches!(error, TakeOverError::Uffd(UffdError::Busy { .. })) {
+        for other in hazards::who_else_has_open(vmm, layout) {
+            let named = format!("; {} (process {}) has its RAM open", other.name, other.pid);
+            sentence.push_str(&named);
+        }
+    }
+    ControlError::refused(sentence)
+}
+
 fn attach_process(
     vmm: &VmmProcess,
     request: &AttachRequest,
@@ -130,8 +145,8 @@ fn attach_process(
     pool.set_limit_bytes(request.limit_bytes);
     let undo = UndoPool(Some(Arc::clone(&pool)));
     // Whatever forbids it, the VM is as it was: another userfaultfd, too little privilege, an old kernel.
-    let taken = takeover::take_over(vmm, &layout)
-        .map_err(|error| ControlError::refused(error.to_string()))?;
+    let taken =
+        takeover::take_over(vmm, &layout).map_err(|error| not_taken(&error, vmm, &layout))?;
     pool.set_userfaultfd(taken.number, taken.pause_us);
     tracing::info!(
         vm = request.name,

@@ -9,6 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use rustix::fs::{MemfdFlags, memfd_create};
 use vhost::vhost_user::message::VhostUserHeaderFlag;
 use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
@@ -70,7 +71,8 @@ pub struct Liar {
 impl Liar {
     /// Connects to the device at `socket` with memory of its own.
     pub fn connect(socket: &Path) -> Result<Self, Box<dyn std::error::Error>> {
-        let ram = tempfile::tempfile_in("/dev/shm").expect("a file");
+        let ram = memfd_create("liar", MemfdFlags::CLOEXEC).expect("a memfd");
+        let ram = File::from(ram);
         ram.set_len(RAM_BYTES).expect("its size");
         Self::connect_with(socket, &ram, RAM_BYTES)
     }
