@@ -351,12 +351,14 @@ fn chains_taken_out_of_order_are_done_again_one_by_one_by_a_successor_that_pause
     let requests = left_behind(&mut f, 6);
     let taken = f.connection.taken(0);
     assert_eq!(taken.len(), 6);
+    // The first was heard of already. What is asked for from now on is the successor's.
+    let asked = f.rig.report(&f.socket).iopfs;
+    (1..asked).for_each(|_| drop(f.rig.host.next_request()));
     let features = f.connection.features;
     let (queues, inflight) = f.connection.hang_up();
     eventually("the device is left", || {
         f.rig.report(&f.socket).parked_chains == 0
     });
-    while f.rig.host.request_at_hand().is_some() {}
     let mut back = Connection::open_with(&pausing, &f.guest, queues, features, inflight);
     eventually("one is parked", || {
         f.rig.report(&pausing).parked_chains == 1
