@@ -149,9 +149,6 @@ impl Alias {
 impl MappingWatch for Alias {
     fn watch(&self, window: &RamWindow) -> Result<(), String> {
         let start = window.address();
-        if self.watched.lock().iter().any(|w| w.start == start) {
-            return Ok(());
-        }
         let userfaultfd = self.userfaultfd()?;
         let watched = Watched {
             domain: window.domain().id(),
@@ -159,8 +156,14 @@ impl MappingWatch for Alias {
             start,
             bytes: window.len_bytes().next_multiple_of(PAGE_BYTES),
         };
-        // Listed first: an event may come at once.
-        self.watched.lock().push(watched);
+        {
+            let mut listed = self.watched.lock();
+            if listed.iter().any(|w| w.start == start) {
+                return Ok(());
+            }
+            // Listed first: an event may come at once.
+            listed.push(watched);
+        }
         let watch = Watch::MissingAndWriteProtected;
         let registered = userfaultfd.register(watched.start, watched.bytes, watch);
         registered.map_err(|error| {

@@ -9,6 +9,7 @@ use crate::{
     blk::config::{QUEUE_SIZE_MAX, QUEUES_MAX},
     inflight::{InflightQueue, area_bytes},
 };
+use pagetide_addr::PAGE_BYTES;
 use pagetide_sys::{
     guest_ram::{RamFile, RamFileError, Sealed},
     mapping::{FilePart, MappingError, SharedMapping},
@@ -88,6 +89,8 @@ pub(crate) fn create(queues: u16, size: u16) -> Result<(File, u64), InflightErro
 pub(crate) struct InflightRegion {
     mapping: Arc<SharedMapping>,
     shape: Shape,
+    /// Where it begins in the mapping.
+    inner: u64,
 }
 
 impl InflightRegion {
@@ -111,13 +114,20 @@ impl InflightRegion {
                 needed,
             });
         };
+        // Of a file of any length only what is needed takes address space.
+        let first_byte = shape.offset - shape.offset % ram.page_bytes.max(PAGE_BYTES);
         let part = FilePart {
-            offset: 0,
-            bytes: end,
+            offset: first_byte,
+            bytes: end - first_byte,
             page_bytes: ram.page_bytes,
         };
         let mapping = Arc::new(SharedMapping::guarded(file, part)?);
-        Ok(Self { mapping, shape })
+        let inner = shape.offset - first_byte;
+        Ok(Self {
+            mapping,
+            shape,
+            inner,
+        })
     }
 
     /// The area of one queue; `None` if the region has none for a queue of `size`.
@@ -126,7 +136,7 @@ impl InflightRegion {
             return None;
         }
         let mapping = self.mapping.clone();
-        InflightQueue::new(mapping, self.shape.offset, queue, self.shape.size)
+        InflightQueue::new(mapping, self.inner, queue, self.shape.size)
     }
 }
 
@@ -151,6 +161,25 @@ mod tests {
         assert!(region.queue(1, 128).is_some());
         assert!(region.queue(2, 128).is_none());
         assert!(region.queue(0, 256).is_none());
+    }
+
+    #[test]
+    fn region_far_into_a_file_maps_no_more_than_itself() {
+        let flags = MemfdFlags::ALLOW_SEALING;
+        let file = rustix::fs::memfd_create("far", flags).unwrap();
+        let far = 100_u64 << 40;
+        rustix::fs::ftruncate(&file, far + (1 << 20)).unwrap();
+        let shape = Shape {
+            offset: far + 4096 + 8,
+            ..shape(1 << 16)
+        };
+        let regions: Vec<_> = (0..4)
+            .map(|_| InflightRegion::open(file.as_fd(), shape).unwrap())
+            .collect();
+        for region in &regions {
+            assert!(region.mapping.len_bytes() <= 1 << 16);
+            assert!(region.queue(1, 128).is_some());
+        }
     }
 
     #[test]

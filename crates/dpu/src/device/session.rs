@@ -140,7 +140,7 @@ impl Session {
                 tracing::error!(%error, queue, "a queue could not be stopped");
             }
         }
-        let gone = std::mem::take(&mut self.regions);
+        let gone = (std::mem::take(&mut self.regions), self.inflight.take());
         if let Err(error) = self.publish_memory() {
             tracing::error!(%error, "an engine could not be told to let go of guest memory");
         }

@@ -32,7 +32,7 @@ impl Io {
         ready: Ready,
     ) -> io::Result<()> {
         let mut ready = ready;
-        // The header, and before it the descriptors, were read: zeros in their place ask for nothing.
+        // The descriptors were read: zeros in their place ask for nothing.
         if let Some(reason) = queue.lost(memory) {
             self.forgo(memory, ready);
             device.shared.stop(reason);
@@ -54,6 +54,14 @@ impl Io {
         let buffers = std::mem::take(&mut self.scratch.buffers);
         let task = task(device, memory, &ready, &buffers)
             .and_then(|task| self.within_image(device, task, &buffers));
+        // Now the header, too.
+        if let Some(reason) = queue.lost(memory) {
+            self.scratch.buffers = buffers;
+            self.forgo(memory, ready);
+            device.shared.stop(reason);
+            queue.tell_error();
+            return Ok(());
+        }
         let status = match task {
             Ok(task) => {
                 let (spans, access) = match task.kind {

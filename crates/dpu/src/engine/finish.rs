@@ -172,6 +172,10 @@ impl Io {
         if answer.status == Status::IoError {
             add(&counters.errors, 1);
         }
+        // Before anything is told that zeros in place of the guest's memory may have made true.
+        if let Some(reason) = queue.lost(memory) {
+            return Err(reason);
+        }
         write_status(memory, answer.at, answer.status).map_err(|e| queue.broken(&e))?;
         if let Some(inflight) = &queue.inflight {
             inflight.prepare(answer.head);

@@ -122,6 +122,10 @@ impl Engine {
 
     /// A token that no poll has.
     pub(super) fn new_token(&mut self) -> u32 {
+        // The numbers come round again, and some queue may have had its own for long.
+        while self.kicks.heard.contains_key(&self.next_token) {
+            self.next_token = self.next_token.wrapping_add(1).max(1);
+        }
         let token = self.next_token;
         self.next_token = self.next_token.wrapping_add(1).max(1);
         token
