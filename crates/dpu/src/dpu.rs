@@ -3,18 +3,13 @@
 
 use crate::{
     alias::{Alias, SLIPS_MAX},
-    blk::{
-        claim::Sharing,
-        config::QUEUES_MAX,
-        image::{Image, ImageError, ImageUse, Writes},
-        request::SERIAL_BYTES,
-    },
+    blk::{config::QUEUES_MAX, image::Image, request::SERIAL_BYTES},
     config::{BlkConfig, DpuConfig, DpuError},
-    device::{Control, DeviceState, Endpoint, EngineGone, Parts},
-    engine::{Engine, EngineShared, Seed, command::Command, fair::WEIGHTS, queue::OnFault},
+    device::{Control, Endpoint, EngineGone, Parts},
+    devices::{BlkDevice, DeviceReport, Devices, Place},
+    engine::{Engine, EngineShared, Seed, command::Command, fair::WEIGHTS},
     inject::{Injection, InjectionReport},
     lock,
-    ram::RamPolicy,
     ring::DEVICES_MAX,
     shared::DeviceShared,
     slo::{
@@ -22,14 +17,12 @@ use crate::{
         report::{Accounting, SloReport},
     },
 };
-use pagetide_addr::{DeviceId, FileKey};
-use pagetide_sys::guest_ram::Sealed;
+use pagetide_addr::DeviceId;
 use pagetide_vpri::{
-    AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LandingArea, LookUp, fault_queue,
+    AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LandingArea, fault_queue,
 };
 use std::{
     io,
-    path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::Ordering,
@@ -39,117 +32,9 @@ use std::{
     time::Duration,
 };
 
-/// A device and its figures.
-#[derive(Debug, Clone)]
-pub struct DeviceReport {
-    /// Its id, by which page requests name it.
-    pub id: DeviceId,
-    /// How far it is.
-    pub state: DeviceState,
-    /// Why it stopped.
-    pub stopped_because: Option<String>,
-    /// Socket it listens on.
-    pub socket: PathBuf,
-    /// Image it serves.
-    pub image: PathBuf,
-    /// Serial number shown to the guest.
-    pub serial: String,
-    /// Files of guest RAM it works on now.
-    pub files: Vec<FileKey>,
-    /// Whether those files are sealed against shrinking; `None` without any.
-    pub ram_sealed: Option<Sealed>,
-    /// What it takes as guest RAM.
-    pub ram: RamPolicy,
-    /// Request queues offered.
-    pub queue_count: u16,
-    /// Whether the guest may write.
-    pub writes: Writes,
-    /// What is wrong with the image, as a sentence: it was cut short, say.
-    pub image_error: Option<String>,
-    /// Whether others may write the image meanwhile.
-    pub sharing: Sharing,
-    /// Whether pages are looked up before DMA.
-    pub look_up: LookUp,
-    /// What a queue does while one of its requests waits for pages.
-    pub on_fault: OnFault,
-    /// Its share of its engines beside the weights of others.
-    pub weight: u32,
-    /// Size of the image.
-    pub capacity_bytes: u64,
-    /// Requests completed.
-    pub requests: u64,
-    /// Bytes read from the image.
-    pub read_bytes: u64,
-    /// Bytes written to the image.
-    pub written_bytes: u64,
-    /// Requests that ended in an I/O error.
-    pub failed_requests: u64,
-    /// Chains that made no sense.
-    pub malformed_requests: u64,
-    /// Requests answered with an error because part of them was not in guest memory.
-    pub outside_requests: u64,
-    /// Requests with the kernel now.
-    pub inflight_requests: u64,
-    /// Chains parked now.
-    pub parked_chains: u64,
-    /// Page requests that a request waited for.
-    pub iopfs: u64,
-    /// Requests that were made to fault by injection.
-    pub injected_iopfs: u64,
-    /// Page requests made ahead, for requests that had not begun.
-    pub prefaults: u64,
-    /// Absent pages that reads covered whole: what was stored of them was dropped, not brought back.
-    pub overwritten_pages: u64,
-    /// Requests failed because the host did not answer in time.
-    pub timed_out_requests: u64,
-    /// Guest RAM under standing leases of its rings.
-    pub wired_bytes: u64,
-    /// Records of its DMA in the access log.
-    pub logged_accesses: u64,
-    /// Records that were lost because nobody took them in time.
-    pub lost_accesses: u64,
-    /// Time that looking up took in the requests that were sampled (one in 61).
-    pub lookup_sampled_ns: u64,
-    /// Requests that were sampled.
-    pub lookup_samples: u64,
-}
-
-impl DeviceReport {
-    /// Time that looking up takes, in nanoseconds; 0 before the first sample.
-    #[must_use]
-    #[expect(clippy::cast_precision_loss, reason = "a mean for people")]
-    pub fn lookup_ns_per_request(&self) -> f64 {
-        self.lookup_sampled_ns as f64 / self.lookup_samples.max(1) as f64
-    }
-}
-
 struct EngineHandle {
     shared: Arc<EngineShared>,
     thread: Mutex<Option<JoinHandle<()>>>,
-}
-
-struct BlkDevice {
-    config: BlkConfig,
-    endpoint: Endpoint,
-}
-
-impl Devices {
-    /// Makes an image ours, unless a device of ours, or another program, has it.
-    fn claim(&self, image: &mut Image, config: &BlkConfig) -> Result<(), ImageError> {
-        let ImageUse { sharing, content } = config.image_use;
-        let other = self.slots.iter().flatten().find(|device| {
-            let theirs = &device.endpoint.control().shared.image;
-            !image.agrees_with(sharing, (theirs, device.config.image_use.sharing))
-        });
-        if let Some(other) = other {
-            return Err(ImageError::Served {
-                path: config.image.clone(),
-                socket: other.config.socket.clone(),
-            });
-        }
-        image.claim(&config.image, sharing)?;
-        image.check_content(&config.image, content)
-    }
 }
 
 /// The software DPU.
@@ -158,13 +43,6 @@ pub struct Dpu {
     domains: Arc<DomainTable>,
     iopf_timeout: Option<Duration>,
     devices: Mutex<Devices>,
-}
-
-#[derive(Default)]
-struct Devices {
-    next_id: u32,
-    /// By slot.
-    slots: Vec<Option<BlkDevice>>,
 }
 
 impl Dpu {
@@ -297,13 +175,14 @@ impl Dpu {
         let mut image = Image::open(&config.image, config.writes, config.direct_io)?;
         let mut devices = self.lock();
         devices.claim(&mut image, &config)?;
-        let slot = match devices.slots.iter().position(Option::is_none) {
+        let is_free = |place: &Place| matches!(place, Place::Free);
+        let slot = match devices.slots.iter().position(is_free) {
             Some(slot) => slot,
             None if devices.slots.len() == DEVICES_MAX as usize => {
                 return Err(DpuError::TooManyDevices);
             }
             None => {
-                devices.slots.push(None);
+                devices.slots.push(Place::Free);
                 devices.slots.len() - 1
             }
         };
@@ -335,7 +214,7 @@ impl Dpu {
                 return Err(error.into());
             }
         };
-        devices.slots[slot] = Some(BlkDevice { config, endpoint });
+        devices.slots[slot] = Place::Here(BlkDevice { config, endpoint });
         Ok(id)
     }
 
@@ -344,33 +223,23 @@ impl Dpu {
     /// # Errors
     /// [`DpuError::NoSuchDevice`], [`DpuError::Gone`].
     pub fn remove(&self, id: DeviceId) -> Result<(), DpuError> {
-        let mut devices = self.lock();
-        let slot = devices
-            .slots
-            .iter()
-            .position(|d| d.as_ref().is_some_and(|d| d.id() == id))
-            .ok_or(DpuError::NoSuchDevice(id))?;
-        let Some(mut device) = devices.slots[slot].take() else {
-            return Err(DpuError::NoSuchDevice(id));
-        };
+        let taken = self.lock().take(id);
+        let (slot, mut device) = taken.ok_or(DpuError::NoSuchDevice(id))?;
+        // Not under the lock: a slow disk takes its time, and the other devices go on.
         device.endpoint.close();
         let control = device.endpoint.control();
-        control.remove_from_engines()?.map_err(DpuError::Table)?;
+        let removed = control.remove_from_engines()?;
         // Its I/O is done: the image is free now, not when the last ring has forgotten it.
         control.shared.image.give_up_claim(&device.config.image);
-        Ok(())
+        self.lock().slots[slot] = Place::Free;
+        removed.map_err(DpuError::Table)
     }
 
     /// Every device, by id.
     #[must_use]
     pub fn devices(&self) -> Vec<DeviceReport> {
         let devices = self.lock();
-        let mut reports: Vec<DeviceReport> = devices
-            .slots
-            .iter()
-            .flatten()
-            .map(BlkDevice::report)
-            .collect();
+        let mut reports: Vec<DeviceReport> = devices.here().map(BlkDevice::report).collect();
         reports.sort_by_key(|report| report.id);
         reports
     }
@@ -433,7 +302,7 @@ impl Dpu {
 
     fn shared(&self, id: DeviceId) -> Result<Arc<DeviceShared>, DpuError> {
         let devices = self.lock();
-        let mut known = devices.slots.iter().flatten();
+        let mut known = devices.here();
         let found = known.find(|device| device.id() == id);
         let device = found.ok_or(DpuError::NoSuchDevice(id))?;
         Ok(Arc::clone(&device.endpoint.control().shared))
@@ -480,54 +349,6 @@ impl Dpu {
 impl Drop for Dpu {
     fn drop(&mut self) {
         self.shut_down();
-    }
-}
-
-impl BlkDevice {
-    fn id(&self) -> DeviceId {
-        self.endpoint.control().shared.id
-    }
-
-    fn report(&self) -> DeviceReport {
-        let control = self.endpoint.control();
-        let shared = &control.shared;
-        DeviceReport {
-            id: shared.id,
-            state: control.state(),
-            stopped_because: shared.stopped_because(),
-            socket: self.config.socket.clone(),
-            image: self.config.image.clone(),
-            serial: self.config.serial.clone(),
-            files: control.files(),
-            ram_sealed: control.sealed(),
-            ram: self.config.ram,
-            queue_count: self.config.queue_count,
-            writes: self.config.writes,
-            image_error: shared.image_error(),
-            sharing: self.config.image_use.sharing,
-            look_up: self.config.look_up,
-            on_fault: self.config.on_fault,
-            weight: shared.weight(),
-            capacity_bytes: shared.image.capacity_bytes(),
-            requests: shared.total(|c| &c.requests),
-            read_bytes: shared.total(|c| &c.read_bytes),
-            written_bytes: shared.total(|c| &c.written_bytes),
-            failed_requests: shared.total(|c| &c.errors),
-            malformed_requests: shared.total(|c| &c.malformed),
-            outside_requests: shared.total(|c| &c.outside),
-            inflight_requests: shared.total(|c| &c.in_flight),
-            parked_chains: shared.total(|c| &c.parked),
-            iopfs: shared.total(|c| &c.iopfs),
-            injected_iopfs: shared.total(|c| &c.injected_iopfs),
-            prefaults: shared.total(|c| &c.prefaults),
-            overwritten_pages: shared.total(|c| &c.overwritten_pages),
-            timed_out_requests: shared.total(|c| &c.timed_out),
-            wired_bytes: shared.total(|c| &c.wired_bytes),
-            logged_accesses: shared.total(|c| &c.logged),
-            lost_accesses: shared.total(|c| &c.unlogged),
-            lookup_sampled_ns: shared.total(|c| &c.lookup_ns),
-            lookup_samples: shared.total(|c| &c.lookup_samples),
-        }
     }
 }
 

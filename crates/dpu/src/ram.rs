@@ -22,7 +22,8 @@ pub struct RamPolicy {
     pub tmpfs: RamAllowed,
     /// Whether huge pages of hugetlbfs are taken.
     pub hugetlbfs: RamAllowed,
-    /// Most bytes of all regions together.
+    /// Most bytes of all regions together, and of any one file: what is kept of a file grows with its
+    /// length, however little of it is named.
     pub bytes_max: u64,
 }
 
@@ -61,7 +62,7 @@ impl RamPolicy {
     /// Refuses what is not to be taken.
     ///
     /// # Errors
-    /// [`MemoryError::NotAllowed`], [`MemoryError::NotSealed`].
+    /// [`MemoryError::NotAllowed`], [`MemoryError::NotSealed`], [`MemoryError::FileOverQuota`].
     pub(crate) fn check(&self, file: &RamFile) -> Result<(), MemoryError> {
         let (allowed, kind) = match file.kind {
             RamFileKind::Memfd => (RamAllowed::Yes, "memfd"),
@@ -74,6 +75,13 @@ impl RamPolicy {
         }
         if self.sealing == Sealing::Required && file.sealed == Sealed::No {
             return Err(MemoryError::NotSealed(file.key));
+        }
+        if file.bytes > self.bytes_max {
+            return Err(MemoryError::FileOverQuota {
+                key: file.key,
+                bytes: file.bytes,
+                max_bytes: self.bytes_max,
+            });
         }
         Ok(())
     }
@@ -129,6 +137,12 @@ mod tests {
                 assert!(lenient.check(&file(kind, sealed)).is_ok());
             }
         }
+        let long = RamFile {
+            bytes: RAM_BYTES_MAX + 1,
+            ..file(RamFileKind::Memfd, Sealed::Yes)
+        };
+        let refused = usual.check(&long);
+        assert!(matches!(refused, Err(MemoryError::FileOverQuota { .. })));
         assert!(usual.check_bytes([RAM_BYTES_MAX].into_iter()).is_ok());
         assert!(usual.check_bytes([RAM_BYTES_MAX, 1].into_iter()).is_err());
         assert!(usual.check_bytes([u64::MAX, 1].into_iter()).is_err());

@@ -91,6 +91,18 @@ pub enum MemoryError {
          give the VM a memfd with sealing (QEMU: memory-backend-memfd,seal=on)"
     )]
     NotSealed(FileKey),
+    /// The file is longer than all that one front end may have mapped.
+    #[error(
+        "RAM file {key} has {bytes} bytes; a device takes files of {max_bytes} at most: raise --ram-max"
+    )]
+    FileOverQuota {
+        /// The file.
+        key: FileKey,
+        /// Its length.
+        bytes: u64,
+        /// What it may have.
+        max_bytes: u64,
+    },
     /// More than one front end may have mapped.
     #[error(
         "the front end's regions have {bytes} bytes in all; a device takes {max_bytes} at most: raise --ram-max"

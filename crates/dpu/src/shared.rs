@@ -108,6 +108,13 @@ pub(crate) fn sub(counter: &AtomicU64, amount: u64) {
     add(counter, amount.wrapping_neg());
 }
 
+/// Whether a front end is about to go, or has gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Leaving {
+    Yes,
+    No,
+}
+
 /// A device as all its threads see it.
 #[derive(Debug)]
 pub(crate) struct DeviceShared {
@@ -124,6 +131,7 @@ pub(crate) struct DeviceShared {
     /// Size of an image that was seen cut short; `u64::MAX` while it is whole.
     cut_bytes: AtomicU64,
     stopped: AtomicBool,
+    leaving: AtomicBool,
     reason: Mutex<Option<StopReason>>,
 }
 
@@ -147,6 +155,7 @@ impl DeviceShared {
             injector: Injector::new(iopf_timeout),
             cut_bytes: AtomicU64::new(u64::MAX),
             stopped: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
             reason: Mutex::new(None),
         }
     }
@@ -202,6 +211,20 @@ impl DeviceShared {
         let mut slot = self.lock();
         *slot = None;
         self.stopped.store(false, Ordering::Relaxed);
+    }
+
+    /// Whether the front end is there, or is to go: then nobody waits for what it has asked for, and a
+    /// queue that stops finishes only what the kernel has.
+    pub fn set_leaving(&self, leaving: Leaving) {
+        let leaving = leaving == Leaving::Yes;
+        self.leaving.store(leaving, Ordering::Release);
+    }
+
+    /// True while a queue that stops need not do what it has not begun: the device has stopped, or its
+    /// front end goes.
+    #[inline]
+    pub fn drops_its_work(&self) -> bool {
+        self.is_stopped() || self.leaving.load(Ordering::Acquire)
     }
 
     /// Why the device stopped, as a sentence.

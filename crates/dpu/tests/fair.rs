@@ -3,7 +3,7 @@
 
 mod support;
 
-use pagetide_dpu::{BlkConfig, DirectIo, OnFault, Writes};
+use pagetide_dpu::{BlkConfig, DeviceState, DirectIo, OnFault, Writes};
 use pagetide_vpri::LookUp;
 use std::path::PathBuf;
 use support::*;
@@ -192,4 +192,42 @@ fn queue_that_was_kicked_in_vain_a_thousand_times_still_hears_the_next_chain() {
     }
     // Its rings and descriptors can be let go as ever.
     assert_eq!(connection.frontend.get_vring_base(0).unwrap(), 20);
+}
+
+#[test]
+fn what_a_front_end_has_asked_for_and_left_behind_is_not_done() {
+    const FLOOD: u64 = 60;
+    let rig = Rig::new(1);
+    let socket = add(&rig, "hostile");
+    // The engine may be quick, or this thread slow; but not each time.
+    let dropped = (0..20).any(|_| {
+        let before = rig.report(&socket).requests;
+        let mut guest = Guest::new();
+        let mut hostile = Connection::open(&socket, &mut guest, 1, F_EVENT_IDX | F_INDIRECT);
+        let large = BlkRequest::new(&mut guest, T_IN, 0, LARGE);
+        let table = guest.room(4096);
+        let queue = &mut hostile.queues[0];
+        quietly(queue, |queue| {
+            for _ in 0..FLOOD {
+                queue.submit_indirect(&guest, table, &large.parts(WRITE));
+            }
+        });
+        queue.kick.write(1).unwrap();
+        queue.wait_used(&guest);
+        drop(hostile);
+        eventually("its front end is gone", || {
+            rig.report(&socket).state == DeviceState::Listening
+        });
+        let report = rig.report(&socket);
+        report.requests - before < FLOOD
+    });
+    assert!(dropped, "each time all of the flood was done");
+    // And the next one finds a device as new.
+    let mut guest = Guest::new();
+    let mut connection = Connection::open(&socket, &mut guest, 1, F_EVENT_IDX);
+    let small = BlkRequest::new(&mut guest, T_IN, 8, 4096);
+    connection.queues[0].submit(&guest, &small.parts(WRITE));
+    connection.queues[0].wait_used(&guest);
+    assert_eq!(small.status(&guest), 0);
+    assert_eq!(guest.get(small.data, 8), 8_u64.to_le_bytes());
 }

@@ -335,12 +335,18 @@ impl DeviceSet {
             return Err(no_such_device(socket));
         };
         let id = self.id_of(socket);
+        // First where it is kept: what cannot be forgotten must not come back at the next start.
+        let gone = list.remove(position);
+        if let Err(error) = self.save(&list) {
+            list.insert(position, gone);
+            return Err(error);
+        }
+        lock(&self.kept).remove(socket);
+        // Its I/O may take long, and nobody else shall wait for that.
+        drop(list);
         if let Some(id) = id {
             self.dpu.remove(id).map_err(failed)?;
         }
-        lock(&self.kept).remove(socket);
-        list.remove(position);
-        self.save(&list)?;
         Ok(id)
     }
 

@@ -12,6 +12,7 @@
 //! device at most, and no other device notices.
 
 use super::{Connection, Control, session::Session};
+use crate::shared::Leaving;
 use pagetide_sys::socket;
 pub use pagetide_sys::socket::{SocketAccess, SocketError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -178,6 +179,7 @@ fn serve(control: &Arc<Control>, stream: UnixStream) -> io::Result<Served> {
     stream.set_nonblocking(false)?;
     let (copy, closing) = (stream.try_clone()?, stream.try_clone()?);
     let control = control.clone();
+    control.shared.set_leaving(Leaving::No);
     let session = Arc::new(Mutex::new(Session::new(control.clone())));
     let its_session = session.clone();
     let (end, ended) = channel();
@@ -254,6 +256,8 @@ fn shut_down(stream: &UnixStream) {
 /// Ends a session: when this returns nothing of it touches memory any more.
 fn hang_up(control: &Control, served: Served) -> Tenancy {
     shut_down(&served.stream);
+    // First of all: its thread may be waiting for a queue to drain, with the session locked.
+    control.hurry();
     lock(&served.session).end();
     control.set_connection(Connection::Nobody);
     if served.ended.recv_timeout(STUCK_AFTER) == Err(RecvTimeoutError::Timeout) {

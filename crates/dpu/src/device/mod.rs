@@ -24,7 +24,7 @@ use crate::{
     },
     mailbox::Ended,
     ram::RamPolicy,
-    shared::DeviceShared,
+    shared::{DeviceShared, Leaving},
 };
 use pagetide_addr::FileKey;
 use pagetide_sys::guest_ram::Sealed;
@@ -129,8 +129,30 @@ impl Control {
         &self.engines[(self.slot + usize::from(queue)) % self.engines.len()]
     }
 
-    /// Tells every engine of the device.
+    /// The front end goes: what its queues have not begun is not done, also by those that are draining
+    /// now.
+    pub fn hurry(&self) {
+        self.shared.set_leaving(Leaving::Yes);
+        for engine in &self.engines {
+            if let Err(error) = engine.mailbox.post(Command::Look) {
+                tracing::debug!(%error, "an engine that has ended needs no hurry");
+            }
+        }
+    }
+
+    /// Tells every engine of the device; no engine knows it if one fails.
     pub fn add_to_engines(&self) -> Result<io::Result<()>, EngineGone> {
+        let added = self.try_add_to_engines()?;
+        if added.is_err() {
+            // The engines before that one have it. What they say of it is of no interest.
+            self.remove_from_engines()?.unwrap_or_else(|error| {
+                tracing::warn!(%error, "a device that was not added could not be taken back");
+            });
+        }
+        Ok(added)
+    }
+
+    fn try_add_to_engines(&self) -> Result<io::Result<()>, EngineGone> {
         for engine in &self.engines {
             let (reply, added) = channel();
             engine.mailbox.post(Command::AddDevice(AddDevice {

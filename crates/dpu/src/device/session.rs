@@ -135,6 +135,7 @@ impl Session {
         if std::mem::replace(&mut self.ended, true) {
             return;
         }
+        self.control.hurry();
         for queue in 0..self.control.queue_count {
             if let Err(error) = self.stop(queue, StopHow::Abandon) {
                 tracing::error!(%error, queue, "a queue could not be stopped");

@@ -46,6 +46,8 @@ pub(crate) enum Command {
     },
     SetAssist(Arc<dyn FaultAssist>),
     SetPen(AccessPen),
+    /// Nothing but a reason to wake up and look at what has been set elsewhere.
+    Look,
     /// To be sent when all queues have been stopped.
     ShutDown,
 }

@@ -47,7 +47,7 @@
 //! tenant that arrives waits for at most the turn that is under way, of
 //! [`TURN_SHARED_COST_BYTES`] and one step a tenant (once with the step and window of one that was
 //! alone until then), before its first work begins. It finds a place: a tenant never has more
-//! requests than the ring has entries, and all together have twice as many.
+//! requests than the ring has entries, and all together have twice as many, and [`REQUESTS_MIN`] each.
 //!
 //! # What this is not
 //! No clock and no I/O: the engine says what time it is, asks, and tells what it did. Costs are
@@ -82,7 +82,7 @@ pub(crate) const SLOW_ALONE_MAX: usize = crate::ring::KERNEL_THREADS as usize / 
 /// The same of all tenants together in company (one each at least): the threads that do them wake
 /// on the engine's CPU, too, and each takes it from all tenants for a moment.
 pub(crate) const SLOW_SHARED_MAX: u64 = 4;
-/// A tenant has at least so many requests in flight before it is held back.
+/// A tenant may have so many requests in flight whatever the others have.
 const REQUESTS_MIN: usize = 4;
 /// How long a tenant counts as present after it last began something.
 pub(crate) const RECENT_NS: u64 = 20_000_000;
@@ -262,7 +262,8 @@ impl Fair {
         };
         let share = self.share(tenant, self.requests_max as u64);
         let share = usize::try_from(share).unwrap_or(usize::MAX);
-        if tenant.requests >= share.max(REQUESTS_MIN) || self.requests >= 2 * self.requests_max {
+        let has_its_share = tenant.requests >= share || self.requests >= 2 * self.requests_max;
+        if tenant.requests >= REQUESTS_MIN && has_its_share {
             return Verdict::Full;
         }
         self.may_step(slot)

@@ -125,7 +125,8 @@ pub(crate) struct Device {
     pub direct: Option<FileSlot>,
     pub buffered: FileSlot,
     pub memory: Option<Rc<crate::memory::DeviceMemory>>,
-    pub queues: Vec<Option<EngineQueue>>,
+    /// In boxes, for each is taken out of its place while it is being served.
+    pub queues: Vec<Option<Box<EngineQueue>>>,
     pub image_size: size::ImageSize,
     /// Numbers of those that there are, in the order in which they have their turns.
     pub running: Vec<u16>,
@@ -422,10 +423,8 @@ impl Io {
             let number = usize::from(device.running[at]);
             with_nothing += 1;
             // Queues with nothing to do are by far the most: look before taking one out.
-            if !device.queues[number]
-                .as_ref()
-                .is_some_and(EngineQueue::is_serving)
-            {
+            let queue = device.queues[number].as_deref();
+            if !queue.is_some_and(EngineQueue::is_serving) {
                 continue;
             }
             let Some(mut queue) = device.queues[number].take() else {
@@ -474,7 +473,7 @@ impl Drop for Engine {
 }
 
 /// Takes the queue of `key` out of its device, if it is still that one.
-fn take_queue(device: &mut Device, key: QueueKey) -> Option<EngineQueue> {
+fn take_queue(device: &mut Device, key: QueueKey) -> Option<Box<EngineQueue>> {
     let slot = device.queues.get_mut(usize::from(key.queue))?;
     if slot.as_ref()?.key != key {
         return None;

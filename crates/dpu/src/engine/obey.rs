@@ -47,9 +47,12 @@ impl Engine {
                 let io = &mut self.io;
                 let place = self.devices.get_mut(device).and_then(Option::as_mut);
                 if let Some(place) = place
-                    && let Some(queue) = place.queues[usize::from(queue)].as_mut()
+                    && let Some(stopping) = place.queues[usize::from(queue)].as_mut()
                 {
-                    io.begin_stop(&place.shared, queue, how, reply);
+                    io.begin_stop(&place.shared, stopping, how, reply);
+                    if stopping.is_abandoned() {
+                        io.drop_waiting(place, queue);
+                    }
                 }
             }
             Command::SetCall {
@@ -67,6 +70,7 @@ impl Engine {
             }
             Command::SetAssist(assist) => self.assist = Some(assist),
             Command::SetPen(pen) => self.io.pen = Some(pen),
+            Command::Look => {}
             Command::ShutDown => self.ending = true,
         }
         Ok(())
@@ -84,7 +88,7 @@ impl Engine {
             return Ok(());
         };
         let number = setup.number;
-        let queue = EngineQueue::new(device, token, setup);
+        let queue = Box::new(EngineQueue::new(device, token, setup));
         place.queues[usize::from(number)] = Some(queue);
         self.active.push((device, number));
         self.kicks.listen(token, device, number);

@@ -112,13 +112,38 @@ impl Io {
         let how = match queue.state {
             // Its rings have not been looked at: there is nothing to drain.
             QueueState::Starting => StopHow::Abandon,
-            _ if device.is_stopped() => StopHow::Abandon,
+            _ if device.drops_its_work() => StopHow::Abandon,
             _ => how,
         };
         queue.state = QueueState::Stopping { how, reply };
         if how == StopHow::Abandon {
             self.abandon_parked(device, queue);
         }
+    }
+
+    /// Forgets what a queue has taken and not given to the kernel yet; as after a death, it stays in
+    /// the in-flight region.
+    pub fn drop_waiting(&mut self, device: &mut Device, number: u16) {
+        let Some(mut queue) = device.queues[usize::from(number)].take() else {
+            return;
+        };
+        let mut dropped: Vec<_> = queue.steps.drain(..).collect();
+        for job in std::mem::take(&mut device.slow) {
+            match job.request.key == queue.key {
+                true => dropped.push(job),
+                false => device.slow.push_back(job),
+            }
+        }
+        for mut job in dropped {
+            self.fair.request_ended(queue.key.device);
+            queue.in_flight -= 1;
+            sub(&device.shared.counters[self.index].in_flight, 1);
+            let memory = job.dma.memory().clone();
+            job.request.leases.release(&memory);
+            self.landings.give_up(&mut job.request.landed);
+            self.scratch.keep(job);
+        }
+        device.queues[usize::from(number)] = Some(queue);
     }
 
     /// Forgets the parked chains of a queue, which stay in the in-flight region.

@@ -15,13 +15,17 @@
 //! | the same, with an absent page where the status byte goes, or the table that says where | likewise | are lost, which the log tells: there is no place to say it |
 //! | chains that a predecessor left and that were not begun again | stay in the region | there are none |
 //!
+//! A queue that is *abandoned* finishes only what the kernel has: what it has taken and not begun,
+//! or not to its end, is dropped ([`Io::drop_waiting`]). So is what is left of a queue that drains
+//! when its device stops, or its front end goes meanwhile: nobody waits for it any more.
+//!
 //! The base that the front end is told counts those that stay in the region as
 //! taken, as after a crash; the region says which they are.
 //!
 //! The overwrites of a read that is forsaken remain out until they are answered,
 //! with their slots: nothing of them is installed, see [`super::landing`].
 
-use super::{Engine, Progress, take_queue};
+use super::{Device, Engine, Io, Progress, take_queue};
 use crate::{blk::request::Status, parked::QueueKey, shared::sub};
 use pagetide_addr::Access;
 use pagetide_vpri::HostPresence;
@@ -148,16 +152,9 @@ impl Engine {
         let mut at = 0;
         while at < self.active.len() {
             let (index, number) = self.active[at];
-            let done = self.devices[index].as_mut().is_some_and(|device| {
-                let stopped = device.shared.is_stopped();
-                let queue = device.queues[usize::from(number)].as_mut();
-                queue.is_some_and(|queue| {
-                    if stopped && queue.is_stopping() {
-                        self.io.abandon_parked(&device.shared, queue);
-                    }
-                    queue.is_stopping() && queue.is_idle()
-                })
-            });
+            let done = self.devices[index]
+                .as_mut()
+                .is_some_and(|device| self.io.has_ended(device, number));
             if done {
                 self.active.swap_remove(at);
                 self.end_queue(index, number)?;
@@ -186,5 +183,25 @@ impl Engine {
         queue.end(&device.shared.counters[self.io.index]);
         device.close_account(self.io.index);
         Ok(())
+    }
+}
+
+impl Io {
+    /// True once nothing of a queue that stops is under way.
+    fn has_ended(&mut self, device: &mut Device, number: u16) -> bool {
+        let drops = device.shared.drops_its_work();
+        let Some(queue) = device.queues[usize::from(number)].as_mut() else {
+            return false;
+        };
+        if !queue.is_stopping() {
+            return false;
+        }
+        if drops {
+            queue.give_up_draining();
+            self.abandon_parked(&device.shared, queue);
+            self.drop_waiting(device, number);
+        }
+        let queue = device.queues[usize::from(number)].as_ref();
+        queue.is_some_and(|queue| queue.is_idle())
     }
 }

@@ -293,6 +293,10 @@ fn describe(report: &mut BenchReport, load: Load, cell: &Cell) {
             "hostile_over_alone",
             cell.ratio(Place::Beside, Place::Alone, |s| s.hostile_per_s),
         ),
+        (
+            "hostile_over_apart",
+            cell.ratio(Place::Beside, Place::Apart, |s| s.hostile_per_s),
+        ),
     ] {
         let ratios = &mut report.ratios;
         ratios.insert(format!("{name}_{ratio}"), thousandths(value));
@@ -331,7 +335,12 @@ mod tests {
         };
         let report = run(&options).unwrap();
         for load in Load::ALL {
-            for ratio in ["p99_over_apart", "iops_over_quiet", "hostile_over_alone"] {
+            for ratio in [
+                "p99_over_apart",
+                "iops_over_quiet",
+                "hostile_over_alone",
+                "hostile_over_apart",
+            ] {
                 let value = &report.ratios[&format!("{}_{ratio}", load.name())];
                 let value = value.as_f64().unwrap_or(f64::NAN);
                 assert!(value > 0.0, "{} {ratio}: {value}", load.name());

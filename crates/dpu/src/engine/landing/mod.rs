@@ -193,6 +193,13 @@ impl Landings {
         }
     }
 
+    /// Gives back the slots of a transfer that is not to be done.
+    pub(super) fn give_up(&mut self, runs: &mut Vec<Run>) {
+        for run in runs.drain(..) {
+            self.give_back(&run.slots);
+        }
+    }
+
     /// Forgets a transfer of `queue` that is being settled; its job, as long as there is one. Slots of
     /// overwrites that are out stay taken until those are answered.
     pub fn forsake_next(&mut self, queue: QueueKey) -> Option<Box<Job<Request>>> {

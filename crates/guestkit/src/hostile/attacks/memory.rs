@@ -110,7 +110,10 @@ fn vouched_for() -> Vec<Attack> {
 fn address_space() -> Vec<Attack> {
     let any = [Seen::Served, Seen::Refused, Seen::HungUp];
     let mut all = vec![
-        Attack::new("ram-seventy-files-of-terabytes", &YES, seventy_files),
+        Attack::new("ram-seventy-files-of-terabytes", &YES, seventy_files)
+            .on_device_with(&["--ram-max", "3T"]),
+        Attack::new("ram-file-longer-than-the-quota", &NO, long_file),
+        Attack::new("ram-file-of-petabytes", &NO, file_of_petabytes),
         Attack::new("ram-of-100-tib", &NO, |target| sparse(target, &[100 * TIB])),
         Attack::new("ram-beyond-quota", &NO, |target| {
             sparse(target, &[600 * GIB])
@@ -462,6 +465,23 @@ fn seventy_files(target: &Target) -> Result<Held, Failure> {
         front.lend(file.file().as_fd(), LENT + number * (1 << 30), 4096)?;
     }
     let seen = seen(front.check(64, &[1; 4096]))?;
+    Ok(Held::nothing(seen).and(front))
+}
+
+/// A page of a file that is longer than all that a front end may have.
+fn long_file(target: &Target) -> Result<Held, Failure> {
+    page_of(target, 600 * GIB)
+}
+
+/// What must be kept of a file grows with its length.
+fn file_of_petabytes(target: &Target) -> Result<Held, Failure> {
+    page_of(target, 4096 * TIB)
+}
+
+fn page_of(target: &Target, bytes: u64) -> Result<Held, Failure> {
+    let front = Front::start(&target.socket)?;
+    let file = Ram::new(bytes)?;
+    let seen = seen(front.lend(file.file().as_fd(), LENT, 4096))?;
     Ok(Held::nothing(seen).and(front))
 }
 
