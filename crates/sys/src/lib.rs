@@ -43,6 +43,7 @@ pub mod mapping;
 pub mod membarrier;
 pub mod memory_file;
 pub mod pagemap;
+mod presence;
 pub mod process;
 pub mod ptrace;
 pub mod sigbus;

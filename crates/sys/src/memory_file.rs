@@ -2,14 +2,17 @@
 //! [`GuestFile`]: a file in memory, as the one thing that everybody who maps it shares.
 //!
 //! A page of guest RAM is *present* when its file holds it, whoever has it
-//! mapped; absent pages are holes. `SEEK_DATA` is the one reliable test
-//! (`mincore` and pagemap tell about mappings). `pread` of a hole reads zeros
-//! and allocates nothing; a write or a touch through a mapping allocates.
+//! mapped; absent pages are holes. `SEEK_DATA` is the one reliable test (pagemap
+//! tells about mappings, `mincore` not about pages that are in swap); for a part of
+//! a file it is asked as [`crate::presence`] says. `pread` of a hole reads zeros and
+//! allocates nothing; a write or a touch through a mapping allocates.
 
+use crate::presence::Presence;
 use pagetide_addr::FileKey;
 use rustix::fs::{FallocateFlags, FlockOperation, SeekFrom};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 
 /// File system type of tmpfs (and so of memfds), as `statfs` gives it.
 const TMPFS_MAGIC: i128 = 0x0102_1994;
@@ -70,11 +73,16 @@ pub enum Locked {
 #[derive(Debug)]
 pub struct GuestFile {
     file: OwnedFd,
+    /// Made when it is first asked.
+    presence: OnceLock<Presence>,
 }
 
 impl From<OwnedFd> for GuestFile {
     fn from(file: OwnedFd) -> Self {
-        Self { file }
+        Self {
+            file,
+            presence: OnceLock::new(),
+        }
     }
 }
 
@@ -101,7 +109,7 @@ impl GuestFile {
         let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)
             .map_err(failed("memfd_create"))?;
         rustix::fs::ftruncate(&file, len_bytes).map_err(failed("ftruncate"))?;
-        Ok(Self { file })
+        Ok(Self::from(file))
     }
 
     /// The file's identity on this host.
@@ -215,7 +223,25 @@ impl GuestFile {
         Ok(self.next_data(offset)? == Some(offset))
     }
 
-    /// Maximal runs `(offset, bytes)` of data within `offset .. offset + len_bytes`, ascending.
+    /// Maximal runs `(offset, bytes)` of pages that are in memory within `offset .. offset + len_bytes`,
+    /// both multiples of a page; ascending. Costs what that part costs, whatever else the file holds.
+    ///
+    /// # Errors
+    /// What `lseek` says.
+    pub fn present_runs(&self, offset: u64, len_bytes: u64) -> Result<Vec<(u64, u64)>, FileError> {
+        let presence = match self.presence.get() {
+            Some(presence) => presence,
+            None => {
+                let made = Presence::of(self)?;
+                self.presence.get_or_init(|| made)
+            }
+        };
+        presence.runs(self, offset, len_bytes)
+    }
+
+    /// Maximal runs `(offset, bytes)` of data within `offset .. offset + len_bytes`, ascending. The
+    /// last look goes on to the next hole *behind* the part, so this is for a file as a whole: asked
+    /// part by part it costs the square of what is there ([`Self::present_runs`] does not).
     ///
     /// # Errors
     /// What `lseek` says.
@@ -261,7 +287,7 @@ impl GuestFile {
         rustix::fs::fstat(&self.file).map_err(kernel("fstat", 0, 0))
     }
 
-    fn next_data(&self, offset: u64) -> Result<Option<u64>, FileError> {
+    pub(crate) fn next_data(&self, offset: u64) -> Result<Option<u64>, FileError> {
         match rustix::fs::seek(&self.file, SeekFrom::Data(offset)) {
             Ok(found) => Ok(Some(found)),
             Err(Errno::NXIO) => Ok(None),

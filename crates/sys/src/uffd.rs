@@ -809,6 +809,34 @@ mod tests {
         drop(into);
     }
 
+    /// What userfaultfd leaves in page tables is no page, and what it fills is one.
+    #[test]
+    fn pages_are_present_as_the_file_has_them_whatever_a_userfaultfd_has_marked() {
+        let Some(w) = Watched::new() else { return };
+        let filled = FillOutcome::Filled { bytes: PAGE_BYTES };
+        assert_eq!(w.uffd.copy(w.at(1), &[1; 4096]).unwrap(), filled);
+        assert_eq!(w.uffd.zeropage(w.at(2), PAGE_BYTES).unwrap(), filled);
+        let features = Userfaultfd::supported().unwrap();
+        if features.contains(Features::POISON) {
+            assert_eq!(w.uffd.poison(w.at(5), PAGE_BYTES).unwrap(), filled);
+        }
+        // Markers on holes 3 and 4, a protection on page 2.
+        let protected = w
+            .uffd
+            .write_protect(w.at(2), 3 * PAGE_BYTES, WriteProtection::On);
+        assert_eq!(protected.unwrap(), ProtectOutcome::Done);
+        let there = || w.file.present_runs(0, 7 * PAGE_BYTES).unwrap();
+        assert_eq!(there(), [(PAGE_BYTES, 2 * PAGE_BYTES)]);
+        let runs = w.file.data_runs(0, 7 * PAGE_BYTES).unwrap();
+        assert_eq!(runs, there());
+        // Out of every page table, and still in the file.
+        let own = crate::process::ProcessFd::open(std::process::id()).unwrap();
+        own.page_out(&[(w.at(1), 2 * PAGE_BYTES)]).unwrap();
+        assert_eq!(there(), [(PAGE_BYTES, 2 * PAGE_BYTES)]);
+        w.file.punch(2 * PAGE_BYTES, PAGE_BYTES).unwrap();
+        assert_eq!(there(), [(PAGE_BYTES, PAGE_BYTES)]);
+    }
+
     #[test]
     fn a_poisoned_page_stays_a_hole_and_can_be_filled_after_all() {
         let Some(w) = Watched::new() else { return };

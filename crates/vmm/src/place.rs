@@ -189,7 +189,7 @@ impl Place for VmPlace {
         let layout = self.layout.look();
         for piece in layout.pieces(pages) {
             let found = file(&layout, &piece)
-                .data_runs(piece.file_offset, piece.pages.bytes())
+                .present_runs(piece.file_offset, piece.pages.bytes())
                 .map_err(|e| file_error("SEEK_DATA", piece.pages, e))?;
             for (offset, bytes) in found {
                 let start = piece.pages.start.0 + ((offset - piece.file_offset) >> PAGE_SHIFT);

@@ -148,7 +148,7 @@ impl Watch {
         for piece in self.layout.pieces(pages) {
             let file = self.layout.files()[piece.file].file();
             let runs = file
-                .data_runs(piece.file_offset, piece.pages.bytes())
+                .present_runs(piece.file_offset, piece.pages.bytes())
                 .map_err(CommandError::failed)?;
             for (start, len) in runs {
                 let first = piece.pages.start.0 + ((start - piece.file_offset) >> PAGE_SHIFT);

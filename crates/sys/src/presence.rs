@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which pages of a part of a RAM file are in memory, at the price of that part
+//! ([`GuestFile::present_runs`]).
+//!
+//! # Idea
+//! `lseek(SEEK_DATA)` says whether a page is there, and from a hole where the next page is that is
+//! there. The other half of the question, where such pages end, it cannot be asked: `SEEK_HOLE`
+//! goes on to the next hole, and in dense RAM that is the end of the file, a thousandth of a second
+//! for each 100 MiB. Asked once a section that is the square of the RAM.
+//!
+//! `mincore` answers for a range and for no more, if nobody has touched the mapping it is asked of:
+//! then it looks up each page in the page cache. But it says *absent* of a page that the kernel has
+//! swapped out, and content would be lost if a caller believed that. So it is believed where it says
+//! *present*, and where it says *absent* `SEEK_DATA` has the last word:
+//!
+//! ```text
+//!   mincore      ■■■■■■■■····■■■■■■■■■■■··········
+//!   SEEK_DATA            └──►         └─────────► next page: behind the part
+//! ```
+//! One system call for a section that is all there, one more for each gap.
+//!
+//! `mincore` tells the truth only to those who own the file or may write it; to others it calls all
+//! present. Whoever is none of those asks `SEEK_DATA` for each page.
+//!
+//! # What each state of a page looks like
+//! | page | `mincore` | `SEEK_DATA` | here |
+//! |---|---|---|---|
+//! | never touched, punched, read by `pread` | absent | hole | absent |
+//! | given memory by `fallocate`, never written | absent | hole | absent |
+//! | written, read through a mapping, filled by userfaultfd | present | data | present |
+//! | write-protected, unmapped from all page tables | present | data | present |
+//! | marker of a write protection or poison on a hole | absent | hole | absent |
+//! | swapped out by the kernel | absent | data | present |
+#![expect(
+    unsafe_code,
+    reason = "mmap, munmap and mincore take addresses; nothing of the mapping is ever touched"
+)]
+
+use crate::memory_file::{FileError, GuestFile};
+use crate::to_usize;
+use pagetide_addr::PAGE_BYTES;
+use rustix::fs::{Access, AtFlags, CWD};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::os::fd::{AsFd, AsRawFd};
+use std::ptr::NonNull;
+
+/// Pages that one call of `mincore` is asked for.
+const PAGES_PER_CALL: usize = 512;
+
+/// Our way of asking of one file.
+#[derive(Debug)]
+pub(crate) struct Presence {
+    untouched: Option<Untouched>,
+}
+
+/// A mapping of a file that nobody can touch.
+#[derive(Debug)]
+struct Untouched {
+    base: NonNull<u8>,
+    bytes: u64,
+}
+
+// SAFETY: the mapping is never read or written, only named to the kernel; it goes with its owner.
+unsafe impl Send for Untouched {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Untouched {}
+
+impl Untouched {
+    /// `None` if the file has no bytes, or cannot be mapped.
+    fn of(file: &GuestFile, bytes: u64) -> Option<Self> {
+        let fd = file.as_fd();
+        // SAFETY: a null hint without MAP_FIXED lets the kernel choose free address space.
+        let mapped = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                to_usize(bytes),
+                ProtFlags::empty(),
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                fd,
+                0,
+            )
+        };
+        match mapped {
+            Ok(base) => NonNull::new(base.cast::<u8>()).map(|base| Self { base, bytes }),
+            // No room among the addresses: then the file is asked page by page.
+            Err(_) => None,
+        }
+    }
+
+    /// Whether each of the pages at `offset` is in the page cache: bit 0 of a byte each. False if the
+    /// kernel does not say.
+    fn ask(&self, offset: u64, pages: &mut [u8]) -> bool {
+        let bytes = pages.len() as u64 * PAGE_BYTES;
+        if offset
+            .checked_add(bytes)
+            .is_none_or(|end| end > self.bytes.next_multiple_of(PAGE_BYTES))
+        {
+            return false;
+        }
+        // SAFETY: the range lies within the mapping, as was just checked.
+        let start = unsafe { self.base.as_ptr().add(to_usize(offset)) };
+        // SAFETY: the vector has a byte for each page of the range, and the kernel reads no memory of
+        // the range.
+        let said = unsafe { libc::mincore(start.cast(), to_usize(bytes), pages.as_mut_ptr()) };
+        said == 0
+    }
+}
+
+impl Drop for Untouched {
+    fn drop(&mut self) {
+        // SAFETY: the whole mapping, made by us, to which no reference exists.
+        let unmapped =
+            unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), to_usize(self.bytes)) };
+        debug_assert!(
+            unmapped.is_ok(),
+            "munmap of a mapping of ours: {unmapped:?}"
+        );
+    }
+}
+
+impl Presence {
+    /// A way of asking of `file`, of as many bytes as it has now.
+    ///
+    /// # Errors
+    /// What `fstat` says.
+    pub fn of(file: &GuestFile) -> Result<Self, FileError> {
+        let bytes = file.len_bytes()?;
+        let untouched = match is_told_the_truth(file) && bytes > 0 {
+            true => Untouched::of(file, bytes),
+            false => None,
+        };
+        Ok(Self { untouched })
+    }
+
+    /// Maximal runs `(offset, bytes)` of pages of `file` that are there within
+    /// `offset .. offset + len_bytes`, ascending; both are multiples of a page.
+    ///
+    /// # Errors
+    /// What `lseek` says.
+    pub fn runs(
+        &self,
+        file: &GuestFile,
+        offset: u64,
+        len_bytes: u64,
+    ) -> Result<Vec<(u64, u64)>, FileError> {
+        let mut runs = Runs::default();
+        let end = offset.saturating_add(len_bytes);
+        let mut asked = [0; PAGES_PER_CALL];
+        let mut at = offset;
+        while at < end {
+            let left = (end - at).div_ceil(PAGE_BYTES);
+            let count = left.min(PAGES_PER_CALL as u64);
+            let pages = &mut asked[..to_usize(count)];
+            let known = self
+                .untouched
+                .as_ref()
+                .is_some_and(|mapping| mapping.ask(at, pages));
+            if !known {
+                pages.fill(0);
+            }
+            look(file, at, pages, &mut runs)?;
+            at += count * PAGE_BYTES;
+        }
+        Ok(runs.0)
+    }
+}
+
+/// Takes the pages at `offset` that are surely there, and asks for the others.
+fn look(file: &GuestFile, offset: u64, pages: &[u8], runs: &mut Runs) -> Result<(), FileError> {
+    let is_there = |page: usize| pages[page] & 1 != 0;
+    let at = |page: usize| offset + page as u64 * PAGE_BYTES;
+    let mut page = 0;
+    while page < pages.len() {
+        if is_there(page) {
+            runs.add(at(page));
+            page += 1;
+            continue;
+        }
+        let next = file.next_data(at(page))?;
+        let Some(next) = next.filter(|next| *next < at(pages.len())) else {
+            // Nothing is there up to the next page that `mincore` has seen. Should that have gone
+            // meanwhile, it went before the caller looks at it.
+            match (page..pages.len()).find(|page| is_there(*page)) {
+                Some(seen) => page = seen,
+                None => break,
+            }
+            continue;
+        };
+        let found = to_usize((next - offset) / PAGE_BYTES);
+        // One that `mincore` has seen in between, and that has gone since, does not count.
+        if !is_there(found) {
+            runs.add(at(found));
+            page = found + 1;
+        } else {
+            page = found;
+        }
+    }
+    Ok(())
+}
+
+/// Runs of pages, as they are found.
+#[derive(Debug, Default)]
+struct Runs(Vec<(u64, u64)>);
+
+impl Runs {
+    fn add(&mut self, page_at: u64) {
+        match self.0.last_mut() {
+            Some((start, bytes)) if *start + *bytes == page_at => *bytes += PAGE_BYTES,
+            _ => self.0.push((page_at, PAGE_BYTES)),
+        }
+    }
+}
+
+/// Whether `mincore` tells us the truth of a file, by the kernel's rule: owner, or may write it.
+fn is_told_the_truth(file: &GuestFile) -> bool {
+    let link = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+    rustix::fs::accessat(CWD, link, Access::WRITE_OK, AtFlags::EACCESS).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mapping::SharedMapping;
+    use std::sync::atomic::Ordering;
+
+    const PAGE: u64 = PAGE_BYTES;
+
+    fn file(pages: u64) -> GuestFile {
+        GuestFile::new_memfd("presence", pages * PAGE).unwrap()
+    }
+
+    fn pages_of(runs: &[(u64, u64)]) -> Vec<u64> {
+        let pages = |(start, bytes): &(u64, u64)| start / PAGE..(start + bytes) / PAGE;
+        runs.iter().flat_map(pages).collect()
+    }
+
+    /// What `SEEK_DATA` says of each page by itself.
+    fn by_seeking(file: &GuestFile, from: u64, count: u64) -> Vec<u64> {
+        let is_data = |page: &u64| file.is_data(page * PAGE).unwrap();
+        (from..from + count).filter(is_data).collect()
+    }
+
+    #[test]
+    fn each_state_of_a_page_is_told_as_seek_data_tells_it() {
+        let file = file(16);
+        file.write_at(PAGE, &[1; 4096]).unwrap();
+        file.read_at(2 * PAGE, &mut [0; 4096]).unwrap();
+        file.allocate(3 * PAGE, PAGE).unwrap();
+        file.write_at(4 * PAGE, &[1; 4096]).unwrap();
+        file.punch(4 * PAGE, PAGE).unwrap();
+        let mapping = SharedMapping::new(file.as_fd(), 16 * PAGE).unwrap();
+        let read = mapping.atomic_u64s(5 * PAGE, 1).unwrap();
+        assert_eq!(read[0].load(Ordering::Relaxed), 0);
+        mapping.atomic_u64s(7 * PAGE, 1).unwrap()[0].store(1, Ordering::Relaxed);
+        let presence = Presence::of(&file).unwrap();
+        let runs = presence.runs(&file, 0, 16 * PAGE).unwrap();
+        assert_eq!(pages_of(&runs), [1, 5, 7]);
+        assert_eq!(pages_of(&runs), by_seeking(&file, 0, 16));
+    }
+
+    #[test]
+    fn parts_of_any_shape_are_told_as_seek_data_tells_them() {
+        let file = file(4096);
+        // 31 bits of a linear congruential generator (Numerical Recipes).
+        let mut seed = 1_u32;
+        let mut random = |below: u64| {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            u64::from(seed >> 1) % below
+        };
+        let presence = Presence::of(&file).unwrap();
+        let unsure = Presence { untouched: None };
+        for _ in 0..200 {
+            let (at, count) = (random(4096), 1 + random(64));
+            let count = count.min(4096 - at);
+            if random(3) == 0 {
+                file.punch(at * PAGE, count * PAGE).unwrap();
+            } else {
+                let content = vec![1; to_usize(count * PAGE)];
+                file.write_at(at * PAGE, &content).unwrap();
+            }
+            let (from, len) = (random(4096), 1 + random(1500));
+            let len = len.min(4096 - from);
+            let expected = by_seeking(&file, from, len);
+            for asker in [&presence, &unsure] {
+                let runs = asker.runs(&file, from * PAGE, len * PAGE).unwrap();
+                assert_eq!(pages_of(&runs), expected, "{from} {len}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_that_was_cut_short_is_told_as_far_as_it_goes() {
+        let file = file(8);
+        file.write_at(0, &[1; 8 * 4096]).unwrap();
+        let presence = Presence::of(&file).unwrap();
+        rustix::fs::ftruncate(&file, 3 * PAGE).unwrap();
+        let runs = presence.runs(&file, 0, 8 * PAGE).unwrap();
+        assert_eq!(pages_of(&runs), [0, 1, 2]);
+        let beyond = presence.runs(&file, 4 * PAGE, 64 * PAGE).unwrap();
+        assert!(beyond.is_empty());
+    }
+
+    /// The look at a section must cost what the section costs. What counts is system calls, and how
+    /// far each of them goes; both show in CPU time, so a dense file 64 times as long must not make
+    /// it much longer.
+    #[test]
+    fn a_look_at_a_section_costs_no_more_in_a_longer_file() {
+        const SECTION: u64 = 2 << 20;
+        let took = |sections: u64| {
+            let file = file(sections * 512);
+            let content = vec![1; to_usize(SECTION)];
+            for section in 0..sections {
+                file.write_at(section * SECTION, &content).unwrap();
+            }
+            let presence = Presence::of(&file).unwrap();
+            let look = || {
+                let begun = std::time::Instant::now();
+                let runs = presence.runs(&file, 0, SECTION).unwrap();
+                assert_eq!(runs, [(0, SECTION)]);
+                begun.elapsed()
+            };
+            (0..20).map(|_| look()).min().unwrap()
+        };
+        let (short, long) = (took(2), took(128));
+        assert!(long < 8 * short, "{short:?} of 4 MiB, {long:?} of 256 MiB");
+    }
+}
