@@ -36,7 +36,7 @@ pub fn on_disk(soak: &Soak) {
     let mut last = Instant::now();
     for beat in 0_u64.. {
         if !soak.goes_on() {
-            return;
+            return soak.tally.rest(Heart::Disk);
         }
         if let Err(error) = write_and_look_back(soak, &disk, beat, (&mut wanted, &mut buffer)) {
             let place = beat % BLOCKS;
@@ -73,6 +73,7 @@ pub fn in_memory(soak: &Soak) {
         last = now;
         thread::sleep(BEAT);
     }
+    soak.tally.rest(Heart::Memory);
 }
 
 fn first_of_all(soak: &Soak) {

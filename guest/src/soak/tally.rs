@@ -5,7 +5,8 @@
 //! were joined.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::wire::{Phase, SoakProgress};
 
@@ -18,8 +19,8 @@ pub struct Tally {
     wrong_bytes: AtomicU64,
     io_errors: AtomicU64,
     lines: AtomicU64,
-    disk_gap_ms: AtomicU64,
-    memory_gap_ms: AtomicU64,
+    disk: Pulse,
+    memory: Pulse,
     beats: AtomicU64,
     /// Bytes that fio wrote and read.
     pub fio_bytes: AtomicU64,
@@ -31,6 +32,31 @@ pub struct Tally {
     pub trees: AtomicU64,
     /// Operations of stress-ng.
     pub stress_ng_bogo_ops: AtomicU64,
+}
+
+/// What is known of one heart.
+#[derive(Debug, Default)]
+struct Pulse {
+    longest_gap_ms: AtomicU64,
+    /// Its last beat; nothing before the first and once it has been told to stop.
+    last: Mutex<Option<Instant>>,
+}
+
+impl Pulse {
+    /// The longest gap so far, the one included that has not ended.
+    fn longest_gap_ms(&self) -> u64 {
+        let last = *self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = last.map_or(0, |last| millis(last.elapsed()));
+        self.longest_gap_ms.load(Relaxed).max(open)
+    }
+
+    fn set_last(&self, last: Option<Instant>) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = last;
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Which heartbeat.
@@ -62,15 +88,25 @@ impl Tally {
 
     /// A heart beat once, so long after its last beat.
     pub fn beat(&self, heart: Heart, gap: Duration) {
-        let ms = u64::try_from(gap.as_millis()).unwrap_or(u64::MAX);
-        let longest = match heart {
-            Heart::Disk => &self.disk_gap_ms,
-            Heart::Memory => &self.memory_gap_ms,
-        };
-        let before = longest.fetch_max(ms, Relaxed);
+        let ms = millis(gap);
+        let pulse = self.pulse(heart);
+        pulse.set_last(Some(Instant::now()));
+        let before = pulse.longest_gap_ms.fetch_max(ms, Relaxed);
         self.beats.fetch_add(1, Relaxed);
         if ms > before.max(1_000) {
             eprintln!("guest-work: longest gap of the {heart:?} heartbeat so far: {ms} ms");
+        }
+    }
+
+    /// A heart was told to stop: what follows is no gap.
+    pub fn rest(&self, heart: Heart) {
+        self.pulse(heart).set_last(None);
+    }
+
+    fn pulse(&self, heart: Heart) -> &Pulse {
+        match heart {
+            Heart::Disk => &self.disk,
+            Heart::Memory => &self.memory,
         }
     }
 
@@ -89,8 +125,8 @@ impl Tally {
             phase,
             wrong_bytes: self.wrong_bytes.load(Relaxed),
             io_errors: self.io_errors.load(Relaxed),
-            longest_disk_gap_ms: self.disk_gap_ms.load(Relaxed),
-            longest_memory_gap_ms: self.memory_gap_ms.load(Relaxed),
+            longest_disk_gap_ms: self.disk.longest_gap_ms(),
+            longest_memory_gap_ms: self.memory.longest_gap_ms(),
             beats: self.beats.load(Relaxed),
             fio_bytes: self.fio_bytes.load(Relaxed),
             redis_operations: self.redis_operations.load(Relaxed),
@@ -131,5 +167,17 @@ mod tests {
         assert_eq!(progress.longest_disk_gap_ms, 900);
         assert_eq!(progress.longest_memory_gap_ms, 300);
         assert_eq!(progress.beats, 3);
+    }
+
+    #[test]
+    fn heart_that_stands_still_has_a_gap_though_it_never_beats_again() {
+        let tally = Tally::default();
+        tally.beat(Heart::Disk, Duration::ZERO);
+        let gap = || tally.progress(Phase::Work).longest_disk_gap_ms;
+        while gap() < 3 {
+            std::thread::yield_now();
+        }
+        tally.rest(Heart::Disk);
+        assert_eq!(gap(), 0, "it has not beaten again, and need not");
     }
 }

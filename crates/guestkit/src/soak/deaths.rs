@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Deaths of the daemon: SIGKILL at random, a new one on the same state, again and again.
+//!
+//! At any moment but one: while the guest's QEMU shakes hands with a new daemon. A QEMU before 9.1
+//! whose back end hangs up then connects once more and says nothing for ever; no back end can help that
+//! (see 'As a service' in docs/operations.md). So no daemon dies before the rings of the guest's disk
+//! run.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Relaxed;
@@ -21,8 +26,10 @@ const LIFE_IN_HASTE_MS: u64 = 4_000;
 const MARGIN: f64 = 1.1;
 /// Longest time between a death and the next start.
 const AWAY_MS: u64 = 300;
-/// How long a restarted daemon has to open its disks by itself.
+/// How long a restarted daemon has to open its disks by itself, and a front end to begin with them.
 const DISK_TIMEOUT: Duration = Duration::from_secs(30);
+/// A gap of the guest that is longer is its end: nothing would be learnt from more deaths.
+const GAP_MAX_MS: u64 = 60_000;
 
 /// Random numbers that follow from a seed.
 #[derive(Clone, Copy, Debug)]
@@ -100,10 +107,18 @@ impl Deaths {
             let what = "the guest's work".to_owned();
             return Err(stand.guest.late(what, self.length).into());
         }
-        let silent = stand
-            .guest
-            .soak_report()
-            .is_none_or(|report| report.at.elapsed() > SILENCE_MAX);
+        let report = stand.guest.soak_report();
+        let gap_ms = report
+            .as_ref()
+            .map_or(0, |report| longest_gap_ms(&report.progress));
+        if gap_ms > GAP_MAX_MS {
+            let what = format!("a heartbeat of the guest: none for {gap_ms} ms");
+            return Err(stand
+                .guest
+                .late(what, Duration::from_millis(GAP_MAX_MS))
+                .into());
+        }
+        let silent = report.is_none_or(|report| report.at.elapsed() > SILENCE_MAX);
         if silent {
             let what = "a report of the guest".to_owned();
             return Err(stand.guest.late(what, SILENCE_MAX).into());
@@ -135,9 +150,26 @@ impl Deaths {
         }
         let ms = u64::try_from(begin.elapsed().as_millis()).unwrap_or(u64::MAX);
         board.longest_recovery_ms.fetch_max(ms, Relaxed);
+        self.wait_for_rings(stand, begin)?;
         self.failed.clear();
         self.next = Instant::now() + self.life(board);
         Ok(())
+    }
+
+    /// Until the rings of the guest's disk run.
+    fn wait_for_rings(&self, stand: &mut Stand, begin: Instant) -> Result<(), SoakError> {
+        loop {
+            let device = stand.product.device(&stand.disk.socket);
+            let device = stand.told(device)?;
+            if device["wired_bytes"].as_u64().unwrap_or_default() > 0 {
+                return Ok(());
+            }
+            if begin.elapsed() > 2 * DISK_TIMEOUT {
+                let what = "begin with its disk again".to_owned();
+                return Err(stand.guest.late(what, DISK_TIMEOUT).into());
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
     }
 
     fn life(&mut self, board: &Board) -> Duration {
