@@ -46,9 +46,10 @@ pub enum ClientError {
     },
     /// It takes the connection and says nothing.
     #[error(
-        "the daemon on {path} takes connections, but has not answered within {waited_s} s: it hangs, or is stopped \
-         (SIGSTOP); see its log. Its VMs run on as long as they touch no evicted page; a new `pagetide run` takes them up \
-         when this one is killed (SIGKILL)"
+        "the daemon on {path} has not answered within {waited_s} s, though its socket is there: it has just been started \
+         and is taking up what its predecessor left (its log says \"ready\" when that is done), or it hangs, or is \
+         stopped (SIGSTOP); see its log. VMs run on as long as they touch no evicted page. If it is ready and does not \
+         answer, kill it (SIGKILL): a new `pagetide run` takes its VMs up"
     )]
     Silent {
         /// The socket.

@@ -19,6 +19,10 @@ const RAM_BYTES: u64 = 192 * MIB;
 /// What is evicted to keep this does not compress, and has no room in the group.
 const VM_LIMIT: &str = "32M";
 const GROUP_BYTES: u64 = 96 * MIB;
+/// What the daemon leaves free of such a group (`docs/operations.md`).
+const MARGIN_BYTES: u64 = 16 * MIB;
+/// Of that, what the daemon itself may come to take.
+const OWN_BYTES: u64 = 8 * MIB;
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A memory cgroup of our own, of whatever version there is.
@@ -80,7 +84,7 @@ impl Group {
     fn oom_kills(&self) -> u64 {
         let text = fs::read_to_string(self.path.join(self.events)).unwrap();
         let line = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
-        line.map_or(0, |number| number.trim().parse().unwrap())
+        line.expect("a count of kills").trim().parse().unwrap()
     }
 }
 
@@ -228,14 +232,23 @@ fn daemon_in_a_small_memory_cgroup_stops_evicting_in_time_and_goes_on_when_there
     ]);
     let bars = |daemon: &Daemon| daemon.show()["eviction_bars"].to_string();
     daemon.until("word of the cgroup", |daemon| {
-        assert!(group.charged_bytes() <= GROUP_BYTES);
         bars(daemon).contains("memory cgroup")
     });
     let vm = daemon.show();
     assert_eq!(vm["state"], "serving-only", "{vm}");
     assert!(number(&vm, "evicted_pages") > 0, "{vm}");
     assert!(number(&vm, "resident_bytes") > 32 * MIB, "{vm}");
-    assert!(number(&vm, "pool_bytes") < GROUP_BYTES, "{vm}");
+    // The kernel sees to it that no more than the limit is charged; the margin is our own affair.
+    let stored = number(&vm, "pool_bytes");
+    assert!(
+        (GROUP_BYTES / 4..=GROUP_BYTES - MARGIN_BYTES).contains(&stored),
+        "{vm}"
+    );
+    let charged = group.charged_bytes();
+    assert!(
+        charged <= GROUP_BYTES - MARGIN_BYTES + OWN_BYTES,
+        "{charged}"
+    );
     // All of it is served, with the group as full as it gets.
     verify(&ram);
     assert_eq!(group.oom_kills(), 0);

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The program itself: what it prints and how it ends.
 
+mod bounded;
 mod fake;
 
 use std::path::Path;
 use std::process::{Command, Output};
 
+use bounded::{Said, run_until};
 use fake::{BROKEN_PID, NO_VMM_PID, Server};
 use serde_json::Value;
 
@@ -269,46 +271,33 @@ fn openapi_is_printed_as_json() {
 }
 
 /// `pagetide run` under limits on open files, soft and hard, until it says something of `words`.
-fn run_with_files(soft: u32, hard: u32, words: [&str; 2]) -> String {
-    use std::io::{BufRead, BufReader};
+fn run_with_files(soft: u32, hard: u32, words: [&str; 2]) -> Said {
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-    let mut daemon = Command::new("sh")
-        .args([
-            "-c",
-            "ulimit -Sn $1 && ulimit -Hn $2 && shift 2 && exec \"$@\"",
-            "sh",
-        ])
-        .args([soft.to_string(), hard.to_string()])
-        .arg(env!("CARGO_BIN_EXE_pagetide"))
-        .args(["run", "--state-dir"])
-        .arg(dir.path().join("state"))
-        .stderr(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
-    let lines = BufReader::new(daemon.stderr.take().unwrap()).lines();
-    let mut told = String::new();
-    for line in lines.map_while(Result::ok) {
-        told += &line;
-        told.push('\n');
-        if words.iter().any(|word| line.contains(word)) {
-            break;
-        }
-    }
-    daemon.kill().unwrap();
-    daemon.wait().unwrap();
-    told
+    run_until(
+        Command::new("sh")
+            .args([
+                "-c",
+                "ulimit -Sn $1 && ulimit -Hn $2 && shift 2 && exec \"$@\"",
+                "sh",
+            ])
+            .args([soft.to_string(), hard.to_string()])
+            .arg(env!("CARGO_BIN_EXE_pagetide"))
+            .args(["run", "--state-dir"])
+            .arg(dir.path().join("state")),
+        &words,
+    )
 }
 
 #[test]
 fn daemon_raises_its_limit_on_open_files_and_says_how_many_it_needs_if_it_may_not() {
     let words = [" ready", "files open"];
-    let told = run_with_files(256, 4096, words);
-    if told.contains("io_uring") && !told.contains("Too many open files") {
+    let Said { log: told, ended } = run_with_files(256, 4096, words);
+    if ended.is_some() && told.contains("io_uring") && !told.contains("Too many open files") {
         eprintln!("SKIPPED: {told}");
         return;
     }
     assert!(told.contains(" ready"), "{told}");
-    let told = run_with_files(256, 300, words);
+    let told = run_with_files(256, 300, words).log;
     assert!(told.contains("300") && told.contains("512"), "{told}");
     assert!(told.contains("LimitNOFILE"), "{told}");
 }

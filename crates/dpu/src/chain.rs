@@ -15,6 +15,10 @@
 //! under a request, which is then to be answered with an error. Where the answer
 //! goes must be known for that, so the chain's last writable buffer has to be in
 //! memory, as rings and tables have.
+//!
+//! Nor does a chain that is longer than is served ([`CHAIN_BYTES_MAX`]): the specification allows 2^32
+//! bytes, and QEMU answers what it will not do with an I/O error. Of such a chain the last writable
+//! byte is kept, for the answer.
 
 use crate::memory::{DeviceMemory, LeaseSet, OutsideMemory, Span};
 use pagetide_addr::{Access, Gpa};
@@ -23,12 +27,18 @@ use vm_memory::{Bytes, GuestAddress};
 
 /// Bytes of a descriptor.
 const DESCRIPTOR_BYTES: u32 = 16;
-/// Most descriptors in an indirect table, and in a chain: what QEMU and Linux take
-/// (`VIRTQUEUE_MAX_SIZE`). A chain through a larger ring may be as long as the ring.
+/// Most descriptors in an indirect table, and buffers in a chain: what QEMU and Linux take
+/// (`VIRTQUEUE_MAX_SIZE`). A chain through a larger ring may be as long as the ring. The descriptor
+/// that refers to an indirect table is no buffer.
 pub const INDIRECT_MAX: u32 = 1024;
-/// Most bytes of a chain, all buffers together. A chain leases all its pages at once, so this is also
-/// how far one request can carry a VM past its limit. Drivers send a few MiB at most.
-pub const CHAIN_BYTES_MAX: u64 = 64 << 20;
+/// Most bytes of data in a request.
+const DATA_BYTES_MAX: u64 = 64 << 20;
+/// Bytes of a block request around its data: header and status.
+pub(crate) const FRAME_BYTES: u64 = 17;
+/// Most bytes of a chain that is served, all buffers together: data, header and status. A chain leases
+/// all its pages at once, so this is also how far one request can carry a VM past its limit. Drivers
+/// send a few MiB at most; what is longer is answered with an error.
+pub const CHAIN_BYTES_MAX: u64 = DATA_BYTES_MAX + FRAME_BYTES;
 
 /// Why a chain makes no sense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -41,8 +51,8 @@ pub enum ChainError {
         /// Descriptors in the table.
         size: u32,
     },
-    /// More descriptors than there can be: it goes round.
-    #[error("the chain has more than {0} descriptors, so it loops")]
+    /// More buffers than there can be: it goes round.
+    #[error("the chain has more than {0} buffers, so it loops")]
     Loops(u32),
     /// An indirect table in an indirect table.
     #[error("an indirect descriptor table refers to another")]
@@ -62,9 +72,6 @@ pub enum ChainError {
     /// A device-readable buffer after a device-writable one (virtio 1.2, 2.7.4.2).
     #[error("a device-readable buffer follows a device-writable one")]
     ReadableAfterWritable,
-    /// More than [`CHAIN_BYTES_MAX`] in all (virtio 1.2, 2.7.5.2 sets the far end at 2^32).
-    #[error("the chain's buffers add up to more than {CHAIN_BYTES_MAX} bytes")]
-    TooLong,
 }
 
 /// What kept a walk from its end.
@@ -91,6 +98,17 @@ pub(crate) struct Buffers {
     pub writable: Vec<Span>,
     /// The first buffer that is not in guest memory, and is in neither list.
     pub outside: Option<OutsideMemory>,
+    /// Whether the chain is longer than is served; then the lists do not have all of it.
+    pub length: Length,
+}
+
+/// Whether a chain is served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Length {
+    #[default]
+    Served,
+    /// More than [`CHAIN_BYTES_MAX`] bytes.
+    TooLong,
 }
 
 impl Buffers {
@@ -98,6 +116,7 @@ impl Buffers {
         self.readable.clear();
         self.writable.clear();
         self.outside = None;
+        self.length = Length::Served;
     }
 }
 
@@ -158,10 +177,6 @@ impl Walk<'_> {
             if u32::from(index) >= size {
                 return Err(ChainError::IndexOutOfRange { index, size });
             }
-            self.steps_left = match self.steps_left.checked_sub(1) {
-                Some(left) => left,
-                None => return Err(ChainError::Loops(INDIRECT_MAX.max(size))),
-            };
             let address = at.0 + u64::from(index) * u64::from(DESCRIPTOR_BYTES);
             let descriptor: Descriptor = self
                 .memory
@@ -173,6 +188,10 @@ impl Walk<'_> {
                 }
                 return Ok(Some(descriptor));
             }
+            self.steps_left = match self.steps_left.checked_sub(1) {
+                Some(left) => left,
+                None => return Err(ChainError::Loops(INDIRECT_MAX.max(size))),
+            };
             self.buffer(&descriptor)?;
             if !descriptor.has_next() {
                 return Ok(None);
@@ -210,7 +229,7 @@ impl Walk<'_> {
         let len = descriptor.len();
         self.bytes += u64::from(len);
         if self.bytes > CHAIN_BYTES_MAX {
-            return Err(ChainError::TooLong);
+            self.into.length = Length::TooLong;
         }
         let list = if descriptor.is_write_only() {
             &mut self.into.writable
@@ -225,7 +244,18 @@ impl Walk<'_> {
             list.truncate(before);
             self.into.outside.get_or_insert(outside);
         }
+        if self.into.length == Length::TooLong {
+            self.keep_last_byte();
+        }
         Ok(())
+    }
+
+    /// Of a chain that is not served, only where the answer goes is of interest.
+    fn keep_last_byte(&mut self) {
+        let writable = &mut self.into.writable;
+        let last = split_last_byte(writable);
+        writable.clear();
+        writable.extend(last);
     }
 }
 
@@ -372,6 +402,72 @@ mod tests {
         put(&f.memory, BASE, 2, (BASE - 1, 1, WRITE, 0));
         let error = outside(BASE - 1, 1);
         assert_eq!(broken(&f, table(), 0), ChainError::Outside(error));
+    }
+
+    #[test]
+    fn indirect_table_of_as_many_buffers_as_there_may_be_is_walked_to_its_end() {
+        let f = fixture();
+        let at = BASE + 0x8000;
+        let fill = |count: u32| {
+            put(&f.memory, BASE, 0, (at, count * 16, INDIRECT, 0));
+            for index in 0..count {
+                let next = if index + 1 < count { NEXT } else { 0 };
+                let flags = if index == 0 { next } else { next | WRITE };
+                let next = u16::try_from(index + 1).unwrap();
+                put(&f.memory, at, u64::from(index), (BASE, 16, flags, next));
+            }
+        };
+        let mut buffers = Buffers::default();
+        fill(INDIRECT_MAX);
+        assert_eq!(walk(&f.memory, table(), 0, &mut buffers), Ok(()));
+        assert_eq!(buffers.readable.len(), 1);
+        assert_eq!(buffers.writable.len(), 1023);
+        fill(INDIRECT_MAX + 1);
+        let error = ChainError::TableLength(16 * (INDIRECT_MAX + 1));
+        assert_eq!(broken(&f, table(), 0), error);
+        // One more in the table before it.
+        fill(INDIRECT_MAX);
+        put(&f.memory, BASE, 1, (BASE, 16, NEXT, 0));
+        let error = ChainError::Loops(INDIRECT_MAX);
+        assert_eq!(broken(&f, table(), 1), error);
+    }
+
+    #[test]
+    fn chain_with_all_the_data_there_may_be_is_whole_and_of_a_longer_one_the_end_is_kept() {
+        const PART: u32 = 64 * 4096;
+        let f = fixture();
+        let at = BASE + 0x8000;
+        let parts = u32::try_from(DATA_BYTES_MAX / u64::from(PART)).unwrap();
+        let fill = |last_part: u32| {
+            let count = parts + 2;
+            put(&f.memory, BASE, 0, (at, count * 16, INDIRECT, 0));
+            put(&f.memory, at, 0, (BASE, 16, NEXT, 1));
+            for index in 1..=parts {
+                let len = if index == parts { last_part } else { PART };
+                let next = u16::try_from(index + 1).unwrap();
+                let part = (BASE, len, NEXT | WRITE, next);
+                put(&f.memory, at, u64::from(index), part);
+            }
+            let status = (BASE + 77, 1, WRITE, 0);
+            put(&f.memory, at, u64::from(parts + 1), status);
+        };
+        // The parts are all one memory, and hold the tables: it is read, not written here.
+        let mut buffers = Buffers::default();
+        fill(PART);
+        assert_eq!(walk(&f.memory, table(), 0, &mut buffers), Ok(()));
+        assert_eq!(buffers.length, Length::Served);
+        let written: u64 = buffers.writable.iter().map(|s| u64::from(s.len)).sum();
+        assert_eq!(written, DATA_BYTES_MAX + 1);
+        fill(PART + 1);
+        // It reaches one byte past the memory, too: that is told as well.
+        assert_eq!(walk(&f.memory, table(), 0, &mut buffers), Ok(()));
+        assert_eq!(buffers.length, Length::TooLong);
+        let status = Span {
+            port: 0,
+            offset: 77,
+            len: 1,
+        };
+        assert_eq!(buffers.writable, [status]);
     }
 
     #[test]

@@ -138,6 +138,40 @@ fn stopped_ring_tells_where_it_was_and_goes_on_from_there() {
 }
 
 #[test]
+fn request_of_the_largest_size_and_one_of_most_buffers_are_served_and_larger_ones_answered() {
+    const PART: u32 = 4 << 20;
+    let rig = Rig::new(1);
+    let socket = rig.add_of("disk", 64 << 20);
+    let mut guest = Guest::new();
+    let mut connection = Connection::open(&socket, &mut guest, 1, F_INDIRECT);
+    let data = guest.room(u64::from(PART));
+    let table = guest.room(16 * 1024);
+    let request = BlkRequest::new(&mut guest, T_IN, 0, 0);
+    let ends = request.parts(WRITE);
+    let mut served = |data: &[(u64, u32, u16)]| {
+        request.aim(&guest, T_IN, 0);
+        let parts = [&ends[..1], data, &ends[1..]].concat();
+        connection.queues[0].submit_indirect(&guest, table, &parts);
+        let (_, written) = connection.queues[0].wait_used(&guest);
+        (request.status(&guest), written)
+    };
+    // 64 MiB, all into one buffer: the last part stays.
+    let whole = vec![(data, PART, WRITE); 16];
+    assert_eq!(served(&whole), (0, (64 << 20) + 1));
+    let sector = guest.get(data, 8);
+    assert_eq!(sector, (60_u64 << 20 >> 9).to_le_bytes());
+    let beyond = [&whole[..], &[(data, 512, WRITE)]].concat();
+    assert_eq!(served(&beyond), (S_IOERR, 1));
+    // A table of 1,024 entries, which is as long as one may be.
+    let most = vec![(data, 512, WRITE); 1022];
+    assert_eq!(served(&most), (0, 1022 * 512 + 1));
+    assert_eq!(guest.get(data, 8), 1021_u64.to_le_bytes());
+    let report = rig.report(&socket);
+    assert_eq!(report.state, DeviceState::Connected);
+    assert_eq!((report.malformed_requests, report.failed_requests), (0, 1));
+}
+
+#[test]
 fn memory_added_and_removed_while_a_ring_runs_changes_what_it_reaches() {
     let rig = Rig::new(1);
     let socket = rig.add("disk", 1, Writes::Taken);

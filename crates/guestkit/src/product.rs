@@ -71,6 +71,10 @@ pub enum Role {
     Dpu,
 }
 
+/// A place in a daemon's log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LogEnd(u64);
+
 impl Product {
     /// The release binary of this repository, or the one that `PAGETIDE` names.
     ///
@@ -220,6 +224,25 @@ impl Product {
     #[must_use]
     pub fn log_tail(&self) -> String {
         tail(&self.log, 25)
+    }
+
+    /// Where the daemon's log ends now.
+    ///
+    /// # Errors
+    /// It cannot be looked at.
+    pub fn log_end(&self) -> Result<LogEnd, ProductError> {
+        let log = fs::metadata(&self.log).map_err(|source| file_error(&self.log, source))?;
+        Ok(LogEnd(log.len()))
+    }
+
+    /// What the daemon, or the one before it, has said since then.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn log_since(&self, end: LogEnd) -> Result<String, ProductError> {
+        let bytes = fs::read(&self.log).map_err(|source| file_error(&self.log, source))?;
+        let begin = usize::try_from(end.0).unwrap_or(bytes.len());
+        Ok(String::from_utf8_lossy(&bytes[begin.min(bytes.len())..]).into_owned())
     }
 
     /// Runs a client and waits for it; its exit status is in the answer.

@@ -29,12 +29,17 @@ struct Scene {
 }
 
 impl Scene {
-    fn set() -> Self {
+    /// `None` where the product cannot be tried, after saying why.
+    fn set() -> Option<Self> {
+        if let Err(error) = Product::binary() {
+            eprintln!("SKIPPED: {error}: build it with `cargo build --release -p pagetide`");
+            return None;
+        }
         let folder = RunFolder::new().expect("a folder");
-        Self {
+        Some(Self {
             product: daemon(folder.path(), "state"),
             folder,
-        }
+        })
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -131,7 +136,7 @@ fn peer(image: &Path, socket: &Path) -> Option<StorageDaemon> {
 
 #[test]
 fn image_is_served_once_whatever_it_is_called_and_by_one_daemon() {
-    let scene = Scene::set();
+    let Some(scene) = Scene::set() else { return };
     let image = scene.image("image");
     let (hard, soft) = (scene.path("hard"), scene.path("soft"));
     fs::hard_link(&image, &hard).expect("a hard link");
@@ -156,7 +161,7 @@ fn image_is_served_once_whatever_it_is_called_and_by_one_daemon() {
 
 #[test]
 fn image_that_qemu_serves_is_refused_and_qemu_refuses_ours() {
-    let scene = Scene::set();
+    let Some(scene) = Scene::set() else { return };
     let image = scene.image("image");
     let Some(theirs) = peer(&image, &scene.path("theirs")) else {
         return;
@@ -216,7 +221,9 @@ impl Drop for Loop {
 
 #[test]
 fn block_device_is_served_once_whatever_its_node_and_not_while_the_kernel_has_it() {
-    let mut scene = Scene::set();
+    let Some(mut scene) = Scene::set() else {
+        return;
+    };
     let Some(device) = Loop::over(&scene.image("image")) else {
         return;
     };
@@ -239,7 +246,9 @@ fn block_device_is_served_once_whatever_its_node_and_not_while_the_kernel_has_it
 
 #[test]
 fn image_is_shared_by_the_operators_word_and_readers_need_none() {
-    let mut scene = Scene::set();
+    let Some(mut scene) = Scene::set() else {
+        return;
+    };
     let image = scene.image("image");
     scene.ask("a", &image, &["--shared"]).expect("one writer");
     scene.ask("b", &image, &["--shared"]).expect("another");
@@ -268,7 +277,9 @@ fn image_is_shared_by_the_operators_word_and_readers_need_none() {
 
 #[test]
 fn image_is_served_again_after_each_sigkill_and_guarded_as_before() {
-    let mut scene = Scene::set();
+    let Some(mut scene) = Scene::set() else {
+        return;
+    };
     let image = scene.image("image");
     scene.ask("a", &image, &[]).expect("served");
     for _ in 0..5 {
@@ -282,7 +293,9 @@ fn image_is_served_again_after_each_sigkill_and_guarded_as_before() {
 
 #[test]
 fn image_that_another_took_meanwhile_keeps_its_place_on_the_list() {
-    let mut scene = Scene::set();
+    let Some(mut scene) = Scene::set() else {
+        return;
+    };
     let (image, other) = (scene.image("image"), scene.image("other"));
     scene.ask("a", &image, &[]).expect("served");
     scene.ask("b", &other, &[]).expect("served");
@@ -303,7 +316,9 @@ fn image_that_another_took_meanwhile_keeps_its_place_on_the_list() {
 
 #[test]
 fn image_that_comes_free_while_a_successor_waits_is_served() {
-    let mut scene = Scene::set();
+    let Some(mut scene) = Scene::set() else {
+        return;
+    };
     let image = scene.image("image");
     scene.ask("a", &image, &[]).expect("served");
     scene.product.kill();
@@ -328,7 +343,9 @@ fn image_that_comes_free_while_a_successor_waits_is_served() {
 
 #[test]
 fn content_in_a_format_is_refused_without_raw_and_comes_back_once_it_was_served() {
-    let mut scene = Scene::set();
+    let Some(mut scene) = Scene::set() else {
+        return;
+    };
     let image = scene.path("image");
     for format in ["qcow2", "vmdk", "vhdx", "vdi", "vpc", "qed", "parallels"] {
         let mut command = Command::new("qemu-img");
@@ -361,7 +378,7 @@ fn content_in_a_format_is_refused_without_raw_and_comes_back_once_it_was_served(
 
 #[test]
 fn image_cut_short_is_told_in_the_list_and_does_not_grow() {
-    let scene = Scene::set();
+    let Some(scene) = Scene::set() else { return };
     let image = scene.image("image");
     scene.ask("a", &image, &[]).expect("served");
     assert_eq!(scene.device("a")["error"], Value::Null);
@@ -400,7 +417,9 @@ fn socket_belongs_to_whom_it_was_given_also_after_a_restart() {
         eprintln!("SKIPPED: only root can give a socket away");
         return;
     }
-    let mut scene = Scene::set();
+    let Some(mut scene) = Scene::set() else {
+        return;
+    };
     let image = scene.image("image");
     let (user, group) = (USER.to_string(), GROUP.to_string());
     let given = ["--owner", &user, "--group", &group, "--mode", "0620"];
@@ -448,7 +467,7 @@ fn socket_belongs_to_whom_it_was_given_also_after_a_restart() {
 
 #[test]
 fn socket_for_nobody_known_or_by_no_mode_is_wrong_use_and_leaves_the_image_free() {
-    let scene = Scene::set();
+    let Some(scene) = Scene::set() else { return };
     let image = scene.image("image");
     for (option, value) in [
         ("--owner", "no-such-user"),
@@ -464,7 +483,9 @@ fn socket_for_nobody_known_or_by_no_mode_is_wrong_use_and_leaves_the_image_free(
 
 #[test]
 fn each_disk_has_a_serial_of_its_own_that_stays() {
-    let mut scene = Scene::set();
+    let Some(mut scene) = Scene::set() else {
+        return;
+    };
     let images = ["one", "two", "three"].map(|name| scene.image(name));
     let sockets = ["a", "b", "c"];
     for (socket, image) in sockets.iter().zip(&images) {
@@ -489,7 +510,9 @@ fn each_disk_has_a_serial_of_its_own_that_stays() {
 
 #[test]
 fn list_of_an_earlier_version_is_taken_up_and_its_disk_keeps_its_name() {
-    let mut scene = Scene::set();
+    let Some(mut scene) = Scene::set() else {
+        return;
+    };
     let image = scene.image("image");
     scene.ask("a", &image, &[]).expect("served");
     scene.product.kill();

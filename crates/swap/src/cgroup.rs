@@ -5,7 +5,7 @@
 //! that has a limit, what the tmpfs has left does not matter: a charge beyond the limit makes the
 //! kernel kill a process of the group, most likely this one.
 //!
-//! A charge counts in the group and in every ancestor, so the tightest of them decides.
+//! A charge counts in the group and in every ancestor, so each of them must have room.
 //!
 //! | | version 2 | version 1 |
 //! |---|---|---|
@@ -49,12 +49,6 @@ impl Level {
         let held = self.charged_bytes.saturating_sub(self.cache_bytes);
         self.limit_bytes.saturating_sub(held)
     }
-}
-
-/// The limit that is reached first.
-#[must_use]
-pub fn tightest(levels: Vec<Level>) -> Option<Level> {
-    levels.into_iter().min_by_key(Level::free_bytes)
 }
 
 /// The memory cgroups of this process, read anew each time: a process may be moved, and limits be
@@ -403,20 +397,6 @@ mod tests {
         ]);
         let error = MemoryGroups::below(dir.path()).levels().unwrap_err();
         assert!(error.to_string().contains("'lots'"), "{error}");
-    }
-
-    #[test]
-    fn tightest_is_the_level_with_the_least_room_not_the_smallest_limit() {
-        let level = |limit_bytes, charged_bytes| Level {
-            group: PathBuf::new(),
-            file: "memory.max",
-            limit_bytes,
-            charged_bytes,
-            cache_bytes: 0,
-        };
-        assert_eq!(tightest(vec![]), None);
-        let levels = vec![level(500, 100), level(900, 850), level(800, 900)];
-        assert_eq!(tightest(levels).map(|level| level.limit_bytes), Some(800));
     }
 
     #[test]

@@ -32,6 +32,7 @@ mod file;
 mod identity;
 mod words;
 
+pub use file::version_at;
 pub use words::PoolWords;
 
 use crate::slots::CHUNK_BYTES;
@@ -51,7 +52,8 @@ use std::{
 };
 
 const MAGIC: u64 = u64::from_le_bytes(*b"PAGETIDE");
-const VERSION: u64 = 1;
+/// Version of the format.
+pub const VERSION: u64 = 1;
 const HEADER_BYTES: u64 = 64 << 10;
 const HEADER_CELLS: usize = 512;
 /// Most pages of a VM: 16 TiB.
@@ -199,6 +201,8 @@ pub struct Pool {
     words_at: u64,
     content_at: u64,
     content_bytes: u64,
+    /// Sections whose words got memory with the pool; 0 in one that was found.
+    sections_made_with: u64,
     /// Held while the identity is replaced or words get memory.
     changing: Mutex<()>,
 }
@@ -313,6 +317,7 @@ impl Pool {
             words_at,
             content_at,
             content_bytes,
+            sections_made_with: page_count.div_ceil(SECTION_PAGES),
             changing: Mutex::new(()),
         };
         pool.mark_words_past_the_last_page();
@@ -396,6 +401,7 @@ impl Pool {
             words_at,
             content_at,
             content_bytes,
+            sections_made_with: 0,
             changing: Mutex::new(()),
         })
     }
@@ -595,7 +601,7 @@ mod tests {
             pool.set_limit_bytes(Some(4 << 20));
             pool.counter(Counter::EvictedPages)
                 .fetch_add(12, Ordering::Relaxed);
-            PoolWords(pool.clone())
+            PoolWords::of(pool.clone())
                 .cell(PageNo(999))
                 .store(77, Ordering::Relaxed);
             pool.allocate_chunk(3).unwrap();
@@ -609,7 +615,7 @@ mod tests {
             12
         );
         assert_eq!(
-            PoolWords(pool.clone())
+            PoolWords::of(pool.clone())
                 .cell(PageNo(999))
                 .load(Ordering::Relaxed),
             77
@@ -689,6 +695,22 @@ mod tests {
                 Err(PoolError::Damaged { .. })
             ));
         }
+    }
+
+    #[test]
+    fn version_is_told_of_pools_of_whatever_version_in_use_or_not_and_of_nothing_else() {
+        let dir = directory();
+        let path = dir.path().join("vm.pool");
+        let pool = Pool::create_with(&path, SMALL, 0, b"x").unwrap();
+        assert_eq!(version_at(&path).unwrap(), Some(VERSION));
+        pool.cell(Cell::Version).store(77, Ordering::Relaxed);
+        assert_eq!(version_at(&path).unwrap(), Some(77));
+        for foreign in [vec![0; 4096], vec![1; 3], Vec::new()] {
+            std::fs::write(&path, foreign).unwrap();
+            assert_eq!(version_at(&path).unwrap(), None);
+        }
+        let nowhere = version_at(&dir.path().join("none"));
+        assert!(matches!(nowhere, Err(PoolError::Path { .. })));
     }
 
     #[test]

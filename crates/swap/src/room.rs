@@ -12,10 +12,17 @@
 //!     │  half as much again
 //!   open again above, after CLOSED_MIN at least ────
 //! ```
+//! A margin is a part of its own limit. So of a group and its ancestors, all of which are charged, not
+//! the one with the least free is reached first, but the one with the least beyond its margin.
+//!
 //! All VMs of the daemon share one `Room`, since they share the group. What is taken is counted
 //! between two looks at the group, and after a part of the margin there is another look.
+//!
+//! The gate is about content, which comes in small pieces and for ever ([`Room::take`]). A single large
+//! wish, such as the words of a VM that is attached ([`Room::take_once`]), may be refused where there is
+//! room for much content still: that closes no gate.
 
-use crate::cgroup::{Level, MemoryGroups, tightest};
+use crate::cgroup::{Level, MemoryGroups};
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -48,7 +55,7 @@ pub fn resume_bytes(limit_bytes: u64) -> u64 {
 /// Why no more content can be stored.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
-    "the daemon's memory cgroup {group} is nearly full: of its {limit_bytes} bytes ({file}) {margin_bytes} must stay \
+    "the daemon's memory cgroup {group} has too little room: of its {limit_bytes} bytes ({file}) {margin_bytes} must stay \
      free; raise {file}, or the limits of VMs, or detach one; eviction goes on when {resume_bytes} bytes are free"
 )]
 pub struct Shortage {
@@ -85,27 +92,35 @@ enum Gate {
 }
 
 impl Gate {
-    /// The gate after a look at `now`, which found this level the tightest.
-    fn after(self, level: Option<&Level>, now: Duration) -> Self {
-        let Some(level) = level else {
-            return Self::Open;
+    /// The gate after a look at `now`, which found these levels.
+    fn after(self, levels: &[Level], now: Duration) -> Self {
+        let is_below = |needed: fn(u64) -> u64| {
+            let mut levels = levels.iter();
+            levels.any(|level| level.free_bytes() < needed(level.limit_bytes))
         };
-        let free = level.free_bytes();
         match self {
-            Self::Open if free < margin_bytes(level.limit_bytes) => Self::Closed(now),
+            Self::Open if is_below(margin_bytes) => Self::Closed(now),
             Self::Closed(since)
-                if free >= resume_bytes(level.limit_bytes)
-                    && now.saturating_sub(since) >= CLOSED_MIN =>
+                if !is_below(resume_bytes) && now.saturating_sub(since) >= CLOSED_MIN =>
             {
                 Self::Open
             }
+            // A limit that was lifted is no reason to wait.
+            Self::Closed(_) if levels.is_empty() => Self::Open,
             same => same,
         }
     }
 }
 
+/// The level with the least beyond what `needed` says of its limit.
+fn shortest(levels: &[Level], needed: fn(u64) -> u64) -> Option<&Level> {
+    let beyond =
+        |level: &&Level| i128::from(level.free_bytes()) - i128::from(needed(level.limit_bytes));
+    levels.iter().min_by_key(beyond)
+}
+
 /// How the limits are read.
-type Read = Box<dyn Fn() -> io::Result<Vec<Level>> + Send + Sync>;
+pub(crate) type Read = Box<dyn Fn() -> io::Result<Vec<Level>> + Send + Sync>;
 
 /// See the module.
 pub struct Room {
@@ -116,7 +131,7 @@ pub struct Room {
 
 struct State {
     gate: Gate,
-    tightest: Option<Level>,
+    levels: Vec<Level>,
     looked_at: Option<Duration>,
     /// Taken since that look.
     taken_bytes: u64,
@@ -127,7 +142,7 @@ struct State {
 impl std::fmt::Debug for Room {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Room")
-            .field("tightest", &self.lock().tightest)
+            .field("levels", &self.lock().levels)
             .finish_non_exhaustive()
     }
 }
@@ -146,13 +161,13 @@ impl Room {
         Self::with(Box::new(|| Ok(Vec::new())))
     }
 
-    fn with(read: Read) -> Self {
+    pub(crate) fn with(read: Read) -> Self {
         Self {
             read,
             begun: Instant::now(),
             state: Mutex::new(State {
                 gate: Gate::Open,
-                tightest: None,
+                levels: Vec::new(),
                 looked_at: None,
                 taken_bytes: 0,
                 is_blind: false,
@@ -160,37 +175,40 @@ impl Room {
         }
     }
 
-    /// Takes room for `bytes` that are about to be charged.
+    /// Takes room for `bytes` of content that are about to be charged.
     ///
     /// # Errors
-    /// [`Shortage`]: there is not enough, and nothing was taken.
+    /// [`Shortage`]: there is not enough, and nothing was taken. No more content can be stored then for
+    /// a while.
     pub fn take(&self, bytes: u64) -> Result<(), Shortage> {
         let now = self.begun.elapsed();
+        let mut state = self.look(bytes, now);
+        let taken = state.take(bytes);
+        if taken.is_err() && state.gate == Gate::Open {
+            state.gate = Gate::Closed(now);
+        }
+        taken
+    }
+
+    /// Takes room for `bytes` that are charged once, for something that can be refused by itself.
+    ///
+    /// # Errors
+    /// [`Shortage`]: there is not enough, and nothing was taken. Others may find room as before.
+    pub fn take_once(&self, bytes: u64) -> Result<(), Shortage> {
+        let now = self.begun.elapsed();
+        self.look(bytes, now).take(bytes)
+    }
+
+    /// The state, looked at again if `bytes` more would be too much that is unseen.
+    fn look(&self, bytes: u64, now: Duration) -> MutexGuard<'_, State> {
         let mut state = self.lock();
-        let unseen = |state: &State| match &state.tightest {
-            Some(level) => {
-                state.taken_bytes + bytes > margin_bytes(level.limit_bytes) / UNSEEN_PART
-            }
-            None => false,
+        let is_unseen = |level: &Level| {
+            state.taken_bytes.saturating_add(bytes) > margin_bytes(level.limit_bytes) / UNSEEN_PART
         };
-        if state.is_due(now) || unseen(&state) {
+        if state.is_due(now) || state.levels.iter().any(is_unseen) {
             self.look_again(&mut state, now);
         }
-        match (&state.tightest, state.gate) {
-            (Some(level), Gate::Closed(_)) => Err(Shortage::of(level)),
-            (Some(level), Gate::Open)
-                if level.free_bytes().saturating_sub(state.taken_bytes)
-                    < bytes.saturating_add(margin_bytes(level.limit_bytes)) =>
-            {
-                let shortage = Shortage::of(level);
-                state.gate = Gate::Closed(now);
-                Err(shortage)
-            }
-            _ => {
-                state.taken_bytes += bytes;
-                Ok(())
-            }
-        }
+        state
     }
 
     /// Why nothing can be stored now, if that is so.
@@ -200,29 +218,26 @@ impl Room {
         if state.is_due(now) {
             self.look_again(&mut state, now);
         }
-        match (&state.tightest, state.gate) {
-            (Some(level), Gate::Closed(_)) => Some(Shortage::of(level)),
-            _ => None,
-        }
+        state.shortage()
     }
 
-    /// The limit that is reached first, as of now.
+    /// The limit whose margin is reached first, as of now.
     pub fn tightest(&self) -> Option<Level> {
         let now = self.begun.elapsed();
         let mut state = self.lock();
         if state.is_due(now) {
             self.look_again(&mut state, now);
         }
-        state.tightest.clone()
+        shortest(&state.levels, margin_bytes).cloned()
     }
 
     fn look_again(&self, state: &mut State, now: Duration) {
         state.looked_at = Some(now);
         match (self.read)() {
             Ok(levels) => {
-                state.tightest = tightest(levels);
+                state.gate = state.gate.after(&levels, now);
+                state.levels = levels;
                 state.taken_bytes = 0;
-                state.gate = state.gate.after(state.tightest.as_ref(), now);
                 state.is_blind = false;
             }
             // What was last known holds, with what was taken since.
@@ -240,6 +255,28 @@ impl Room {
 }
 
 impl State {
+    /// Why the gate is closed, if it is.
+    fn shortage(&self) -> Option<Shortage> {
+        match self.gate {
+            Gate::Open => None,
+            Gate::Closed(_) => shortest(&self.levels, resume_bytes).map(Shortage::of),
+        }
+    }
+
+    fn take(&mut self, bytes: u64) -> Result<(), Shortage> {
+        if let Some(shortage) = self.shortage() {
+            return Err(shortage);
+        }
+        if let Some(level) = shortest(&self.levels, margin_bytes) {
+            let needed = margin_bytes(level.limit_bytes).saturating_add(bytes);
+            if level.free_bytes().saturating_sub(self.taken_bytes) < needed {
+                return Err(Shortage::of(level));
+            }
+        }
+        self.taken_bytes = self.taken_bytes.saturating_add(bytes);
+        Ok(())
+    }
+
     fn is_due(&self, now: Duration) -> bool {
         self.looked_at
             .is_none_or(|at| now.saturating_sub(at) >= LOOK_HOLDS)
@@ -280,7 +317,7 @@ mod tests {
     fn gate_closes_below_the_margin_and_opens_again_above_more_than_that_and_after_a_while() {
         let after = |gate: Gate, free: u64, at_s: u64| {
             let level = level(1024 * MIB, (1024 - free) * MIB);
-            gate.after(Some(&level), Duration::from_secs(at_s))
+            gate.after(&[level], Duration::from_secs(at_s))
         };
         let closed = Gate::Closed(Duration::from_secs(7));
         assert_eq!(after(Gate::Open, 64, 7), Gate::Open);
@@ -289,7 +326,7 @@ mod tests {
         assert_eq!(after(closed, 95, 70), closed);
         assert_eq!(after(closed, 96, 11), closed);
         assert_eq!(after(closed, 96, 12), Gate::Open);
-        assert_eq!(closed.after(None, Duration::from_secs(8)), Gate::Open);
+        assert_eq!(closed.after(&[], Duration::from_secs(8)), Gate::Open);
     }
 
     /// A room whose group is charged with what was taken from it.
@@ -328,6 +365,39 @@ mod tests {
         assert!(room.take(241 * MIB).is_err());
         assert!(Room::unlimited().take(u64::MAX / 2).is_ok());
         assert_eq!(Room::unlimited().tightest(), None);
+    }
+
+    #[test]
+    fn wish_that_is_refused_by_itself_leaves_room_for_content_as_before() {
+        let (room, _charged) = charging(256 * MIB);
+        let refused = room.take_once(241 * MIB).unwrap_err();
+        assert_eq!(refused.margin_bytes, 16 * MIB);
+        assert_eq!(room.shortage(), None);
+        assert_eq!(room.take(64 << 10), Ok(()));
+        assert_eq!(room.take_once(100 * MIB), Ok(()));
+        // Content that is refused is refused to all.
+        assert!(room.take(241 * MIB).is_err());
+        assert!(room.shortage().is_some());
+        assert!(room.take_once(1).is_err());
+    }
+
+    #[test]
+    fn level_that_is_reached_first_is_the_one_with_the_least_beyond_its_margin() {
+        let (large, small) = (
+            level(64 << 30, (64 << 30) - 250 * MIB),
+            level(128 * MIB, 28 * MIB),
+        );
+        let both = [large.clone(), small.clone()];
+        // 250 MiB of the margin of 256 are left of one, 100 where 16 are needed of the other.
+        assert_eq!(shortest(&both, margin_bytes), Some(&large));
+        let room = Room::with(Box::new(move || Ok(vec![large.clone(), small.clone()])));
+        let shortage = room.take(1).unwrap_err();
+        assert_eq!(shortage.limit_bytes, 64 << 30);
+        assert_eq!(
+            room.tightest().map(|level| level.limit_bytes),
+            Some(64 << 30)
+        );
+        assert_eq!(shortest(&[], margin_bytes), None);
     }
 
     #[test]

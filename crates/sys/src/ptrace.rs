@@ -34,8 +34,8 @@
 //!   allowed a process under a filter is refused.
 //! - Calls run with the **target's** rights.
 //! - Every wait is bounded. ptrace belongs to a thread, so all of it happens on
-//!   one made for the purpose; if that thread ends with the target still
-//!   seized, the kernel detaches it.
+//!   one made for the purpose, and when that thread ends the kernel lets go of all that it
+//!   has seized and not detached, stopped or not. So no thread stays stopped by us, whatever fails.
 #![expect(unsafe_code, reason = "ptrace and waitpid have no safe wrapper")]
 
 mod boost;
@@ -51,7 +51,7 @@ pub use run::{Pace, PauseLimits, Ran, run_inside, run_inside_within};
 use crate::process::ProcessFd;
 use crate::uffd::new_request;
 use boost::Boost;
-use borrow::{Borrowed, borrow};
+use borrow::Borrowed;
 use pagetide_addr::Hva;
 use raw::{
     Stop, Waited, detach, get_registers, mask_signals, resume, set_registers, set_signal_mask,
@@ -100,6 +100,8 @@ pub struct StoppedThread<'p> {
     pause_max: Option<Duration>,
     /// A call was not made because it has been away for too long.
     was_late: bool,
+    /// A call failed after that: something may not be undone.
+    has_failed_late: bool,
     at: At,
     /// Held until it has been let go.
     boost: Option<Boost>,
@@ -107,8 +109,14 @@ pub struct StoppedThread<'p> {
     not_send: PhantomData<*const ()>,
 }
 
-impl<'p> StoppedThread<'p> {
-    fn of(process: &'p ProcessFd, pause_max: Option<Duration>) -> Result<Self, PtraceError> {
+/// What must be known of a process before a thread of it is stopped.
+struct Target {
+    memory: File,
+    syscall_address: u64,
+}
+
+impl Target {
+    fn of(process: &ProcessFd) -> Result<Self, PtraceError> {
         let pid = process.pid();
         let memory = File::options()
             .read(true)
@@ -116,12 +124,30 @@ impl<'p> StoppedThread<'p> {
             .open(format!("/proc/{pid}/mem"))
             .map_err(|source| open_failed(pid, source))?;
         let syscall_address = find_syscall_instruction(pid, &memory)?;
+        Ok(Self {
+            memory,
+            syscall_address,
+        })
+    }
+}
+
+impl<'p> StoppedThread<'p> {
+    fn of(
+        process: &'p ProcessFd,
+        target: Target,
+        borrowed: Borrowed,
+        pause_max: Option<Duration>,
+    ) -> Result<Self, PtraceError> {
+        let Target {
+            memory,
+            syscall_address,
+        } = target;
         let Borrowed {
             thread,
             since,
             registers,
             boost,
-        } = borrow(process, &memory)?;
+        } = borrowed;
         Ok(Self {
             process,
             thread,
@@ -132,6 +158,7 @@ impl<'p> StoppedThread<'p> {
             since,
             pause_max,
             was_late: false,
+            has_failed_late: false,
             at: At::Stopped,
             boost,
             not_send: PhantomData,
@@ -173,6 +200,17 @@ impl<'p> StoppedThread<'p> {
     /// # Errors
     /// [`PtraceError::Call`] with the call's own error, or [`PtraceError`] if it could not be run.
     fn syscall_at_any_time(
+        &mut self,
+        call: &'static str,
+        number: i64,
+        arguments: &[u64],
+    ) -> Result<u64, PtraceError> {
+        let answer = self.run_call(call, number, arguments);
+        self.has_failed_late |= self.was_late && answer.is_err();
+        answer
+    }
+
+    fn run_call(
         &mut self,
         call: &'static str,
         number: i64,

@@ -56,7 +56,9 @@ pub(crate) struct DeviceSet {
     /// The list by socket, for reports: held for moments only, where the list itself is held as long
     /// as a device takes to be made or removed.
     kept: Mutex<BTreeMap<PathBuf, Kept>>,
-    /// The predecessor's list was read. Until then no other may be written over it.
+    /// The predecessor's list, until its devices are made again.
+    found: Mutex<DeviceList>,
+    /// They were. Until then no other list may be written over it.
     restored: AtomicBool,
 }
 
@@ -69,8 +71,28 @@ struct Kept {
 
 /// The list as it is kept.
 #[derive(Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct DeviceList {
     blk: Vec<BlkRequest>,
+}
+
+impl DeviceList {
+    fn read(path: &Path) -> Result<Self, ControlError> {
+        let bytes = match fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(Self::default());
+            }
+            Err(error) => return Err(failed(format!("cannot read {}: {error}", path.display()))),
+        };
+        serde_json::from_slice(&bytes).map_err(|error| {
+            ControlError::refused(format!(
+                "{} cannot be read ({error}): it was written by another version of pagetide, or is damaged; nothing was \
+                 taken up. Start the version that wrote it, or remove the file and add the devices again",
+                path.display()
+            ))
+        })
+    }
 }
 
 /// The engines of a set, as whoever answers their page requests sees them.
@@ -82,13 +104,16 @@ pub(crate) struct Hosts {
 }
 
 impl DeviceSet {
-    /// Starts the engines. First waits until the rings of dead engines have drained: their I/O may
-    /// still be writing to guests and images.
+    /// Starts the engines. First reads the list of a predecessor: if that is of another version, nothing
+    /// is to be touched. Then waits until the rings of dead engines have drained: their I/O may still
+    /// be writing to guests and images.
     pub(crate) fn start(
         state_dir: &Path,
         engines: &EngineSettings,
         domains: &Arc<DomainTable>,
     ) -> Result<(Self, Hosts), ControlError> {
+        let list_path = state_dir.join(LIST_FILE);
+        let found = DeviceList::read(&list_path)?;
         wait_for_dead_engines(state_dir, |path| {
             tracing::info!(lock = %path.display(), "waiting for I/O of a dead engine to finish");
         })
@@ -112,9 +137,10 @@ impl DeviceSet {
         let (dpu, ends) = Dpu::start(&config, Arc::clone(domains), &bell).map_err(failed)?;
         let set = Self {
             dpu,
-            list_path: state_dir.join(LIST_FILE),
+            list_path,
             list: Mutex::default(),
             kept: Mutex::default(),
+            found: Mutex::new(found),
             restored: AtomicBool::new(false),
         };
         Ok((set, Hosts { ends, bell }))
@@ -139,22 +165,8 @@ impl DeviceSet {
 
     /// Makes the devices of a predecessor again. One that cannot be made is said so and left out of
     /// service, but stays on the list.
-    pub(crate) fn restore(&self) -> Result<(), ControlError> {
-        let bytes = match fs::read(&self.list_path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                self.restored.store(true, Ordering::Release);
-                return Ok(());
-            }
-            Err(error) => {
-                return Err(failed(format!(
-                    "cannot read {}: {error}",
-                    self.list_path.display()
-                )));
-            }
-        };
-        let known: DeviceList = serde_json::from_slice(&bytes)
-            .map_err(|error| failed(format!("{} is damaged: {error}", self.list_path.display())))?;
+    pub(crate) fn restore(&self) {
+        let known = std::mem::take(&mut *lock(&self.found));
         let deadline = Instant::now() + IMAGE_WAIT;
         let mut waiting: Vec<&BlkRequest> = known.blk.iter().collect();
         waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
@@ -168,7 +180,6 @@ impl DeviceSet {
         }
         *lock(&self.list) = known.blk;
         self.restored.store(true, Ordering::Release);
-        Ok(())
     }
 
     /// Makes a device of a predecessor again, if it can be made, or may be until `deadline`.

@@ -163,7 +163,7 @@ fn attach_process(
             layout: live,
             store: store_of(&pool, shared),
             pool: Arc::clone(&pool),
-            table: empty_table_of(&pool),
+            table: empty_table_of(words_of(&pool, shared)),
             mmu: Arc::clone(&claim.mmu),
             userfaultfd: Arc::clone(&userfaultfd),
         };
@@ -191,6 +191,11 @@ fn attach_process(
 /// The store in a pool, as far as the daemon's memory cgroup has room.
 fn store_of(pool: &Arc<Pool>, shared: &Shared) -> Arc<PoolStore> {
     Arc::new(PoolStore::new(Arc::clone(pool)).within(Arc::clone(&shared.room)))
+}
+
+/// The words of a pool, likewise.
+fn words_of(pool: &Arc<Pool>, shared: &Shared) -> PoolWords {
+    PoolWords::of(Arc::clone(pool)).within(Arc::clone(&shared.room))
 }
 
 fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Pool, ControlError> {
@@ -421,8 +426,9 @@ fn take_up(
     };
     let resumed = takeover::resume(&vmm, &recorded, number).map_err(failed)?;
     let userfaultfd = Arc::new(resumed.userfaultfd);
-    let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(pool)))).map_err(failed)?;
-    let layout = leave_out_misfits(&resumed.layout, (&table, pool), &userfaultfd);
+    let words = words_of(pool, shared);
+    let table = PageTable::reopen(Box::new(words.clone())).map_err(failed)?;
+    let layout = leave_out_misfits(&resumed.layout, (&table, &words), &userfaultfd);
     let claim = Claim::take(&layout, shared)?;
     claim.watch()?;
     let live = Arc::new(LiveLayout::new(layout.clone()));
@@ -469,10 +475,9 @@ pub(super) fn forget_what_went(table: &PageTable, layout: &RamLayout) {
 /// words: nothing of them was ever evicted, and they are new RAM again.
 pub(super) fn leave_out_misfits(
     layout: &RamLayout,
-    (table, pool): (&PageTable, &Arc<Pool>),
+    (table, words): (&PageTable, &PoolWords),
     userfaultfd: &Userfaultfd,
 ) -> RamLayout {
-    let words = PoolWords(Arc::clone(pool));
     let mut left = layout.clone();
     for file in layout.files() {
         let pages = file.pages();
@@ -480,7 +485,7 @@ pub(super) fn leave_out_misfits(
         if pages.sections().any(is_known) || left.files().len() == 1 {
             continue;
         }
-        let fits = if pages.end.0 > pool.capacity_pages() {
+        let fits = if pages.end.0 > words.capacity_pages() {
             Err("it is past the end of the pool".to_owned())
         } else {
             words.make_room(pages).map_err(|error| error.to_string())

@@ -132,13 +132,10 @@ impl Devices {
 
     /// Makes the devices of a predecessor again, or tells the DPU process that all memory is known
     /// of which content is elsewhere.
-    pub(super) fn restore(&self) -> Result<(), ControlError> {
+    pub(super) fn restore(&self) {
         match &self.place {
             Place::Here(set) => set.restore(),
-            Place::Elsewhere(driver, _) => {
-                driver.all_known();
-                Ok(())
-            }
+            Place::Elsewhere(driver, _) => driver.all_known(),
         }
     }
 

@@ -112,8 +112,9 @@ fn files_that_share_a_section_become_one_region_that_neither_grows_nor_shrinks()
     assert_eq!(pages[1].start, PageNo(FILE_PAGES));
     assert!(identity.has_files_of(&layout));
 
-    let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(&pool)))).unwrap();
-    let kept = leave_out_misfits(&layout, (&table, &pool), &userfaultfd);
+    let words = PoolWords::of(Arc::clone(&pool));
+    let table = PageTable::reopen(Box::new(words.clone())).unwrap();
+    let kept = leave_out_misfits(&layout, (&table, &words), &userfaultfd);
     assert_eq!(kept.files().len(), 2);
     forget_what_went(&table, &layout);
     let live = Arc::new(LiveLayout::new(layout.clone()));
@@ -159,7 +160,7 @@ fn file_that_went_from_the_end_leaves_a_shorter_region_and_the_rest_of_its_secti
     let identity: Identity = serde_json::from_slice(&pool.identity().unwrap()).unwrap();
     let layout = RamLayout::of_recorded(&own(), &identity.recorded()).unwrap();
     assert!(!identity.has_files_of(&layout));
-    let table = PageTable::reopen(Box::new(PoolWords(pool))).unwrap();
+    let table = PageTable::reopen(Box::new(PoolWords::of(pool))).unwrap();
     assert_eq!(table.page_count(), 2 * FILE_PAGES);
     forget_what_went(&table, &layout);
     assert_eq!(table.page_count(), FILE_PAGES);
@@ -177,7 +178,8 @@ fn file_whose_words_find_no_room_is_left_out_and_one_with_words_stays() {
     let pool = Arc::new(Pool::open(&path).unwrap());
     let identity: Identity = serde_json::from_slice(&pool.identity().unwrap()).unwrap();
     let layout = RamLayout::of_recorded(&own(), &identity.recorded()).unwrap();
-    let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(&pool)))).unwrap();
+    let words = PoolWords::of(Arc::clone(&pool));
+    let table = PageTable::reopen(Box::new(words.clone())).unwrap();
     // As it is laid when it comes later: from the next section's border on.
     let second = layout.files()[1].key();
     let recorded = pagetide_vmm::layout::RecordedLayout {
@@ -185,7 +187,7 @@ fn file_whose_words_find_no_room_is_left_out_and_one_with_words_stays() {
         ..identity.recorded()
     };
     let layout = RamLayout::of_recorded(&own(), &recorded).unwrap();
-    let left = leave_out_misfits(&layout, (&table, &pool), &userfaultfd);
+    let left = leave_out_misfits(&layout, (&table, &words), &userfaultfd);
     let keys: Vec<_> = left.files().iter().map(|file| file.key()).collect();
     assert_eq!(keys, [files[0].0]);
 }

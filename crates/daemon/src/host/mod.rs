@@ -49,7 +49,10 @@ use crate::{
 };
 use pagetide_addr::PAGE_BYTES;
 use pagetide_swap::Room;
-use pagetide_vmm::process::{VmmIdentity, VmmProcess};
+use pagetide_vmm::{
+    Refusal,
+    process::{VmmIdentity, VmmProcess},
+};
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -71,6 +74,7 @@ struct Host {
 pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, ControlError> {
     pagetide_sys::membarrier::register().map_err(failed)?;
     let state_dir = settings.state_dir.clone();
+    refuse_other_versions(&state_dir)?;
     let (devices, spaces) = Devices::start(settings)?;
     let feed = FeedConfig {
         rate: settings.access_log_rate,
@@ -95,10 +99,43 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         vms: Roster::new(bell),
     });
     if host.recover_all()? == Taken::AllKnown {
-        host.devices.restore()?;
+        host.devices.restore();
     }
     janitor.start(&host)?;
     Ok(host)
+}
+
+fn pools(state_dir: &Path) -> Result<Vec<PathBuf>, ControlError> {
+    let listing = std::fs::read_dir(state_dir)
+        .map_err(|error| failed(format!("cannot list {}: {error}", state_dir.display())))?;
+    let mut pools = Vec::new();
+    for entry in listing {
+        let path = entry.map_err(failed)?.path();
+        let is_pool = |suffix| suffix == pagetide_swap::pool::POOL_SUFFIX;
+        if path.extension().is_some_and(is_pool) {
+            pools.push(path);
+        }
+    }
+    Ok(pools)
+}
+
+/// Sees that every pool is one that this version reads, before any VM is taken up: that another
+/// version is needed is best known while nothing has been touched.
+fn refuse_other_versions(state_dir: &Path) -> Result<(), ControlError> {
+    let own = pagetide_swap::pool::VERSION;
+    for path in pools(state_dir)? {
+        // One that is no pool, or damaged, is that VM's own trouble, told when its turn comes.
+        if let Ok(Some(found)) = pagetide_swap::pool::version_at(&path)
+            && found != own
+        {
+            return Err(ControlError::refused(format!(
+                "pool {} was made by another version of pagetide (it has format {found}, this program reads format \
+                 {own}): no VM was taken up; start that version, or remove the pool when its VM is gone",
+                path.display(),
+            )));
+        }
+    }
+    Ok(())
 }
 
 impl Host {
@@ -106,21 +143,9 @@ impl Host {
     /// pool is its memory.
     fn recover_all(&self) -> Result<Taken, ControlError> {
         let mut taken = Taken::AllKnown;
-        let listing = std::fs::read_dir(&self.state_dir).map_err(|error| {
-            failed(format!("cannot list {}: {error}", self.state_dir.display()))
-        })?;
-        for entry in listing {
-            let path = entry.map_err(failed)?.path();
-            if path
-                .extension()
-                .is_none_or(|suffix| suffix != pagetide_swap::pool::POOL_SUFFIX)
-            {
-                continue;
-            }
+        for path in pools(&self.state_dir)? {
             match attach::recover(&path, &self.shared) {
-                Ok(attach::Found::Recovered(vm)) => {
-                    self.vms.put(vm.core.name.clone(), Arc::new(*vm));
-                }
+                Ok(attach::Found::Recovered(vm)) => self.put(Arc::new(*vm)),
                 Ok(attach::Found::Removed) => {}
                 Err(error) => {
                     tracing::error!(
@@ -146,14 +171,18 @@ impl Host {
             .unwrap_or_default();
         match attach::identity_of(path) {
             Ok(identity) => {
-                identity.files().for_each(|key| self.shared.spaces.bar(key));
                 let vmm = match VmmProcess::reopen(identity.process()) {
                     Ok(vmm) => Some(vmm),
+                    Err(Refusal::NoSuchProcess { .. } | Refusal::PidUsedAgain { .. }) => {
+                        self.drop_waiting(&name);
+                        return Taken::AllKnown;
+                    }
                     Err(error) => {
                         tracing::warn!(vm = name, %error, "its VMM cannot be watched");
                         None
                     }
                 };
+                identity.files().for_each(|key| self.shared.spaces.bar(key));
                 self.vms.put_waiting(name, vmm, why.message.clone());
                 Taken::AllKnown
             }
@@ -166,6 +195,17 @@ impl Host {
                 self.vms.put_waiting(name, None, why.message.clone());
                 Taken::SomeUnknown
             }
+        }
+    }
+
+    /// The VMM of a VM that could not be taken up has ended: then nobody needs its pool.
+    fn drop_waiting(&self, name: &str) {
+        tracing::info!(
+            vm = name,
+            "the VMM of a VM that could not be taken up has ended; its pool is removed"
+        );
+        if let Err(error) = attach::remove_pool(&self.state_dir, name) {
+            tracing::warn!(vm = name, %error, "its pool stays behind");
         }
     }
 
@@ -184,24 +224,29 @@ impl Host {
                     drop(dropping);
                 }
             }
-            Watched::Waiting(name, vmm) => {
-                tracing::info!(
-                    vm = name,
-                    pid = vmm.pid(),
-                    "the VMM of a VM that could not be taken up has ended; its pool is removed"
-                );
-                if let Err(error) = attach::remove_pool(&self.state_dir, name) {
-                    tracing::warn!(vm = name, %error, "its pool stays behind");
-                }
+            Watched::Waiting(name, _) => {
+                self.drop_waiting(name);
                 self.vms.remove(name);
             }
         }
     }
 
+    /// The VM is there. Its faults may be served no more by now.
+    fn put(&self, vm: Arc<Vm>) {
+        if let Some(why) = self.vms.put(vm.core.name.clone(), Arc::clone(&vm)) {
+            self.stop_unserved(&vm, &why);
+        }
+    }
+
     fn reader_failed(&self, vmm: VmmIdentity, why: &str) {
-        if let Some(vm) = self.vms.of_process(vmm)
-            && !vm.core.vmm.ends_within(Duration::ZERO)
-        {
+        if let Some(vm) = self.vms.reader_failed(vmm, why) {
+            self.stop_unserved(&vm, why);
+        }
+    }
+
+    #[expect(clippy::unused_self, reason = "reads better where it is used")]
+    fn stop_unserved(&self, vm: &Vm, why: &str) {
+        if !vm.core.vmm.ends_within(Duration::ZERO) {
             vm.core.incidents.stop_vm(format!(
                 "its faults are not served any more ({why}); restart the daemon to take it up again, then continue it (SIGCONT)"
             ));
@@ -286,9 +331,8 @@ impl Control for Host {
         match attach::attach(&request, &self.state_dir, &self.shared) {
             Ok(vm) => {
                 let vm = Arc::new(vm);
-                let report = vm.report();
-                self.vms.put(request.name, vm);
-                Ok(report)
+                self.put(Arc::clone(&vm));
+                Ok(vm.report())
             }
             Err(error) => {
                 self.vms.remove(&request.name);

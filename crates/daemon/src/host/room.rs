@@ -53,7 +53,7 @@ pub(super) fn refuse_if_short(
     limit_bytes: Option<u64>,
 ) -> Result<(), ControlError> {
     let words_bytes = ram_bytes / PAGE_BYTES * WORD_BYTES;
-    room.take(words_bytes).map_err(|shortage| {
+    room.take_once(words_bytes).map_err(|shortage| {
         ControlError::refused(format!(
             "a VM with {} of RAM takes {} of the daemon's memory to begin with, and there is no room for that: {shortage}",
             readable(ram_bytes),

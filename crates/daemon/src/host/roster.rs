@@ -16,7 +16,11 @@ use std::{
 /// A name in use.
 enum Slot {
     /// Its attach is under way.
-    Attaching(u32),
+    Attaching {
+        pid: u32,
+        /// Why its faults are served no more, if that came so early.
+        reader_failed: Option<String>,
+    },
     /// The VM.
     There(Arc<Vm>),
     /// Its pool is there, but could not be taken up: why.
@@ -30,7 +34,7 @@ enum Slot {
 impl Slot {
     fn pid(&self) -> Option<u32> {
         match self {
-            Self::Attaching(pid) => Some(*pid),
+            Self::Attaching { pid, .. } => Some(*pid),
             Self::There(vm) => Some(vm.core.vmm.pid()),
             Self::Waiting { vmm, .. } => vmm.as_ref().map(|vmm| vmm.pid()),
         }
@@ -113,25 +117,35 @@ impl Roster {
                 )));
             }
         }
-        list.slots
-            .insert(request.name.clone(), Slot::Attaching(request.pid));
+        let attaching = Slot::Attaching {
+            pid: request.pid,
+            reader_failed: None,
+        };
+        list.slots.insert(request.name.clone(), attaching);
         Ok(())
     }
 
-    /// The VM of a name is there.
-    pub(super) fn put(&self, name: String, vm: Arc<Vm>) {
-        lock(&self.list).slots.insert(name, Slot::There(vm));
-        self.settled.notify_all();
-        self.janitor.ring();
+    /// The VM of a name is there. If its faults have come to be served no more during the attach: why.
+    #[must_use]
+    pub(super) fn put(&self, name: String, vm: Arc<Vm>) -> Option<String> {
+        let before = self.settle(name, Slot::There(vm));
+        match before {
+            Some(Slot::Attaching { reader_failed, .. }) => reader_failed,
+            Some(Slot::There(_) | Slot::Waiting { .. }) | None => None,
+        }
     }
 
     /// The pool of this name could not be taken up.
     pub(super) fn put_waiting(&self, name: String, vmm: Option<VmmProcess>, why: String) {
         let vmm = vmm.map(Arc::new);
-        lock(&self.list)
-            .slots
-            .insert(name, Slot::Waiting { vmm, why });
+        drop(self.settle(name, Slot::Waiting { vmm, why }));
+    }
+
+    fn settle(&self, name: String, slot: Slot) -> Option<Slot> {
+        let before = lock(&self.list).slots.insert(name, slot);
+        self.settled.notify_all();
         self.janitor.ring();
+        before
     }
 
     /// A name is free again.
@@ -147,7 +161,7 @@ impl Roster {
     pub(super) fn get(&self, name: &str) -> Result<Arc<Vm>, ControlError> {
         match lock(&self.list).slots.get(name) {
             Some(Slot::There(vm)) => Ok(Arc::clone(vm)),
-            Some(Slot::Attaching(_)) => Err(ControlError::refused(format!(
+            Some(Slot::Attaching { .. }) => Err(ControlError::refused(format!(
                 "VM '{name}' is just being attached"
             ))),
             Some(Slot::Waiting { why, .. }) => Err(ControlError::failed(format!(
@@ -161,11 +175,16 @@ impl Roster {
         }
     }
 
-    /// The VM of a process.
-    pub(super) fn of_process(&self, process: VmmIdentity) -> Option<Arc<Vm>> {
-        let list = lock(&self.list);
-        list.slots.values().find_map(|slot| match slot {
+    /// Faults of a process are served no more: its VM, if it is there. If it is being attached, that is
+    /// told by [`Self::put`].
+    pub(super) fn reader_failed(&self, process: VmmIdentity, why: &str) -> Option<Arc<Vm>> {
+        let mut list = lock(&self.list);
+        list.slots.values_mut().find_map(|slot| match slot {
             Slot::There(vm) if vm.core.identity.process() == process => Some(Arc::clone(vm)),
+            Slot::Attaching { pid, reader_failed } if *pid == process.pid => {
+                reader_failed.get_or_insert_with(|| why.to_owned());
+                None
+            }
             _ => None,
         })
     }
@@ -177,7 +196,7 @@ impl Roster {
             Slot::Waiting { vmm: Some(vmm), .. } => {
                 Some(Watched::Waiting(name.clone(), Arc::clone(vmm)))
             }
-            Slot::There(_) | Slot::Attaching(_) | Slot::Waiting { .. } => None,
+            Slot::There(_) | Slot::Attaching { .. } | Slot::Waiting { .. } => None,
         };
         lock(&self.list).slots.iter().filter_map(watched).collect()
     }
@@ -186,7 +205,7 @@ impl Roster {
     pub(super) fn all(&self) -> Vec<Arc<Vm>> {
         let there = |slot: &Slot| match slot {
             Slot::There(vm) => Some(Arc::clone(vm)),
-            Slot::Attaching(_) | Slot::Waiting { .. } => None,
+            Slot::Attaching { .. } | Slot::Waiting { .. } => None,
         };
         lock(&self.list).slots.values().filter_map(there).collect()
     }
@@ -198,12 +217,47 @@ impl Roster {
         let attaching = |list: &mut List| {
             list.slots
                 .values()
-                .any(|slot| matches!(slot, Slot::Attaching(_)))
+                .any(|slot| matches!(slot, Slot::Attaching { .. }))
         };
         drop(
             self.settled
                 .wait_while(list, attaching)
                 .unwrap_or_else(PoisonError::into_inner),
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::janitor::Janitor;
+
+    #[test]
+    fn reader_that_fails_during_the_attach_of_its_vm_is_told_when_that_is_done_and_to_no_other() {
+        let (_janitor, bell) = Janitor::new().unwrap();
+        let roster = Roster::new(bell);
+        for (name, pid) in [("a", 7), ("b", 8)] {
+            let request = AttachRequest {
+                name: name.to_owned(),
+                pid,
+                limit_bytes: None,
+            };
+            roster.reserve(&request).unwrap();
+        }
+        let of = |pid| VmmIdentity { pid, start_time: 1 };
+        assert!(roster.reader_failed(of(7), "no memory").is_none());
+        assert!(roster.reader_failed(of(9), "nobody's").is_none());
+        let settled = |name: &str| {
+            let slot = Slot::Waiting {
+                vmm: None,
+                why: String::new(),
+            };
+            match roster.settle(name.to_owned(), slot) {
+                Some(Slot::Attaching { reader_failed, .. }) => reader_failed,
+                _ => panic!("{name} is not being attached"),
+            }
+        };
+        assert_eq!(settled("a").as_deref(), Some("no memory"));
+        assert_eq!(settled("b"), None);
     }
 }

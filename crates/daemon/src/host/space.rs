@@ -203,6 +203,13 @@ fn no_room(pages: PageRange, error: GrowthError) -> ControlError {
                 no_room.source
             ))
         }
+        GrowthError::Words(no_room) if no_room.source.kind() == ErrorKind::QuotaExceeded => {
+            ControlError::refused(format!(
+                "there is no room for the words of {} pages: {}",
+                pages.len(),
+                no_room.source
+            ))
+        }
         other => failed(other),
     }
 }

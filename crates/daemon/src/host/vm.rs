@@ -109,8 +109,13 @@ pub(super) fn failed(error: impl std::fmt::Display) -> ControlError {
 }
 
 /// A table over the words of a pool, without any region.
-pub(super) fn empty_table_of(pool: &Arc<Pool>) -> PageTable {
-    PageTable::growing(Box::new(PoolWords(Arc::clone(pool))))
+pub(super) fn empty_table_of(words: PoolWords) -> PageTable {
+    PageTable::growing(Box::new(words))
+}
+
+fn take_table(prepared: &mut Prepared) -> PageTable {
+    let none = empty_table_of(PoolWords::of(Arc::clone(&prepared.pool)));
+    std::mem::replace(&mut prepared.table, none)
 }
 
 impl Vm {
@@ -125,7 +130,7 @@ impl Vm {
             prepared.vmm.try_clone().map_err(failed)?,
         ));
         let limit = Arc::new(Limit::new());
-        let table = std::mem::replace(&mut prepared.table, empty_table_of(&prepared.pool));
+        let table = take_table(&mut prepared);
         let neighbours_max = shared.neighbours_max;
         let parts = space_parts(&prepared, &limit, &incidents, table, neighbours_max);
         let vcpus = VcpuMmu::new(

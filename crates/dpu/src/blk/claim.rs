@@ -41,7 +41,9 @@
 //! has others. And what the kernel itself has in use (a mounted file system,
 //! swap, a volume manager) locks no byte. So a block device is opened with
 //! `O_EXCL`, too, which refuses both; where others read beside us, only to
-//! look.
+//! look. That lasts until the last descriptor of the open file is closed. So
+//! an image that is given up is closed, whoever still knows it: a connection
+//! thread that a front end holds for ever, say.
 
 use super::image::{Image, ImageError, ImageKind, Writes};
 use pagetide_sys::byte_lock::{
@@ -54,6 +56,7 @@ use rustix::{
 use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::Path,
+    sync::PoisonError,
 };
 
 /// `RAW_LOCK_PERM_BASE` of QEMU: first byte of what is done.
@@ -156,17 +159,25 @@ impl Image {
     /// [`ImageError::InUse`], [`ImageError::NoLocks`], [`ImageError::Busy`].
     pub fn claim(&mut self, path: &Path, sharing: Sharing) -> Result<(), ImageError> {
         let claim = Claim::new(self.writes, sharing);
-        if self.kind == ImageKind::BlockDevice && sharing == Sharing::Alone {
-            let exclusive = self.open_exclusively(path)?;
-            match self.writes {
-                Writes::Taken => self.buffered = exclusive,
-                // Other readers are welcome: this was to see that the kernel does not write.
-                Writes::Refused => drop(exclusive),
+        let exclusive = match (self.kind, sharing) {
+            (ImageKind::BlockDevice, Sharing::Alone) => Some(self.open_exclusively(path)?),
+            _ => None,
+        };
+        let files = self.files.get_mut();
+        let files = files.unwrap_or_else(PoisonError::into_inner).as_mut();
+        let outcome = match files {
+            Some(files) => {
+                match (exclusive, self.writes) {
+                    (Some(exclusive), Writes::Taken) => files.buffered = exclusive,
+                    // Other readers are welcome: this was to see that the kernel does not write.
+                    (exclusive, _) => drop(exclusive),
+                }
+                claim.take(files.buffered.as_fd())
             }
-        }
-        let outcome = claim.take(self.buffered.as_fd());
+            None => Ok(Some("it was given up".to_owned())),
+        };
         if !matches!(outcome, Ok(None)) {
-            self.give_up_claim(path);
+            self.unlock(path);
         }
         match outcome {
             Ok(None) => Ok(()),
@@ -188,10 +199,22 @@ impl Image {
         }
     }
 
-    /// Lets others have the image, before the last descriptor is closed. To be called when no I/O of
-    /// ours is under way.
+    /// Lets others have the image, also if somebody still knows it. To be called when no I/O of ours is
+    /// under way.
     pub fn give_up_claim(&self, path: &Path) {
-        if let Err(error) = unlock_all(self.buffered.as_fd()) {
+        // Rings may have the open file for a moment longer, which keeps its locks.
+        self.unlock(path);
+        let files = self.files.write();
+        let closed = files.unwrap_or_else(PoisonError::into_inner).take();
+        drop(closed);
+    }
+
+    fn unlock(&self, path: &Path) {
+        let files = self.files();
+        let Some(files) = files.as_ref() else {
+            return;
+        };
+        if let Err(error) = unlock_all(files.buffered.as_fd()) {
             tracing::debug!(image = %path.display(), %error, "locks fall only when it is closed");
         }
     }
@@ -202,7 +225,11 @@ impl Image {
             Writes::Refused => OFlags::RDONLY,
         };
         // Not by its path, which may lead elsewhere by now.
-        let name = format!("/proc/self/fd/{}", self.buffered.as_raw_fd());
+        let files = self.files();
+        let known = files
+            .as_ref()
+            .map_or(-1, |files| files.buffered.as_raw_fd());
+        let name = format!("/proc/self/fd/{known}");
         let flags = access | OFlags::EXCL | OFlags::CLOEXEC;
         rustix::fs::open(name, flags, Mode::empty()).map_err(|error| match error {
             Errno::BUSY => ImageError::Busy(path.to_owned()),
@@ -309,6 +336,29 @@ mod tests {
     }
 
     #[test]
+    fn image_given_up_is_closed_though_somebody_knows_it_still() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let descriptors = || {
+            let open = std::fs::read_dir("/proc/self/fd").unwrap();
+            let target = |fd: std::io::Result<std::fs::DirEntry>| {
+                fd.and_then(|fd| std::fs::read_link(fd.path()))
+            };
+            open.map(target)
+                .filter(|target| target.as_ref().is_ok_and(|target| target == file.path()))
+                .count()
+        };
+        let before = descriptors();
+        let mut image = Image::open(file.path(), Writes::Taken, DirectIo::Auto).unwrap();
+        image.claim(file.path(), Sharing::Alone).unwrap();
+        assert!(descriptors() > before);
+        image.give_up_claim(file.path());
+        assert_eq!(descriptors(), before);
+        assert_eq!(image.bytes_now(), 4096);
+        assert!(image.claim(file.path(), Sharing::Alone).is_err());
+    }
+
+    #[test]
     fn claim_stands_as_long_as_a_ring_has_the_image_in_its_table() {
         use crate::ring::{FileSlot, IoRing};
         let dir = tempfile::tempdir().unwrap();
@@ -319,7 +369,9 @@ mod tests {
         first.claim(&path, Sharing::Alone).unwrap();
         let lock = crate::lock::take(dir.path(), 0).unwrap();
         let mut ring: IoRing<()> = IoRing::new(8, lock).unwrap();
-        ring.set_file(FileSlot(1), first.buffered.as_fd()).unwrap();
+        if let Some(files) = first.files().as_ref() {
+            ring.set_file(FileSlot(1), files.buffered.as_fd()).unwrap();
+        }
         // As when a process is killed: its descriptors are closed, the ring is still there.
         drop(first);
         assert!(second.claim(&path, Sharing::Alone).is_err());

@@ -30,6 +30,7 @@ use rustix::{
 use std::{
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
+    sync::{PoisonError, RwLock, RwLockReadGuard},
 };
 
 /// What direct I/O wants where the kernel does not say (before Linux 6.1): a 4 KiB block suits
@@ -158,13 +159,20 @@ pub enum DirectIo {
     Off,
 }
 
-/// An opened image.
+/// The descriptors of an image.
 #[derive(Debug)]
-pub struct Image {
+pub(crate) struct Files {
     /// For aligned requests; `None` if all I/O goes through the page cache.
     pub(crate) direct: Option<OwnedFd>,
     /// The locks on the image are this one's: see [`super::claim`].
     pub(crate) buffered: OwnedFd,
+}
+
+/// An opened image.
+#[derive(Debug)]
+pub struct Image {
+    /// `None` once it was given up: whoever still knows the image keeps nobody out then.
+    pub(super) files: RwLock<Option<Files>>,
     pub(crate) kind: ImageKind,
     pub(crate) key: ImageKey,
     /// Whether writes are taken.
@@ -222,9 +230,11 @@ impl Image {
         };
         let (memory_align, block_bytes) = alignment(&buffered, kind).map_err(failed("statx"))?;
         Ok(Self {
-            // A file system may open with O_DIRECT and say that it cannot (alignment 0).
-            direct: direct.filter(|_| block_bytes > 0),
-            buffered,
+            files: RwLock::new(Some(Files {
+                // A file system may open with O_DIRECT and say that it cannot (alignment 0).
+                direct: direct.filter(|_| block_bytes > 0),
+                buffered,
+            })),
             kind,
             key,
             writes,
@@ -249,9 +259,13 @@ impl Image {
                 source,
             }
         };
-        let end = rustix::fs::seek(&self.buffered, SeekFrom::End(0));
+        let files = self.files();
+        let Some(Files { buffered, .. }) = files.as_ref() else {
+            return Err(kernel("read")(Errno::BADF.into()));
+        };
+        let end = rustix::fs::seek(buffered, SeekFrom::End(0));
         let bytes = end.map_err(|error| kernel("lseek")(error.into()))?;
-        match format::probe(&self.buffered, bytes).map_err(kernel("read"))? {
+        match format::probe(buffered, bytes).map_err(kernel("read"))? {
             None => Ok(()),
             Some(format) => Err(ImageError::Format {
                 path: path.to_owned(),
@@ -278,8 +292,17 @@ impl Image {
             return self.capacity_bytes();
         }
         let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-        rustix::fs::statx(&self.buffered, c"", flags, StatxFlags::SIZE)
-            .map_or(self.capacity_bytes(), |stat| stat.stx_size)
+        let files = self.files();
+        let size = files.as_ref().map(|files| {
+            rustix::fs::statx(&files.buffered, c"", flags, StatxFlags::SIZE)
+                .map_or(self.capacity_bytes(), |stat| stat.stx_size)
+        });
+        size.unwrap_or(self.capacity_bytes())
+    }
+
+    /// Its descriptors, unless it was given up.
+    pub(crate) fn files(&self) -> RwLockReadGuard<'_, Option<Files>> {
+        self.files.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -11,13 +11,14 @@ use crate::{
         config::{DISCARD_SECTORS_MAX, SECTOR_BYTES},
         image::Writes,
     },
-    chain::{Buffers, split_front, split_last_byte},
+    chain::{Buffers, FRAME_BYTES, split_front, split_last_byte},
     memory::{DeviceMemory, OutsideMemory, Span},
 };
 use vm_memory::Bytes;
 
 /// Bytes of a request's header.
 pub(crate) const HEADER_BYTES: u32 = 16;
+const _: () = assert!(HEADER_BYTES as u64 + 1 == FRAME_BYTES);
 /// Bytes of the serial number that a GET_ID request reads.
 pub const SERIAL_BYTES: usize = 20;
 /// Bytes of one range of a discard or write-zeroes request.

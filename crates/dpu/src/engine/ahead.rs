@@ -54,7 +54,7 @@ impl Io {
             Ok(Located::TableAbsent(spans)) => {
                 found.extend(wanted_of(memory, &spans, Access::Read));
             }
-            Ok(Located::Outside { .. }) => {}
+            Ok(Located::Refused { .. }) => {}
             Err(reason) => tracing::debug!(%reason, "looked ahead at a chain that makes no sense"),
         }
     }

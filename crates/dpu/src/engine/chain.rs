@@ -15,7 +15,7 @@ use super::{
     fair::{CHAIN_COST_BYTES, FAULT_COST_BYTES, Load, QUEUE_COST_BYTES, Verdict},
     finish::Answer,
     landing::{Landing, MayLand, Run},
-    pages::{Located, absent_of, all_of, lease_all, locate, wanted_of},
+    pages::{Located, Refused, absent_of, all_of, lease_all, locate, wanted_of},
     queue::{EngineQueue, PARKED_PER_DEVICE_MAX, PARKED_PER_QUEUE_MAX},
 };
 use crate::{
@@ -343,8 +343,9 @@ impl Io {
             _ => match self.prepare(device, queue, &memory, head, origin) {
                 Ok(Outcome::Ready(ready)) => return self.begin(device, queue, &memory, ready),
                 Ok(Outcome::Parked) => Ok(()),
-                Ok(Outcome::Outside) => {
-                    add(&device.shared.counters[self.index].outside, 1);
+                Ok(Outcome::Refused(why)) => {
+                    let outside = &device.shared.counters[self.index].outside;
+                    add(outside, u64::from(why == Refused::Outside));
                     self.fail_chain(device, queue, &memory, head, origin)
                 }
                 Err(reason) => Err(reason),
@@ -382,7 +383,7 @@ impl Io {
                 );
                 Ok(Outcome::Parked)
             }
-            Prepared::Outside => Ok(Outcome::Outside),
+            Prepared::Refused(why) => Ok(Outcome::Refused(why)),
         }
     }
 
@@ -399,7 +400,7 @@ impl Io {
             Located::TableAbsent(spans) => {
                 return Ok(Prepared::Absent(wanted_of(memory, &spans, Access::Read)));
             }
-            Located::Outside { .. } => return Ok(Prepared::Outside),
+            Located::Refused { why, .. } => return Ok(Prepared::Refused(why)),
         };
         let sample = self.scratch.sample();
         let began = (sample == Sample::Yes).then(Instant::now);
@@ -504,7 +505,7 @@ impl Io {
         let mut buffers = Buffers::default();
         let status = match locate(queue, memory, head, &mut buffers)? {
             Located::Frame(frame) => frame.status,
-            Located::Outside { status } => status,
+            Located::Refused { status, .. } => status,
             Located::TableAbsent(spans) => {
                 // Where the status goes stands in there.
                 let wanted = wanted_of(memory, &spans, Access::Read);
@@ -545,8 +546,7 @@ impl Io {
 enum Prepared {
     Ready(Ready),
     Absent(Vec<Wanted>),
-    /// Part of the chain is not in guest memory.
-    Outside,
+    Refused(Refused),
 }
 
 /// What became of a chain that was to be prepared.
@@ -557,6 +557,6 @@ enum Prepared {
 enum Outcome {
     Ready(Ready),
     Parked,
-    /// Part of it is not in guest memory: it is to be answered with an error.
-    Outside,
+    /// It is to be answered with an error.
+    Refused(Refused),
 }

@@ -52,6 +52,33 @@ pub(crate) enum Command {
     ShutDown,
 }
 
+/// When a command of a front end is obeyed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum When {
+    /// As soon as it is seen.
+    AtOnce,
+    /// Once the tenant owes nothing.
+    InItsTurn,
+}
+
+impl Command {
+    /// The slot of the tenant on whose behalf it is, if a front end can ask for it by a message.
+    pub fn tenant(&self) -> Option<(usize, When)> {
+        match self {
+            Self::SetMemory { device, .. }
+            | Self::StartQueue { device, .. }
+            | Self::SetCall { device, .. } => Some((*device, When::InItsTurn)),
+            Self::StopQueue { device, .. } => Some((*device, When::AtOnce)),
+            Self::AddDevice(_)
+            | Self::RemoveDevice { .. }
+            | Self::SetAssist(_)
+            | Self::SetPen(_)
+            | Self::Look
+            | Self::ShutDown => None,
+        }
+    }
+}
+
 /// A new device.
 pub(crate) struct AddDevice {
     pub device: usize,

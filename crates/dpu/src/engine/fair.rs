@@ -3,7 +3,7 @@
 //!
 //! # Terms
 //! A *tenant* is a device; all its queues on the engine share what it gets. *Work* is a chain that
-//! is taken from a ring, or a *step* of one: a transfer goes to the kernel in steps of bounded
+//! is taken from a ring, a message of the front end that the engine obeys, or a *step* of a chain: a transfer goes to the kernel in steps of bounded
 //! size, and waits for its next turn between two of them. Work has a *cost* in bytes: what it
 //! moves, and [`CHAIN_COST_BYTES`] for each chain, because a request that moves nothing takes CPU
 //! time, too. A *turn* is one pass of the engine over all tenants.
@@ -59,6 +59,8 @@
 pub(crate) const CHAIN_COST_BYTES: u64 = 16 << 10;
 /// What a page request costs besides.
 pub(crate) const FAULT_COST_BYTES: u64 = 4 << 10;
+/// What obeying a message of a front end costs: a ring that is started takes longer than a request.
+pub(crate) const COMMAND_COST_BYTES: u64 = 4 * CHAIN_COST_BYTES;
 /// What a flush or the emptying of a range costs besides.
 pub(crate) const SLOW_COST_BYTES: u64 = 16 << 10;
 /// Cost of the work that a tenant begins in a turn if nobody else is there: 64 requests of 4 KiB.
@@ -124,6 +126,11 @@ impl Credit {
     /// True while work may be begun.
     pub fn is_left(self) -> bool {
         self.0 > 0
+    }
+
+    /// True while it is a debt.
+    pub fn is_debt(self) -> bool {
+        self.0 < 0
     }
 }
 
@@ -306,6 +313,12 @@ impl Fair {
         } else {
             Verdict::NextTurn
         }
+    }
+
+    /// True while a tenant has spent more than it had.
+    pub fn is_in_debt(&self, slot: usize) -> bool {
+        self.tenant(slot)
+            .is_some_and(|tenant| tenant.credit.is_debt())
     }
 
     /// Most bytes of a step that this tenant begins now.
@@ -611,6 +624,33 @@ mod tests {
             }
             _ => {}
         }
+    }
+
+    #[test]
+    fn messages_without_end_are_paid_out_of_their_tenants_share_and_wait_until_it_has_paid() {
+        const TURNS: u64 = 1000;
+        let mut fair = Fair::new(RING);
+        fair.add(0);
+        fair.add(1);
+        let (mut obeyed, mut spent) = (0_u64, 0);
+        for turn in 0..TURNS {
+            fair.begin_turn(turn * MS / 100);
+            // A front end that has its next message ready whenever one was obeyed.
+            fair.visit(0, WEIGHT_DEFAULT);
+            while !fair.is_in_debt(0) {
+                fair.charge(0, COMMAND_COST_BYTES);
+                obeyed += 1;
+            }
+            fair.visit(1, WEIGHT_DEFAULT);
+            while fair.may_take(1) == Verdict::Go {
+                fair.charge(1, CHAIN_COST_BYTES);
+                spent += CHAIN_COST_BYTES;
+            }
+        }
+        // In its first turn it was alone.
+        let slack = TURN_ALONE_COST_BYTES + TURN_SHARED_COST_BYTES + COMMAND_COST_BYTES;
+        let cost = obeyed * COMMAND_COST_BYTES;
+        assert!(cost.abs_diff(spent) <= slack, "{cost} {spent}");
     }
 
     proptest! {

@@ -34,6 +34,7 @@ mod access;
 mod account;
 mod ahead;
 mod begin;
+mod call;
 pub(crate) mod chain;
 pub(crate) mod command;
 pub(crate) mod fair;
@@ -134,6 +135,8 @@ pub(crate) struct Device {
     pub next_queue: usize,
     /// Flushes and the like that wait to be begun; they count as in flight.
     pub slow: VecDeque<Box<Job<Request>>>,
+    /// What its front end asks for and has to wait for its turn.
+    pub waiting: VecDeque<command::Command>,
     pub recorder: Recorder,
     /// It is among [`Io::news`].
     pub has_news: bool,
@@ -315,6 +318,15 @@ impl Engine {
         let count = self.devices.len();
         for at in 0..count {
             let slot = (self.first + at) % count;
+            let Some(device) = &self.devices[slot] else {
+                continue;
+            };
+            if device.running.is_empty() && device.waiting.is_empty() {
+                continue;
+            }
+            self.io.fair.visit(slot, device.shared.weight());
+            // Before its requests, which would use its credit up each time.
+            progress.anything |= self.obey_waiting(slot)?;
             if let Some(device) = self.devices[slot].as_mut()
                 && !device.running.is_empty()
             {
@@ -343,6 +355,15 @@ impl Engine {
         }
     }
 
+    /// True if a call could not be made that is still wanted.
+    fn owes_a_call(&self) -> bool {
+        self.active.iter().any(|(device, number)| {
+            let device = self.devices[*device].as_ref();
+            let queue = device.and_then(|device| device.queues[usize::from(*number)].as_ref());
+            queue.is_some_and(|queue| queue.owes_call())
+        })
+    }
+
     fn sleep(&mut self) -> io::Result<()> {
         self.bell.arm();
         let awake = self.arm_queues()
@@ -355,7 +376,8 @@ impl Engine {
         }
         self.tell_accounts(Urgency::Now);
         self.io.shared.sleeps.fetch_add(1, Ordering::Relaxed);
-        let looks = [self.next_look(), self.kicks.next_look()];
+        let owed = self.owes_a_call().then_some(call::OWED_RETRY);
+        let looks = [self.next_look(), self.kicks.next_look(), owed];
         match looks.into_iter().flatten().min() {
             Some(limit) => self.io.ring.submit_and_doze(limit)?,
             None => self.io.ring.submit_and_sleep()?,
@@ -407,13 +429,13 @@ impl Engine {
 
 impl Io {
     /// Begins work of a device until its share of this turn is spent, its queues taking turns.
+    /// The device has been visited.
     fn serve_tenant(
         &mut self,
         device: &mut Device,
         slot: usize,
         progress: &mut Progress,
     ) -> io::Result<()> {
-        self.fair.visit(slot, device.shared.weight());
         let slow = self.start_slow(device, slot)?;
         progress.anything |= matches!(slow, Served::InPart | Served::Spent);
         let mut with_nothing = 0;

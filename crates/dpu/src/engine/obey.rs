@@ -1,9 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What control threads ask for, done on the engine's thread.
+//!
+//! Some of it a front end asks for, by its messages, as often as it likes: new memory, a ring that is
+//! started or stopped, another call descriptor. That costs the engine's time as requests do, so it is
+//! charged to the tenant. While a tenant is in debt, what it asks for waits until its turns have
+//! paid. No more than one command of a front end is ever under way, so no more than one waits. What
+//! stops a ring is charged, too, and never waits: others wait for it.
 
 use super::{
     Device, Engine, answer,
-    command::{AddDevice, Command, QueueSetup},
+    command::{AddDevice, Command, QueueSetup, When},
+    fair::COMMAND_COST_BYTES,
     queue::EngineQueue,
     size,
 };
@@ -11,8 +18,44 @@ use crate::{ring::FileSlot, slo::recorder::Recorder};
 use std::{collections::VecDeque, io, os::fd::AsFd, rc::Rc, sync::mpsc::Sender};
 
 impl Engine {
-    /// Does what a control thread asks for.
+    /// Does what a control thread asks for, or has it wait for the tenant's turn.
     pub(super) fn obey(&mut self, command: Command) -> io::Result<()> {
+        if let Some((slot, when)) = command.tenant() {
+            if when == When::InItsTurn
+                && self.io.fair.is_in_debt(slot)
+                && let Some(device) = self.device(slot)
+            {
+                device.waiting.push_back(command);
+                return Ok(());
+            }
+            self.io.fair.charge(slot, COMMAND_COST_BYTES);
+        }
+        self.obey_now(command)
+    }
+
+    /// Does what a tenant has asked for and what waited for its turn, unless it is still in debt; true if
+    /// there was anything.
+    pub(super) fn obey_waiting(&mut self, slot: usize) -> io::Result<bool> {
+        let mut there_was = false;
+        while let Some(device) = self.device(slot)
+            && !device.waiting.is_empty()
+        {
+            there_was = true;
+            if self.io.fair.is_in_debt(slot) {
+                break;
+            }
+            let waiting = self
+                .device(slot)
+                .and_then(|device| device.waiting.pop_front());
+            if let Some(command) = waiting {
+                self.io.fair.charge(slot, COMMAND_COST_BYTES);
+                self.obey_now(command)?;
+            }
+        }
+        Ok(there_was)
+    }
+
+    fn obey_now(&mut self, command: Command) -> io::Result<()> {
         match command {
             Command::AddDevice(add) => {
                 let added = self.add_device(&add);
@@ -27,7 +70,7 @@ impl Engine {
                 memory,
                 reply,
             } => {
-                self.io.scratch.forget_memory();
+                self.io.scratch.forget_memory(device);
                 if let Some(device) = self.device(device) {
                     device.memory = Some(Rc::new(memory));
                 }
@@ -106,9 +149,10 @@ impl Engine {
     fn add_device(&mut self, add: &AddDevice) -> io::Result<()> {
         let first = 1 + 2 * u32::try_from(add.device).unwrap_or(u32::MAX / 4);
         let (direct, buffered) = (FileSlot(first), FileSlot(first + 1));
-        let image = &add.shared.image;
-        self.io.ring.set_file(buffered, image.buffered.as_fd())?;
-        if let Some(file) = &image.direct {
+        let files = add.shared.image.files();
+        let files = files.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        self.io.ring.set_file(buffered, files.buffered.as_fd())?;
+        if let Some(file) = &files.direct {
             self.io.ring.set_file(direct, file.as_fd())?;
         }
         if self.devices.len() <= add.device {
@@ -117,7 +161,7 @@ impl Engine {
         self.io.fair.add(add.device);
         self.devices[add.device] = Some(Device {
             shared: add.shared.clone(),
-            direct: image.direct.is_some().then_some(direct),
+            direct: files.direct.is_some().then_some(direct),
             buffered,
             memory: None,
             queues: (0..add.queue_count).map(|_| None).collect(),
@@ -125,6 +169,7 @@ impl Engine {
             running: Vec::new(),
             next_queue: 0,
             slow: VecDeque::new(),
+            waiting: VecDeque::new(),
             recorder: Recorder::new(self.io.index),
             has_news: false,
         });
@@ -133,7 +178,7 @@ impl Engine {
 
     /// Forgets a device whose queues have all been stopped.
     fn remove_device(&mut self, index: usize) -> io::Result<()> {
-        self.io.scratch.forget_memory();
+        self.io.scratch.forget_memory(index);
         let Some(device) = self.devices.get_mut(index).and_then(Option::take) else {
             return Ok(());
         };

@@ -4,7 +4,7 @@
 use super::queue::EngineQueue;
 use crate::{
     blk::request::{Frame, frame, status_of},
-    chain::{Buffers, WalkError, walk},
+    chain::{Buffers, Length, WalkError, walk},
     memory::{DeviceMemory, LeaseSet, Span},
     parked::Wanted,
     shared::StopReason,
@@ -18,10 +18,20 @@ const GAP_PAGES_MAX: u64 = 16;
 pub(super) enum Located {
     Frame(Frame),
     TableAbsent(Vec<Span>),
-    /// Part of it is not in guest memory: to be answered with an error, at this place.
-    Outside {
+    /// To be answered with an error, at this place.
+    Refused {
         status: Span,
+        why: Refused,
     },
+}
+
+/// Why a chain that makes sense is not served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Refused {
+    /// Part of it is not in guest memory.
+    Outside,
+    /// It is longer than is served.
+    TooLong,
 }
 
 /// Walks a chain and takes it apart.
@@ -43,8 +53,13 @@ pub(super) fn locate(
             });
         }
     }
-    let located = match buffers.outside {
-        Some(_) => status_of(buffers).map(|status| Located::Outside { status }),
+    let why = match (buffers.outside, buffers.length) {
+        (Some(_), _) => Some(Refused::Outside),
+        (None, Length::TooLong) => Some(Refused::TooLong),
+        (None, Length::Served) => None,
+    };
+    let located = match why {
+        Some(why) => status_of(buffers).map(|status| Located::Refused { status, why }),
         None => frame(buffers).map(Located::Frame),
     };
     located.map_err(|source| StopReason::Request {

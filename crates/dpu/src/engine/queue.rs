@@ -38,6 +38,7 @@
 //! pauses nothing: its DMA will not be done.
 
 use super::{
+    call::{Calls, Signal},
     chain::Request,
     command::{QueueSetup, StopHow},
     fair::Credit,
@@ -110,7 +111,7 @@ pub(crate) struct EngineQueue {
     /// Kicks since a chain was last taken from its ring.
     pub kicks_in_vain: u32,
     pub kick: Option<OwnedFd>,
-    call: Option<EventSignal>,
+    calls: Calls,
     error: Option<EventSignal>,
     pub inflight: Option<InflightQueue>,
     /// Left by a predecessor, to be done before anything new.
@@ -157,7 +158,7 @@ impl EngineQueue {
             polled: false,
             kicks_in_vain: 0,
             kick: setup.kick,
-            call: setup.call,
+            calls: Calls::new(setup.call),
             error: setup.error,
             inflight: setup.inflight,
             resubmit: VecDeque::new(),
@@ -262,7 +263,9 @@ impl EngineQueue {
     /// The interrupt that the driver is to hear of this queue by, if it wants any now. A hint: the
     /// rings may change under our eyes, and one that cannot be read is told where it matters.
     fn vector(&self, memory: &DeviceMemory) -> Option<u16> {
-        self.call.as_ref()?;
+        if !self.calls.are_possible() {
+            return None;
+        }
         let wanted = if !matches!(self.state, QueueState::Running) {
             true
         } else if self.queue.event_idx_enabled() {
@@ -318,24 +321,30 @@ impl EngineQueue {
 
     /// Replaces the call descriptor and rings it once: a call may have gone to the old one.
     pub fn set_call(&mut self, call: Option<EventSignal>) {
-        self.call = call;
-        self.ring_call();
+        self.calls.go_to(call);
+        self.needs_call |= self.calls.are_owed();
     }
 
     fn ring_call(&mut self) {
-        if let Some(call) = &mut self.call {
-            signal(call);
-        }
+        self.calls.ring();
+        self.needs_call |= self.calls.are_owed();
+    }
+
+    /// True if a call could not be made, and must be tried again.
+    pub fn owes_call(&self) -> bool {
+        self.calls.are_owed()
     }
 
     /// Tells the front end that the device has stopped.
     pub fn tell_error(&mut self) {
-        if !self.error_told
-            && let Some(error) = &mut self.error
-        {
-            signal(error);
+        if self.error_told {
+            return;
         }
-        self.error_told = true;
+        let told = self.error.as_mut().map_or(Ok(()), Signal::signal);
+        if let Err(error) = &told {
+            tracing::error!(%error, "a front end cannot be told that its device has stopped");
+        }
+        self.error_told = told.is_ok();
     }
 
     /// Rings the call descriptor if the driver wants to know of what was completed.
@@ -352,7 +361,7 @@ impl EngineQueue {
                 .map_err(|e| self.broken(&e))?;
             wanted = u16::from_le(flags) & AVAIL_NO_INTERRUPT == 0;
         }
-        if wanted {
+        if wanted || self.owes_call() {
             self.ring_call();
         }
         Ok(())
@@ -492,12 +501,5 @@ fn load_u16(memory: &DeviceMemory, at: u64) -> Option<u16> {
             tracing::debug!(%error, "a ring that is wired cannot be read");
             None
         }
-    }
-}
-
-/// Signals an eventfd of the front end, which may do with it what it likes: this waits for nobody.
-fn signal(event: &mut EventSignal) {
-    if let Err(error) = event.signal() {
-        tracing::error!(%error, "a front end cannot be signalled");
     }
 }

@@ -40,9 +40,10 @@ impl Scratch {
         }
     }
 
-    /// Drops what keeps a device's memory mapped.
-    pub fn forget_memory(&mut self) {
-        self.pool.clear();
+    /// Drops what keeps the memory of the device in `slot` mapped: jobs that were its last. Those of
+    /// other tenants stay; they would have to make all of them anew.
+    pub fn forget_memory(&mut self, slot: usize) {
+        self.pool.retain(|job| job.request.key.device != slot);
     }
 
     /// Keeps a finished job for the next chain.

@@ -179,7 +179,7 @@ impl Engine {
             self.io.ring.submit()?;
         }
         device.running.retain(|running| *running != number);
-        self.io.scratch.forget_memory();
+        self.io.scratch.forget_memory(index);
         queue.end(&device.shared.counters[self.io.index]);
         device.close_account(self.io.index);
         Ok(())

@@ -123,9 +123,24 @@ impl Rig {
         self.add_with(name, queues, writes, OnFault::OutOfOrder)
     }
 
+    /// A device with an image of `bytes`.
+    pub fn add_of(&self, name: &str, bytes: u64) -> PathBuf {
+        let image = self.image(name, bytes);
+        self.add_image(name, image, (1, Writes::Taken, OnFault::OutOfOrder))
+    }
+
     pub fn add_with(&self, name: &str, queues: u16, writes: Writes, on_fault: OnFault) -> PathBuf {
-        let socket = self.dir.path().join(format!("{name}.sock"));
         let image = self.image(name, 4 << 20);
+        self.add_image(name, image, (queues, writes, on_fault))
+    }
+
+    fn add_image(
+        &self,
+        name: &str,
+        image: PathBuf,
+        (queues, writes, on_fault): (u16, Writes, OnFault),
+    ) -> PathBuf {
+        let socket = self.dir.path().join(format!("{name}.sock"));
         self.dpu
             .add_blk(BlkConfig {
                 socket: socket.clone(),

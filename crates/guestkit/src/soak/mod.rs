@@ -61,6 +61,9 @@ const SETTLE_TIMEOUT: Duration = Duration::from_secs(20);
 /// The soak could not be brought to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum SoakError {
+    /// This machine lacks something that a soak needs: it is skipped.
+    #[error("{0}")]
+    Missing(String),
     /// The guest's image could not be made.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -155,6 +158,9 @@ pub fn run(options: &Options) -> Result<Report, SoakError> {
     // A run that fails is not to leave another run's report behind.
     let path = folder.join("report.json");
     remove(&path)?;
+    if let Some(missing) = stand::missing() {
+        return Err(SoakError::Missing(missing));
+    }
     say(&format!(
         "seed {}: {} minutes; files are in {}",
         options.seed,

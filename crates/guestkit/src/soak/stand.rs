@@ -2,6 +2,7 @@
 //! What a soak stands on: daemon, disk, guest, and the devices of the other tenants.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ use crate::guest::{Guest, tail};
 use crate::image::{Addition, Extras, Image, prepare_with};
 use crate::product::{Product, ProductError};
 use crate::programs::Program;
-use crate::qemu::{Disk, GuestSpec};
+use crate::qemu::{Disk, GuestSpec, QEMU};
 use crate::stage::RunFolder;
 
 const RAM_BYTES: u64 = 512 << 20;
@@ -54,6 +55,49 @@ const PROGRAMS: [Program; 3] = [
         name: "bin/redis-server",
     },
 ];
+
+/// Programs of the host, and the packages they come with.
+const HOST_PROGRAMS: [(&str, &str); 4] = [
+    (QEMU, "qemu-system-x86"),
+    ("mkfs.ext4", "e2fsprogs"),
+    ("apt-get", "apt"),
+    ("dpkg-deb", "dpkg"),
+];
+
+/// What this machine lacks for a soak, in a sentence.
+pub fn missing() -> Option<String> {
+    if !rustix::process::geteuid().is_root() {
+        return Some("a soak needs root, for the take-over of the guest".to_owned());
+    }
+    if let Err(error) = Product::binary() {
+        return Some(format!(
+            "{error}: build it with `cargo build --release -p pagetide`"
+        ));
+    }
+    let paths = std::env::var_os("PATH").unwrap_or_default();
+    let guests = PROGRAMS
+        .iter()
+        .map(|program| (program.path, program.package));
+    first_missing(guests.chain(HOST_PROGRAMS), &paths)
+}
+
+/// The first of these programs, each a path or a name to be looked for in `paths`, that is not there.
+fn first_missing<'a>(
+    programs: impl IntoIterator<Item = (&'a str, &'a str)>,
+    paths: &OsStr,
+) -> Option<String> {
+    let is_there = |program: &str| {
+        // A path that begins at the root stays what it is.
+        std::env::split_paths(paths)
+            .chain([PathBuf::from("/usr/sbin"), PathBuf::from("/sbin")])
+            .any(|folder| folder.join(program).is_file())
+    };
+    let mut programs = programs.into_iter();
+    let (program, package) = programs.find(|(program, _)| !is_there(program))?;
+    Some(format!(
+        "a soak needs {program}: install the package {package} (scripts/install-packages)"
+    ))
+}
 
 /// A device: its socket and its image.
 #[derive(Clone, Debug)]
@@ -399,6 +443,30 @@ fn kills_wanted(hours: f64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn first_program_that_is_not_there_is_named_with_its_package() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("there"), "").unwrap();
+        let path = folder.path().join("there");
+        let by_path = (path.to_str().unwrap(), "a");
+        let first = |programs: &[(&'static str, &'static str)]| {
+            let all = std::iter::once(by_path).chain(programs.iter().copied());
+            first_missing(all, folder.path().as_os_str())
+        };
+        assert_eq!(first(&[("there", "b")]), None);
+        let missing = first(&[
+            ("there", "b"),
+            ("pagetide-nowhere", "c"),
+            ("/no/where", "d"),
+        ]);
+        let missing = missing.unwrap();
+        assert!(
+            missing.contains("pagetide-nowhere") && missing.contains("package c"),
+            "{missing}"
+        );
+        assert!(first(&[("/no/where", "d")]).unwrap().contains("/no/where"));
+    }
 
     #[test]
     fn partitions_follow_one_another_and_the_record_is_signed() {

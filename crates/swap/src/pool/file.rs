@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The file of a pool: locked by its one user, made under another name, mapped whole.
 
-use super::PoolError;
+use super::{MAGIC, PoolError};
 use pagetide_sys::{
     mapping::SharedMapping,
     memory_file::{GuestFile, LockWait, Locked},
 };
 use rustix::fs::{Mode, OFlags};
-use std::{os::fd::AsFd, path::Path};
+use std::{io::Read as _, os::fd::AsFd, path::Path};
 
 pub(super) fn open_locked(path: &Path, flags: OFlags) -> Result<GuestFile, PoolError> {
     let flags = flags | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -22,6 +22,33 @@ pub(super) fn open_locked(path: &Path, flags: OFlags) -> Result<GuestFile, PoolE
             source,
         }),
     }
+}
+
+/// The version of the pool at `path`, whoever uses it; `None` if it does not begin like a pool.
+///
+/// # Errors
+/// [`PoolError`]: it cannot be read.
+pub fn version_at(path: &Path) -> Result<Option<u64>, PoolError> {
+    let failed = |operation| {
+        move |source| PoolError::Path {
+            path: path.to_owned(),
+            operation,
+            source,
+        }
+    };
+    let mut file = std::fs::File::open(path).map_err(failed("open"))?;
+    let mut cells = [0; 16];
+    match file.read_exact(&mut cells) {
+        Ok(()) => {}
+        Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
+        Err(error) => return Err(failed("read")(error)),
+    }
+    let [magic, version] = [0, 8].map(|at| {
+        let mut cell = [0; 8];
+        cell.copy_from_slice(&cells[at..at + 8]);
+        u64::from_ne_bytes(cell)
+    });
+    Ok((magic == MAGIC).then_some(version))
 }
 
 /// Gives a finished pool its name, unless there is one of that name: it may be a VM's only memory.

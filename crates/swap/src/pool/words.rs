@@ -8,6 +8,7 @@
 //! an error of that write and no signal later on.
 
 use super::Pool;
+use crate::room::Room;
 use pagetide_addr::{PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{NoRoom, PageWord, State, WordArray};
 use pagetide_sys::memory_file::FileError;
@@ -22,43 +23,68 @@ const _: () = assert!(SECTION_WORDS_BYTES as u64 == PAGE_BYTES);
 
 /// The page words of a pool.
 #[derive(Debug, Clone)]
-pub struct PoolWords(pub Arc<Pool>);
+pub struct PoolWords {
+    pool: Arc<Pool>,
+    room: Arc<Room>,
+}
+
+impl PoolWords {
+    /// Those of `pool`.
+    #[must_use]
+    pub fn of(pool: Arc<Pool>) -> Self {
+        Self {
+            pool,
+            room: Arc::new(Room::unlimited()),
+        }
+    }
+
+    /// From now on memory for more words is taken out of `room`.
+    #[must_use]
+    pub fn within(self, room: Arc<Room>) -> Self {
+        Self { room, ..self }
+    }
+}
 
 impl WordArray for PoolWords {
     fn page_count(&self) -> u64 {
-        self.0.page_count
+        self.pool.page_count
     }
 
     fn capacity_pages(&self) -> u64 {
-        self.0.capacity_pages
+        self.pool.capacity_pages
     }
 
     fn cell(&self, page: PageNo) -> &AtomicU64 {
-        self.0.word_cell(page)
+        self.pool.word_cell(page)
     }
 
     fn make_room(&self, pages: PageRange) -> Result<(), NoRoom> {
-        let _changing = (self.0.changing.lock()).unwrap_or_else(PoisonError::into_inner);
-        let word = PageWord::new(State::Unallocated).bits();
-        let fresh = word.to_ne_bytes().repeat(SECTION_WORDS_BYTES / 8);
+        let pool = &self.pool;
+        let _changing = (pool.changing.lock()).unwrap_or_else(PoisonError::into_inner);
+        let failed = |error| no_room(pages, error);
+        let mut missing = Vec::new();
         for section in pages.sections() {
-            let has_room = self.0.has_words(section);
-            let made = has_room.and_then(|has_room| {
-                if has_room {
-                    Ok(())
-                } else {
-                    self.0.file.write_at(self.0.words_of(section), &fresh)
-                }
-            });
-            made.map_err(|error| no_room(pages, error))?;
+            if !pool.has_words(section).map_err(failed)? {
+                missing.push(section);
+            }
         }
-        Ok(())
+        let is_charged = |section: &&SectionNo| pool.was_made_with(**section);
+        let charged = missing.iter().filter(is_charged).count();
+        let bytes = (missing.len() - charged) as u64 * PAGE_BYTES;
+        if bytes > 0 {
+            self.room.take_once(bytes).map_err(|shortage| NoRoom {
+                start: pages.start,
+                end: pages.end,
+                source: std::io::Error::new(std::io::ErrorKind::QuotaExceeded, shortage),
+            })?;
+        }
+        pool.begin_words(&missing).map_err(failed)
     }
 
     /// Sections whose words are all unallocated give their memory back here.
     fn sections_with_room(&self) -> Result<Vec<SectionNo>, NoRoom> {
-        let pages = PageRange::new(PageNo(0), PageNo(self.0.capacity_pages));
-        self.0
+        let pages = PageRange::new(PageNo(0), PageNo(self.pool.capacity_pages));
+        self.pool
             .sections_in_use()
             .map_err(|error| no_room(pages, error))
     }
@@ -99,6 +125,30 @@ impl Pool {
             self.word_cell(PageNo(page))
                 .store(unallocated, Ordering::Relaxed);
         }
+    }
+
+    /// Gives sections that have no words some that are all unallocated; all of them, or none.
+    fn begin_words(&self, sections: &[SectionNo]) -> Result<(), FileError> {
+        let word = PageWord::new(State::Unallocated).bits();
+        let fresh = word.to_ne_bytes().repeat(SECTION_WORDS_BYTES / 8);
+        for (begun, section) in sections.iter().enumerate() {
+            let Err(error) = self.file.write_at(self.words_of(*section), &fresh) else {
+                continue;
+            };
+            let given = sections[..=begun].iter();
+            for section in given.filter(|section| !self.was_made_with(**section)) {
+                if let Err(error) = self.file.punch(self.words_of(*section), PAGE_BYTES) {
+                    tracing::warn!(pool = %self.path.display(), %error, "words that nobody needs keep their memory");
+                }
+            }
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// True if the section's words were given memory when the pool was made, by this process.
+    fn was_made_with(&self, section: SectionNo) -> bool {
+        section.0 < self.sections_made_with
     }
 
     fn has_words(&self, section: SectionNo) -> Result<bool, FileError> {
@@ -149,7 +199,7 @@ mod tests {
         let pool = Arc::new(Pool::create_empty(&path, CAPACITY, 0, b"").unwrap());
         let empty = pool.allocated_bytes().unwrap();
         assert!(empty <= 64 << 10, "{empty}");
-        let words = PoolWords(Arc::clone(&pool));
+        let words = PoolWords::of(Arc::clone(&pool));
         words
             .make_room(region(CAPACITY / SECTION_PAGES - 2, 1024))
             .unwrap();
@@ -162,6 +212,39 @@ mod tests {
         assert_eq!(last, PageWord::new(State::Unallocated).bits());
     }
 
+    /// Words of `path` in a group that has `free` bytes beyond its margin.
+    fn words_within(path: &std::path::Path, free: u64) -> PoolWords {
+        let level = crate::cgroup::Level {
+            group: "/g".into(),
+            file: "memory.max",
+            limit_bytes: 64 << 20,
+            charged_bytes: (48 << 20) - free,
+            cache_bytes: 0,
+        };
+        let room = Room::with(Box::new(move || Ok(vec![level.clone()])));
+        let pool = Pool::create(path, 1024, 0, b"").unwrap();
+        PoolWords::of(Arc::new(pool)).within(Arc::new(room))
+    }
+
+    #[test]
+    fn words_of_more_memory_are_refused_where_the_group_has_no_room_and_leave_nothing() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let words = words_within(&dir.path().join("vm.pool"), 2 * PAGE_BYTES);
+        let before = words.pool.allocated_bytes().unwrap();
+        // Those that came with the pool are charged already.
+        words.make_room(region(0, 1024)).unwrap();
+        let refused = words.make_room(region(2, 1537)).unwrap_err();
+        assert_eq!(refused.source.kind(), std::io::ErrorKind::QuotaExceeded);
+        assert!(refused.to_string().contains("memory.max"), "{refused}");
+        assert_eq!(words.pool.allocated_bytes().unwrap(), before);
+        words.make_room(region(2, 1024)).unwrap();
+        words.make_room(region(2, 1024)).unwrap();
+        assert_eq!(
+            words.pool.allocated_bytes().unwrap(),
+            before + 2 * PAGE_BYTES
+        );
+    }
+
     #[test]
     fn room_made_again_leaves_words_as_they_are_and_a_successor_finds_what_is_used() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
@@ -169,7 +252,7 @@ mod tests {
         let present = PageWord::new(State::Present).bits();
         {
             let pool = Arc::new(Pool::create_empty(&path, CAPACITY, 0, b"").unwrap());
-            let words = PoolWords(pool);
+            let words = PoolWords::of(pool);
             words.make_room(region(3, 1024)).unwrap();
             words
                 .cell(PageNo(4 * 512 + 9))
@@ -179,7 +262,7 @@ mod tests {
             assert_eq!(kept, present);
         }
         let pool = Arc::new(Pool::open(&path).unwrap());
-        let table = PageTable::reopen(Box::new(PoolWords(Arc::clone(&pool)))).unwrap();
+        let table = PageTable::reopen(Box::new(PoolWords::of(Arc::clone(&pool)))).unwrap();
         let sections: Vec<_> = table.sections().collect();
         assert_eq!(sections, [SectionNo(4)]);
         assert_eq!(table.pages_of(SectionNo(4)), region(4, 10));
@@ -193,13 +276,13 @@ mod tests {
         let present = PageWord::new(State::Present).bits();
         {
             let pool = Arc::new(Pool::create(&path, 1045, 0, b"").unwrap());
-            let words = PoolWords(pool);
+            let words = PoolWords::of(pool);
             for page in 0..1045 {
                 words.cell(PageNo(page)).store(present, Ordering::Relaxed);
             }
         }
         let pool = Arc::new(Pool::open(&path).unwrap());
-        let table = PageTable::reopen(Box::new(PoolWords(pool))).unwrap();
+        let table = PageTable::reopen(Box::new(PoolWords::of(pool))).unwrap();
         assert_eq!(table.page_count(), 1045);
         assert_eq!(table.sections().count(), 3);
     }

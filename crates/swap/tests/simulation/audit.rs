@@ -27,7 +27,7 @@ const SPARE_CHUNKS: u64 = 4;
 
 /// The words as whoever opens the pool finds them.
 pub fn words(store: &PoolStore) -> PageTable {
-    PageTable::reopen(Box::new(PoolWords(store.pool().clone()))).expect("a pool")
+    PageTable::reopen(Box::new(PoolWords::of(store.pool().clone()))).expect("a pool")
 }
 
 fn pages() -> impl Iterator<Item = PageNo> {

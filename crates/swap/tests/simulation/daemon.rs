@@ -510,7 +510,7 @@ fn attach_to_the_end(life: &Life, whole: &Arc<AddressSpace>, device: &Arc<Device
 fn hooked_words(life: &Life, pool: &Arc<Pool>) -> Box<Words> {
     Box::new(Words {
         life: life.clone(),
-        pool: PoolWords(pool.clone()),
+        pool: PoolWords::of(pool.clone()),
         nowhere: AtomicU64::new(0),
     })
 }

@@ -35,6 +35,9 @@ pub struct Device {
     pub wired: Vec<PageNo>,
     /// Pages that were wired at any time, and so may have been given up with their bits set.
     pub once_wired: Vec<PageNo>,
+    /// It may use its bits. One that is not active does no DMA: if it cannot be attached nobody asks it
+    /// for leases any more, and what it was granted until then may go.
+    pub active: bool,
     /// It could not be attached, for its VMM has ended: what it had popped is nobody's.
     pub cut_off: bool,
 }
@@ -84,12 +87,13 @@ impl Device {
             may: vec![false; page_count],
             wired: Vec::new(),
             once_wired: Vec::new(),
+            active: false,
             cut_off: false,
         }
     }
 
     fn allows(&self, pages: &[PageNo]) -> bool {
-        pages.iter().all(|page| self.may[page.index()])
+        self.active && pages.iter().all(|page| self.may[page.index()])
     }
 }
 
@@ -439,6 +443,7 @@ impl State {
         for device in &mut self.devices {
             device.may.fill(false);
             device.wired.clear();
+            device.active = false;
         }
         for request in &mut self.requests {
             if request.holds_lease() && request.is_submitted() {

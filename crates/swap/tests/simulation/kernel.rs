@@ -541,6 +541,20 @@ impl Mmu for DeviceMmu {
         }
     }
 
+    /// From now on it does DMA. (As above.)
+    fn activate(&self, _table: TableId) -> Result<(), MmuError> {
+        let mut state = self.life.lock_if_alive().ok_or(MmuError::Gone)?;
+        state.devices[self.device].active = true;
+        Ok(())
+    }
+
+    fn deactivate(&self, _table: TableId) -> Result<(), MmuError> {
+        if let Some(mut state) = self.life.lock_if_alive() {
+            state.devices[self.device].active = false;
+        }
+        Ok(())
+    }
+
     fn wired(&self, section: SectionNo) -> PageSet {
         self.life
             .enter(Call::Locked)

@@ -73,7 +73,7 @@ impl Stage {
 
     /// The stored copy is kept, and whole.
     fn assert_copy_is_kept(&self) {
-        let words = PoolWords(self.daemon.store.pool().clone());
+        let words = PoolWords::of(self.daemon.store.pool().clone());
         let bits = words.cell(PAGE).load(std::sync::atomic::Ordering::Relaxed);
         let State::Stored(content) = PageWord::from_bits(bits).unwrap().state() else {
             panic!("the word is {bits:#x}");

@@ -16,13 +16,20 @@
 //! in its red zone, vector registers in use) is untouched by a system call that is injected:
 //! the same holds for a signal handler, which may run there at any time.
 //!
-//! A thread that does not stop in time (uninterruptible sleep) is let go as soon as it does.
+//! A thread that does not stop in time is in uninterruptible sleep, or at work in the kernel. It is
+//! seized and has been asked to stop, and `PTRACE_DETACH` is possible for a thread that has stopped
+//! only. If it were kept until then, it would stop when it comes out of the kernel, and stand still,
+//! uncounted, until its tracer looks. So its tracer ends instead: the kernel lets go of all that an
+//! ending tracer has seized and takes back what it has asked of them, whether they have stopped or
+//! not. Another tracer goes on with the [`Search`], with another thread if there is one: threads
+//! that did not stop are tried after those that were not tried, in turns.
 
 use super::boost::Boost;
-use super::raw::{Seized, detach, get_registers, has_stopped_late, rseq_area, seize};
-use super::threads::{Reach, threads};
+use super::raw::{Seized, detach, get_registers, rseq_area, seize};
+use super::threads::{Reach, threads, tracer_of};
 use super::{PtraceError, USER_CS_64};
 use crate::process::ProcessFd;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
@@ -32,11 +39,14 @@ use std::time::{Duration, Instant};
 pub(super) const BORROW_WAIT: Duration = Duration::from_secs(5);
 /// How long only threads that are blocked in a system call are looked for.
 const BLOCKED_ONLY: Duration = Duration::from_millis(5);
-/// Threads that have been asked to stop and have not yet, at most. Each costs a wait.
-const MOST_DEAF: usize = 4;
 /// Between two looks at all threads: at first, and at most. It doubles from look to look, so that
 /// a process that is busy is not stopped thousands of times.
 const LOOK_SLEEP: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(10));
+/// How long the kernel may take to let go of what an ended tracer has seized: microseconds, on a
+/// machine that is not overloaded. Beyond it another tracer is told `EPERM`.
+const LET_GO_WAIT: Duration = Duration::from_secs(1);
+/// Between two looks at that.
+const LET_GO_SLEEP: Duration = Duration::from_micros(20);
 /// Where the rseq area names the sequence its thread is in.
 const RSEQ_CS_OFFSET: u64 = 8;
 
@@ -52,69 +62,100 @@ pub(super) struct Borrowed {
     clippy::large_enum_variant,
     reason = "one a take-over, taken apart at once: a box would cost more than the copy"
 )]
-enum Tried {
+pub(super) enum Found {
     Borrowed(Borrowed),
-    /// Ended, or stopped where it cannot be used.
-    NotThisTime,
-    /// It has not stopped.
-    Deaf,
+    /// It has not stopped. This tracer must end, and only then may the priority be taken back,
+    /// which can take a while.
+    Deaf {
+        thread: u32,
+        boost: Option<Boost>,
+    },
 }
 
-/// Stops a thread of `process`, whose memory `memory` is.
-pub(super) fn borrow(process: &ProcessFd, memory: &File) -> Result<Borrowed, PtraceError> {
-    let pid = process.pid();
-    let begun = Instant::now();
-    let (mut sleep, sleep_max) = LOOK_SLEEP;
-    let mut tried = 0;
-    let mut deaf = Vec::new();
-    loop {
-        let mut still_deaf = Vec::new();
-        for thread in deaf {
-            if !has_stopped_late(thread)? {
-                still_deaf.push(thread);
-            }
+/// The search for a thread to borrow, which goes on from tracer to tracer.
+pub(super) struct Search {
+    begun: Instant,
+    /// Threads that were stopped or asked to.
+    tried: u32,
+    /// How often a thread did not stop, of those that once did not.
+    deaf: BTreeMap<u32, u32>,
+}
+
+impl Search {
+    pub(super) fn begin() -> Self {
+        Self {
+            begun: Instant::now(),
+            tried: 0,
+            deaf: BTreeMap::new(),
         }
-        deaf = still_deaf;
-        let reach = if begun.elapsed() < BLOCKED_ONLY {
+    }
+
+    /// Stops a thread of `process`, whose memory `memory` is; or finds one that does not stop.
+    pub(super) fn next(
+        &mut self,
+        process: &ProcessFd,
+        memory: &File,
+    ) -> Result<Found, PtraceError> {
+        let pid = process.pid();
+        let (mut sleep, sleep_max) = LOOK_SLEEP;
+        loop {
+            for thread in self.candidates(pid)? {
+                if self.is_over() {
+                    break;
+                }
+                self.tried += 1;
+                if let Some(found) = try_one(process, memory, thread)? {
+                    return Ok(found);
+                }
+            }
+            if self.is_over() {
+                return Err(PtraceError::NoQuietThread {
+                    pid,
+                    tried: self.tried,
+                    waited_s: BORROW_WAIT.as_secs(),
+                });
+            }
+            std::thread::sleep(sleep);
+            sleep = (sleep * 2).min(sleep_max);
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.begun.elapsed() > BORROW_WAIT
+    }
+
+    /// Best first; those that did not stop last, those of them that were tried least before others.
+    fn candidates(&self, pid: u32) -> Result<Vec<u32>, PtraceError> {
+        let reach = if self.begun.elapsed() < BLOCKED_ONLY {
             Reach::Blocked
         } else {
             Reach::All
         };
-        for thread in threads(pid, reach)? {
-            if deaf.len() >= MOST_DEAF || begun.elapsed() > BORROW_WAIT {
-                break;
-            }
-            if deaf.contains(&thread) {
-                continue;
-            }
-            tried += 1;
-            match try_one(process, memory, thread)? {
-                Tried::Borrowed(borrowed) => return Ok(borrowed),
-                Tried::NotThisTime => {}
-                Tried::Deaf => deaf.push(thread),
-            }
+        let mut found = threads(pid, reach)?;
+        found.sort_by_key(|thread| self.deaf.get(thread).copied().unwrap_or(0));
+        Ok(found)
+    }
+
+    /// The tracer of `thread`, which did not stop, has ended: waits until the kernel has let go.
+    pub(super) fn pass_over(&mut self, pid: u32, thread: u32) {
+        *self.deaf.entry(thread).or_insert(0) += 1;
+        let begun = Instant::now();
+        while tracer_of(pid, thread).is_some() && begun.elapsed() < LET_GO_WAIT {
+            std::thread::sleep(LET_GO_SLEEP);
         }
-        if begun.elapsed() > BORROW_WAIT {
-            return Err(PtraceError::NoQuietThread {
-                pid,
-                tried,
-                waited_s: BORROW_WAIT.as_secs(),
-            });
-        }
-        std::thread::sleep(sleep);
-        sleep = (sleep * 2).min(sleep_max);
     }
 }
 
-fn try_one(process: &ProcessFd, memory: &File, thread: u32) -> Result<Tried, PtraceError> {
+/// `None` if it has ended, or stopped where it cannot be used.
+fn try_one(process: &ProcessFd, memory: &File, thread: u32) -> Result<Option<Found>, PtraceError> {
     let pid = process.pid();
     // Before it is stopped, so that it is on a CPU at once. Where that is not allowed it is
-    // merely slower.
-    let boost = Boost::lend(thread);
+    // merely slower, which is said.
+    let boost = Boost::lend(thread).ok();
     let since = match seize(pid, thread)? {
         Seized::Stopped { since } => since,
-        Seized::DoesNotStop => return Ok(Tried::Deaf),
-        Seized::GoneAway => return Ok(Tried::NotThisTime),
+        Seized::DoesNotStop => return Ok(Some(Found::Deaf { thread, boost })),
+        Seized::GoneAway => return Ok(None),
     };
     // Seized by number: it is the process's if that had not ended afterwards.
     if process.has_ended()? {
@@ -129,15 +170,14 @@ fn try_one(process: &ProcessFd, memory: &File, thread: u32) -> Result<Tried, Ptr
     let was_in_call = registers.orig_rax.cast_signed() >= 0;
     if !was_in_call && !is_outside_of_rseq(memory, thread) {
         detach(thread)?;
-        return Ok(Tried::NotThisTime);
+        return Ok(None);
     }
-    Ok(Tried::Borrowed(Borrowed {
+    Ok(Some(Found::Borrowed(Borrowed {
         thread,
         since,
         registers,
-        // Without it the thread is away longer on a busy host, which has been said.
-        boost: boost.ok(),
-    }))
+        boost,
+    })))
 }
 
 /// True if the stopped thread is surely in no restartable sequence.

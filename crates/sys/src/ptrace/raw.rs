@@ -6,7 +6,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 /// How long a thread may take to stop before the next one is tried. A thread in uninterruptible
-/// sleep never does.
+/// sleep does not before that ends.
 const STOP_WAIT: Duration = Duration::from_millis(50);
 /// Most stops on the way to the one waited for (signals that come between).
 const MOST_STOPS: u32 = 64;
@@ -165,26 +165,6 @@ pub(super) fn resume(how: libc::c_uint, thread: u32, signal: i32) -> Result<(), 
 
 pub(super) fn detach(thread: u32) -> Result<(), PtraceError> {
     request(libc::PTRACE_DETACH, thread, 0, 0).map_err(|e| kernel("PTRACE_DETACH", thread, e))
-}
-
-/// True if a thread that did not stop in time is ours no more: it has stopped since, and goes on, or
-/// it has ended.
-pub(super) fn has_stopped_late(thread: u32) -> Result<bool, PtraceError> {
-    let Some(status) = look(thread)? else {
-        return Ok(false);
-    };
-    if !libc::WIFSTOPPED(status) {
-        return Ok(true);
-    }
-    let signal = match status >> 16 {
-        PTRACE_EVENT_STOP => 0,
-        // The stop before a signal is delivered, which is still to be done.
-        _ => libc::WSTOPSIG(status),
-    };
-    match request(libc::PTRACE_DETACH, thread, 0, descriptor(signal)) {
-        Err(e) if e.raw_os_error() != Some(libc::ESRCH) => Err(kernel("PTRACE_DETACH", thread, e)),
-        Ok(()) | Err(_) => Ok(true),
-    }
 }
 
 /// Address of the stopped thread's rseq area; `None` if it has none.

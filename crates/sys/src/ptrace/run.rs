@@ -2,7 +2,8 @@
 //! [`run_inside`] and [`run_inside_within`]: a thread is borrowed, used and given back, on a thread
 //! made for the purpose.
 
-use super::{PtraceError, StoppedThread, boost, whole_us};
+use super::borrow::{Found, Search};
+use super::{PtraceError, StoppedThread, Target, boost, whole_us};
 use crate::cpu::{self, Urgency};
 use crate::process::ProcessFd;
 use std::time::Duration;
@@ -49,7 +50,7 @@ pub fn run_inside<T, E, F>(process: &ProcessFd, work: F) -> Result<Ran<T>, E>
 where
     T: Send,
     E: From<PtraceError> + Send,
-    F: FnOnce(&mut StoppedThread<'_>) -> Result<T, E> + Send,
+    F: FnMut(&mut StoppedThread<'_>) -> Result<T, E> + Send,
 {
     let attempt = attempt(process, None, work)?;
     attempt.outcome.map(|value| Ran {
@@ -63,9 +64,10 @@ where
 /// As [`run_inside`], with a bound on the time that the thread is away: beyond it no further call is
 /// made, `undo` takes back what `work` has returned, if it came so far, and all is tried again.
 /// A `work` that fails has undone its part itself. Closing a descriptor is possible at any time.
+/// What could not be undone is not tried again.
 ///
 /// # Errors
-/// As there, and [`PtraceError::PausesTooLong`].
+/// As there, and [`PtraceError::PausesTooLong`]; what undoing said, if that failed.
 pub fn run_inside_within<T, E>(
     process: &ProcessFd,
     limits: PauseLimits,
@@ -106,6 +108,7 @@ where
                 run_inside(process, |thread| undo(thread, &value))?;
             }
             (Err(_), Late::Refused) => {}
+            // Undoing failed, or the work did for a reason of its own.
             (Err(error), _) => return Err(error),
         }
         pauses_us.push(attempt.pause_us);
@@ -124,8 +127,10 @@ enum Late {
     Not,
     /// Yes, and nothing was left to be done.
     AtTheEnd,
-    /// Yes, and a call was not made for it.
+    /// Yes, a call was not made for it, and all was undone.
     Refused,
+    /// Yes, and undoing failed.
+    NotUndone,
 }
 
 /// What came of one stop.
@@ -137,43 +142,87 @@ struct Attempt<T, E> {
     pace: Pace,
 }
 
-/// On a thread made for it. When that ends, the kernel lets go of whatever it still traces.
+/// What came of one tracer.
+enum Traced<T, E> {
+    Done(Attempt<T, E>),
+    /// This thread was asked to stop and did not. The loan of priority to it is ended by the caller.
+    Deaf {
+        thread: u32,
+        boost: Option<boost::Boost>,
+    },
+}
+
+/// Borrows a thread and calls `work` with it, once.
 fn attempt<T, E, F>(
     process: &ProcessFd,
     pause_max: Option<Duration>,
-    work: F,
+    mut work: F,
 ) -> Result<Attempt<T, E>, E>
 where
     T: Send,
     E: From<PtraceError> + Send,
-    F: FnOnce(&mut StoppedThread<'_>) -> Result<T, E> + Send,
+    F: FnMut(&mut StoppedThread<'_>) -> Result<T, E> + Send,
 {
+    let mut search = Search::begin();
+    loop {
+        let traced = on_a_tracer(|| {
+            let pace = favour_this_thread();
+            let target = Target::of(process)?;
+            let borrowed = match search.next(process, &target.memory)? {
+                Found::Borrowed(borrowed) => borrowed,
+                Found::Deaf { thread, boost } => return Ok(Traced::Deaf { thread, boost }),
+            };
+            let stopped = StoppedThread::of(process, target, borrowed, pause_max)?;
+            use_it(stopped, pace, &mut work).map(Traced::Done)
+        });
+        match traced? {
+            Traced::Done(attempt) => return Ok(attempt),
+            Traced::Deaf { thread, boost } => {
+                search.pass_over(process.pid(), thread);
+                drop(boost);
+            }
+        }
+    }
+}
+
+/// Calls `work` with the thread and lets it go on.
+fn use_it<T, E>(
+    mut stopped: StoppedThread<'_>,
+    pace: Pace,
+    work: &mut impl FnMut(&mut StoppedThread<'_>) -> Result<T, E>,
+) -> Result<Attempt<T, E>, PtraceError> {
+    let pace = match stopped.boost {
+        Some(_) => pace,
+        None => Pace::Ordinary,
+    };
+    let outcome = work(&mut stopped);
+    let (thread, pause_max) = (stopped.thread, stopped.pause_max);
+    let (was_refused, was_not_undone) = (stopped.was_late, stopped.has_failed_late);
+    let pause = stopped.finish()?;
+    let late = match pause_max {
+        _ if was_not_undone => Late::NotUndone,
+        _ if was_refused => Late::Refused,
+        Some(most) if pause > most => Late::AtTheEnd,
+        _ => Late::Not,
+    };
+    Ok(Attempt {
+        outcome,
+        late,
+        pause_us: whole_us(pause),
+        thread,
+        pace,
+    })
+}
+
+/// Runs `trace` on a thread made for it. When that ends, the kernel lets go of whatever it still
+/// traces.
+fn on_a_tracer<R: Send>(
+    trace: impl FnOnce() -> Result<R, PtraceError> + Send,
+) -> Result<R, PtraceError> {
     std::thread::scope(|scope| {
         let tracer = std::thread::Builder::new()
             .name("pagetide-ptrace".to_owned())
-            .spawn_scoped(scope, || {
-                let pace = favour_this_thread();
-                let mut stopped = StoppedThread::of(process, pause_max)?;
-                let pace = match stopped.boost {
-                    Some(_) => pace,
-                    None => Pace::Ordinary,
-                };
-                let outcome = work(&mut stopped);
-                let (thread, was_refused) = (stopped.thread, stopped.was_late);
-                let pause = stopped.finish()?;
-                let late = match pause_max {
-                    _ if was_refused => Late::Refused,
-                    Some(most) if pause > most => Late::AtTheEnd,
-                    _ => Late::Not,
-                };
-                Ok(Attempt {
-                    outcome,
-                    late,
-                    pause_us: whole_us(pause),
-                    thread,
-                    pace,
-                })
-            })
+            .spawn_scoped(scope, trace)
             .map_err(|source| PtraceError::Kernel {
                 operation: "starting a thread",
                 thread: 0,

@@ -5,6 +5,8 @@
 //! needs nothing of the threads it has lost. Its exit status tells what the
 //! interrupted call returned.
 
+mod deaf;
+
 use super::threads::{Rank, rank_of_blocked};
 use super::*;
 use crate::cpu::{self, Urgency};
@@ -59,11 +61,20 @@ impl Child {
         // SAFETY: waits for our own child and writes one int to a live local.
         let waited = unsafe { libc::waitpid(self.pid, &raw mut status, 0) };
         assert_eq!(waited, self.pid);
+        // It is reaped.
+        std::mem::forget(self);
         assert!(libc::WIFEXITED(status), "status {status:#x}");
         libc::WEXITSTATUS(status)
     }
 
     fn kill(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Child {
+    /// Also where a test fails: it would outlive us, with all our descriptors.
+    fn drop(&mut self) {
         // SAFETY: signals and reaps our own child, whose pid cannot have been used again.
         unsafe {
             libc::kill(self.pid, libc::SIGKILL);
@@ -673,6 +684,43 @@ fn a_pause_that_is_too_long_is_undone_and_tried_again_and_then_told() {
         assert!(pauses_us.iter().all(|us| *us > 200_000), "{refused}");
         assert_eq!(descriptors_of(&child), before);
     }
+    child.kill();
+}
+
+#[test]
+fn what_could_not_be_undone_is_told_and_not_tried_again() {
+    if !may_trace() {
+        return;
+    }
+    let child = Child::new(forever);
+    child.await_call(libc::SYS_pause);
+    let limits = PauseLimits {
+        pause_max: Duration::from_millis(1),
+        tries_max: 3,
+        backoff: Duration::from_millis(1),
+    };
+    let tries = AtomicI32::new(0);
+    let outcome = run_inside_within(
+        &child.process(),
+        limits,
+        |thread| {
+            tries.fetch_add(1, Ordering::Relaxed);
+            let number = thread.make_userfaultfd()?;
+            std::thread::sleep(Duration::from_millis(5));
+            Ok::<_, PtraceError>(number)
+        },
+        // No such descriptor.
+        |thread, _| thread.close(99_999),
+    );
+    let source = match outcome {
+        Err(PtraceError::Call {
+            call: "close",
+            source,
+        }) => source,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(source, Errno::BADF);
+    assert_eq!(tries.load(Ordering::Relaxed), 1);
     child.kill();
 }
 

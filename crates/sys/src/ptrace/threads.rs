@@ -17,6 +17,8 @@ pub(super) enum Reach {
 
 /// Rank of a thread that runs, or is blocked outside of a call: after all others.
 const RANK_OF_OTHERS: u32 = 5;
+/// Rank of a thread in uninterruptible sleep: it does not stop before that ends.
+const RANK_OF_ASLEEP: u32 = 6;
 
 /// Threads within `reach`, best first.
 pub(super) fn threads(pid: u32, reach: Reach) -> Result<Vec<u32>, PtraceError> {
@@ -32,15 +34,42 @@ pub(super) fn threads(pid: u32, reach: Reach) -> Result<Vec<u32>, PtraceError> {
         let Ok(line) = std::fs::read_to_string(task.path().join("syscall")) else {
             continue;
         };
+        let is_asleep = is_in_uninterruptible_sleep(&task.path());
         let rank = match (rank_of_blocked(&line), reach) {
+            (Rank::Never, _) => continue,
+            (_, Reach::All) if is_asleep => RANK_OF_ASLEEP,
+            (_, Reach::Blocked) if is_asleep => continue,
             (Rank::Blocked(rank), _) => rank,
             (Rank::Other, Reach::All) => RANK_OF_OTHERS,
-            (Rank::Other, Reach::Blocked) | (Rank::Never, _) => continue,
+            (Rank::Other, Reach::Blocked) => continue,
         };
         found.push((rank, thread));
     }
     found.sort_unstable();
     Ok(found.into_iter().map(|(_, thread)| thread).collect())
+}
+
+/// True if the thread of this directory of `/proc` is in uninterruptible sleep: its state, which
+/// follows the name in parentheses, is `D`. One whose file is gone has ended, and is no candidate later.
+fn is_in_uninterruptible_sleep(task: &std::path::Path) -> bool {
+    std::fs::read_to_string(task.join("stat")).is_ok_and(|stat| {
+        stat.rsplit_once(") ")
+            .is_some_and(|(_, rest)| rest.starts_with('D'))
+    })
+}
+
+/// The thread that traces `thread`, if one does.
+pub(super) fn tracer_of(pid: u32, thread: u32) -> Option<u32> {
+    // What is gone is traced by nobody.
+    let status =
+        std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
+    let tracer = status
+        .lines()
+        .find_map(|line| line.strip_prefix("TracerPid:"))?;
+    match tracer.trim().parse() {
+        Ok(0) | Err(_) => None,
+        Ok(tracer) => Some(tracer),
+    }
 }
 
 /// How well a thread may be borrowed.
