@@ -70,6 +70,16 @@ impl PageSet {
         }
     }
 
+    /// The pages that are in both sets.
+    #[must_use]
+    pub fn intersection(&self, other: &Self) -> Self {
+        let mut both = *self;
+        for (word, also) in both.0.iter_mut().zip(other.0) {
+            *word &= also;
+        }
+        both
+    }
+
     /// True if both sets share a page.
     #[must_use]
     pub fn intersects(&self, other: &Self) -> bool {

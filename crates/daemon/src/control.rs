@@ -426,6 +426,24 @@ report! {
         reader_cpu_seconds: f64 => counter,
         /// Sections in each of the hot and cold sets.
         sections: Vec<SetReport> => per_set,
+        /// How accesses are told.
+        tracker: String => skip,
+        /// Time since every section was looked at, to tell the sets; absent before that.
+        heat_age_seconds: Option<f64> => skip,
+        /// Times that every section was looked at.
+        sweeps: u64 => counter,
+        /// Sections of which a few pages were looked at.
+        sampled_sections: u64 => counter,
+        /// Pages that were unmapped for that.
+        sampled_pages: u64 => counter,
+        /// Of these, pages that the guest used again: a small fault each.
+        refaulted_pages: u64 => counter,
+        /// CPU time that the guest has lost by it: those faults, and waiting for its address space.
+        heat_guest_seconds: f64 => counter,
+        /// Time that the daemon has looked.
+        heat_own_seconds: f64 => counter,
+        /// Sections that stand unmapped, to be evicted at once when memory is needed.
+        reserve_sections: u64 => gauge,
         /// The RAM files, each a region of the address space.
         regions: Vec<RegionReport> => skip,
     }

@@ -27,6 +27,7 @@ pub mod injection;
 pub mod metrics;
 pub mod name;
 pub mod outcome;
+pub mod percent;
 pub mod progress;
 pub mod protection;
 pub mod replay;

@@ -13,6 +13,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::cpus::CpuList;
+use crate::percent::Percent;
 use crate::protection::ProtectorChoice;
 
 /// Documentation of one setting.
@@ -235,6 +236,8 @@ settings! {
     reader_poll_us: u32 = "0",
     /// Most pages that a vCPU's fault brings along when it reads in sequence, at most 16; 0 for none
     neighbours: u32 = "8",
+    /// What learning how hot its memory is may cost a VM: share of the CPU time of its VMM, and as much of a CPU of the daemon's
+    tracker_cost: Percent = "0.5%",
     /// Policy that keeps sections which devices are about to touch from being evicted, of VMs attached from now on: none, lru, adp or adaptive, with parameters such as adp:promote-after=120s
     dma_protector: ProtectorChoice = "none",
     /// Records of the access log that are looked at in a second, at most; engines lose the others. While accesses are recorded all are looked at, whatever this is

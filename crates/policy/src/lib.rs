@@ -9,16 +9,18 @@
 //!
 //! - [`marks`]: when reclaim begins and ends.
 //! - [`sets`]: how hot each section is; [`victims`]: which one is evicted next.
+//! - [`sampling`]: which pages are watched to learn that; [`candidates`]: sections on their way out.
 //! - [`protect`]: what devices touch, and which sections the evictor spares for it.
 
+pub mod candidates;
 mod cells;
 mod chunks;
 mod dense_links;
 mod links;
 pub mod marks;
 pub mod protect;
-#[cfg(test)]
 mod random;
+pub mod sampling;
 mod section_set;
 pub mod sets;
 #[cfg(test)]

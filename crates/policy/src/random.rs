@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Random numbers of tests: a seed tells all of them.
+//! Random numbers: a seed tells all of them.
 
 /// SplitMix64.
+#[derive(Debug)]
 pub(crate) struct Random(u64);
 
 impl Random {

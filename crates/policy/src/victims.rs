@@ -163,6 +163,11 @@ impl Victims {
         self.scanned_at = Some(now);
     }
 
+    /// Sections that were found in use between two scans.
+    pub fn used(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
+        self.sets.scanned(sections, Drift::None);
+    }
+
     /// When the last scan was, if it succeeded.
     #[must_use]
     pub fn scanned_at(&self) -> Option<Duration> {
@@ -201,12 +206,25 @@ impl Victims {
         pages: u64,
         reach: Reach,
         protected: impl Fn(SectionNo) -> bool,
+        evict: impl FnMut(SectionNo, u64) -> Taken,
+    ) -> Reclaimed {
+        if self.is_rested(now) {
+            self.offer(pages, reach, protected, evict)
+        } else {
+            Reclaimed::default()
+        }
+    }
+
+    /// [`Self::reclaim`] for an owner who knows of each section by itself whether it rests
+    /// ([`crate::candidates`]).
+    pub fn offer(
+        &mut self,
+        pages: u64,
+        reach: Reach,
+        protected: impl Fn(SectionNo) -> bool,
         mut evict: impl FnMut(SectionNo, u64) -> Taken,
     ) -> Reclaimed {
         let mut done = Reclaimed::default();
-        if !self.is_rested(now) {
-            return done;
-        }
         let mut next = self.sets.coldest();
         while let Some(slot) = next {
             let left = pages.saturating_sub(done.evicted_pages);

@@ -10,10 +10,11 @@
 //! - [`cgroup`]: what the memory cgroups of this process allow it; [`room`]: whether content may
 //!   still be stored within that.
 //! - [`evictor`]: one section out of memory; [`reclaim`]: which, and how many,
-//!   as `pagetide-policy` decides.
+//!   as `pagetide-policy` decides; [`heat`]: what is known of hot and cold, and what that costs.
 
 pub mod cgroup;
 pub mod evictor;
+pub mod heat;
 pub mod limit;
 pub mod pool;
 pub mod reclaim;
@@ -23,8 +24,9 @@ pub mod store;
 pub mod tier;
 
 pub use evictor::{EvictReport, Evictor};
+pub use heat::{HeatCost, HeatReport};
 pub use limit::Limit;
 pub use pool::{Counter, Pool, PoolError, PoolWords};
-pub use reclaim::{AccessTracker, Reclaimer, Touched};
+pub use reclaim::{AccessTracker, Reclaimer, Sampled, Touched};
 pub use room::Room;
 pub use store::PoolStore;

@@ -147,6 +147,25 @@ impl Limit {
         limit != UNLIMITED && self.headroom.load(Relaxed) < limit * LOW_PERMILLE / 1000
     }
 
+    /// True while there is a limit.
+    #[must_use]
+    pub fn is_set(&self) -> bool {
+        self.pages.load(Relaxed) != UNLIMITED
+    }
+
+    /// Pages that should stand ready to be evicted, so that a fill that finds no room need not wait
+    /// until they have rested: as many as lie between the marks, while what is free is less than twice
+    /// the high mark. 0 if the limit is far.
+    #[must_use]
+    pub fn reserve_pages(&self) -> u64 {
+        let limit = self.pages.load(Relaxed);
+        let high = limit / 1000 * HIGH_PERMILLE;
+        if limit == UNLIMITED || self.headroom.load(Relaxed) > 2 * high {
+            return 0;
+        }
+        u64::try_from(high).unwrap_or(0)
+    }
+
     /// Fills that went over the limit because no page could be evicted in time.
     #[must_use]
     pub fn over_limit_fills(&self) -> u64 {

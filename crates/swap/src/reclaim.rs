@@ -4,19 +4,28 @@
 //! Which sections go, and in which order, [`pagetide_policy::victims`] decides. Here is what it is told and what
 //! is done about it: which pages were touched, and one section after the other through the [`Evictor`].
 //!
+//! # How heat is learnt
+//! By samples, a few pages of each section in each sweep, at a pace that the guest does not feel
+//! ([`crate::heat`]).
+//!
 //! # Which pages may go
-//! A scan takes every page out of the page tables (its content stays) and tells
-//! which were in use since the scan before. A page goes only if it has been
-//! unmapped for at least [`UNMAPPED_MIN`] and was not mapped again: then nobody
+//! A section that is to go is taken out of the page tables as a whole (its content stays). A page goes
+//! only if it has been unmapped for at least [`UNMAPPED_MIN`] and was not mapped again: then nobody
 //! took a reference to it through a page table lately, which the write
 //! protection of the eviction round alone would not tell. This is looked at to
 //! choose, and again when the pages are protected.
 //!
+//! ```text
+//!   reclaim   take what stands ready, coldest first ─► enough? ─► done
+//!                 │ not enough
+//!                 └─► unmap the next ones, coldest first ─► the caller lets them rest, and asks again
+//! ```
+//! Some more than are needed are unmapped at a time, so that they rest while others are taken. What
+//! is left of them stands ready as a reserve.
+//!
 //! # Sections without pages
-//! A section whose pages are all away is not looked at again before something is
-//! touched in it. Pages may come back without a touch (a device that asked for one, and then did
-//! not use it); so each scan looks at some of these sections, and all of them are looked
-//! at when memory is short.
+//! A section whose pages are all away is not looked at again before it has pages again: each sweep
+//! ends with a look at all of these sections, and so does a reclaim that is short.
 //!
 //! # When a section is gone
 //! Of a section that is in use the pages that rest may go, again and again, while the others stay. Who
@@ -28,23 +37,33 @@
 //! The clock is the caller's: times are durations since any fixed moment.
 
 use crate::{
-    evictor::{Evictor, EvictorError},
+    evictor::Evictor,
+    heat::{Heat, HeatCost, HeatReport, SAMPLE_BATCH},
     limit::Limit,
     store::PutError,
 };
 use pagetide_addr::{PageSet, SectionNo};
-use pagetide_gmem::{EvictionError, PlaceError, State};
 use pagetide_policy::{
+    candidates::{Candidates, Readiness},
     protect::ProtectedSections,
+    sampling::{Look, Want},
     sets::HotColdSets,
     victims::{Taken, Then, Victims},
 };
 use std::{sync::Arc, time::Duration};
 
+mod taking;
+
+use taking::{Memory, Warmth, is_warm};
+
 pub use pagetide_policy::victims::{Reach, UNMAPPED_MIN};
 
-/// Sections without pages that each scan looks at: about half a millisecond.
-const EMPTY_LOOKED_AT: u64 = 256;
+/// Fewest pages that are unmapped at a time to go: 32 MiB.
+const AHEAD_PAGES_MIN: u64 = 8 << 10;
+/// Most: 256 MiB, a second's work or so.
+const AHEAD_PAGES_MAX: u64 = 64 << 10;
+/// Sections are unmapped in parts of so many: the tracker's buffers are bounded.
+const UNMAP_BATCH: usize = 64;
 
 /// Who took so many eighths of a section's pages took the section. What stays beyond that is a page or
 /// a few that something else in the section keeps in use.
@@ -81,9 +100,26 @@ pub struct Touched {
     pub dma: PageSet,
 }
 
+/// What a sample brought.
+#[derive(Debug, Clone, Default)]
+pub struct Sampled {
+    /// For each section: by CPUs, which of the pages that were asked about; by DMA, which of all.
+    pub touched: Vec<Touched>,
+    /// Pages that were taken out of the page tables.
+    pub unmapped_pages: u64,
+    /// How long the VMM's address space was locked for that.
+    pub unmapping: Duration,
+}
+
 /// How accesses are seen; the kernel decides which ways there are.
 pub trait AccessTracker: Send {
-    /// What was accessed since the last look, for each of `sections`; then begins anew.
+    /// What was accessed of a few pages of each section; then begins anew with others.
+    ///
+    /// # Errors
+    /// Its own.
+    fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError>;
+
+    /// What was accessed since the last look, for each of `sections` as a whole; then begins anew.
     ///
     /// # Errors
     /// Its own.
@@ -107,6 +143,8 @@ pub struct Reclaimed {
     pub protected_pages: u64,
     /// True if the last pass got on but was told to end before it had come to all sections.
     pub has_more: bool,
+    /// True if sections were unmapped to go, and rest.
+    pub rests: bool,
     /// Why it ended early, if it did.
     pub stopped: Option<ReclaimStop>,
 }
@@ -118,6 +156,7 @@ impl Reclaimed {
         self.busy_sections += pass.busy_sections;
         self.protected_pages += pass.protected_pages;
         self.has_more = pass.has_more;
+        self.rests = pass.rests;
         self.stopped = pass.stopped.or(self.stopped.take());
     }
 }
@@ -139,35 +178,35 @@ pub enum ReclaimStop {
 /// See the module. One a VM.
 pub struct Reclaimer {
     victims: Victims,
+    candidates: Candidates,
+    heat: Heat,
     protected: Arc<ProtectedSections>,
     memory: Memory,
-    empty: Looked,
     /// Told of each section that pages were taken of.
     taken: Box<dyn Fn(SectionNo, Took) + Send>,
-}
-
-/// Which sections without pages were looked at since the last scan.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Looked {
-    AtSome,
-    AtAll,
 }
 
 impl Reclaimer {
     /// A reclaimer that knows nothing yet of what is cold, and spares nothing.
     #[must_use]
-    pub fn new(evictor: Evictor, limit: Arc<Limit>, tracker: Box<dyn AccessTracker>) -> Self {
+    pub fn new(
+        evictor: Evictor,
+        limit: Arc<Limit>,
+        tracker: Box<dyn AccessTracker>,
+        cost: HeatCost,
+    ) -> Self {
         let mut victims = Victims::default();
         victims.follow(evictor.space().table().sections());
         Self {
             victims,
+            candidates: Candidates::default(),
+            heat: Heat::new(cost),
             protected: Arc::default(),
             memory: Memory {
                 evictor,
                 limit,
                 tracker,
             },
-            empty: Looked::AtSome,
             taken: Box::new(|_, _| ()),
         }
     }
@@ -188,66 +227,167 @@ impl Reclaimer {
         self.victims.sets()
     }
 
-    /// When the last scan was.
+    /// What is known of the VM's heat, and what that has cost.
     #[must_use]
-    pub fn scanned_at(&self) -> Option<Duration> {
-        self.victims.scanned_at()
+    pub fn heat(&self) -> HeatReport {
+        self.heat.report()
     }
 
-    /// Looks at every section there is now and moves it among the sets. `clock` is read when all are
-    /// unmapped.
+    /// Pages of sections that stand unmapped to go.
+    #[must_use]
+    pub fn reserve_sections(&self) -> u64 {
+        self.candidates.unmapped_sections()
+    }
+
+    /// Goes on with the sweep, by as much as its cost allows. `cpu` is the CPU time that the VMM has
+    /// used.
     ///
     /// # Errors
     /// The tracker's; what is known of a section is then as before.
-    pub fn scan(&mut self, clock: impl Fn() -> Duration) -> Result<(), TrackerError> {
-        let sections: Vec<SectionNo> = self.memory.evictor.space().table().sections().collect();
-        self.victims.follow(sections.iter().copied());
-        self.victims.scan_begun();
-        let looks = self.memory.tracker.look(&sections)?;
-        // Only now: pages must have rested since the last of them was unmapped.
-        let now = clock();
-        let touched = sections
-            .iter()
-            .zip(looks)
-            .filter(|(_, touched)| !touched.cpu.is_empty() || !touched.dma.is_empty())
-            .map(|(section, _)| *section);
-        self.victims.scanned(now, touched);
-        self.look_at_empty(EMPTY_LOOKED_AT);
-        self.empty = Looked::AtSome;
+    pub fn sample(
+        &mut self,
+        clock: impl Fn() -> Duration,
+        cpu: Duration,
+        want: Want,
+    ) -> Result<(), TrackerError> {
+        let sections = self.memory.evictor.space().table().section_count();
+        let mut left = self.heat.sections(clock(), cpu, sections, want);
+        while left > 0 {
+            let part = left.min(SAMPLE_BATCH);
+            left -= part;
+            self.sample_part(&clock, part)?;
+        }
         Ok(())
     }
 
-    fn look_at_empty(&mut self, sections_max: u64) {
+    /// Looks at up to `sections_max` sections of the sweep, and ends it if there are no more.
+    fn sample_part(
+        &mut self,
+        clock: &impl Fn() -> Duration,
+        sections_max: u64,
+    ) -> Result<(), TrackerError> {
+        if !self.heat.sampler.is_sweeping() {
+            self.begin_sweep();
+        }
+        let began = clock();
+        let mut looks = Vec::new();
+        let mut looked = 0;
+        while looked < sections_max
+            && let Some(section) = self.heat.sampler.next(self.victims.sets())
+        {
+            looked += 1;
+            if self.candidates.stands(section) {
+                self.look_at_reserve(section)?;
+                continue;
+            }
+            let present = self.memory.present(section);
+            looks.extend(self.heat.sampler.look(section, &present));
+        }
+        let sampled = self.memory.tracker.sample(&looks)?;
+        self.heat
+            .sampled(&looks, &sampled, (looked, clock().saturating_sub(began)));
+        if let Some(touched) = self.heat.sampler.end() {
+            self.victims.scanned(clock(), touched);
+            self.look_at_empty();
+            self.heat.swept(clock());
+        }
+        Ok(())
+    }
+
+    fn begin_sweep(&mut self) {
+        let table = self.memory.evictor.space().table();
+        let sections: Vec<SectionNo> = table.sections().collect();
+        self.victims.follow(sections.iter().copied());
+        let is_there = |section: SectionNo| !table.pages_of(section).is_empty();
+        self.candidates.keep(is_there);
+        self.heat.sampler.keep(is_there);
+        self.heat.sampler.begin(sections);
+    }
+
+    /// A section that stands unmapped is in use if a good part of it is mapped again.
+    fn look_at_reserve(&mut self, section: SectionNo) -> Result<(), TrackerError> {
+        let mapped = self.memory.tracker.mapped(section)?;
+        if is_warm(&mapped, &self.memory.present(section)) {
+            self.heat.sampler.touched(section);
+            self.candidates.forget(section);
+        }
+        Ok(())
+    }
+
+    /// A sweep at once, over all sections, whatever it costs.
+    ///
+    /// # Errors
+    /// The tracker's.
+    pub fn sweep(&mut self, clock: impl Fn() -> Duration) -> Result<(), TrackerError> {
+        self.begin_sweep();
+        self.sample_part(&clock, u64::MAX)
+    }
+
+    fn look_at_empty(&mut self) {
         let memory = &self.memory;
         let has_pages = |section| !memory.present(section).is_empty();
-        self.victims.look_at_empty(sections_max, has_pages);
+        self.victims.look_at_empty(u64::MAX, has_pages);
     }
 
-    /// True if the last scan is long enough ago for pages to be taken.
-    #[must_use]
-    pub fn is_rested(&self, now: Duration) -> bool {
-        self.victims.is_rested(now)
+    /// What was found in use may be tried again.
+    pub fn try_again(&mut self) {
+        self.candidates.try_again();
+        self.look_at_empty();
     }
 
-    /// Evicts up to `pages` pages, coldest sections first, within `reach`. Nothing is taken before
-    /// the last scan is [`UNMAPPED_MIN`] ago. `go_on` is asked before each section.
+    /// Evicts up to `pages` pages, coldest sections first, within `reach`, of those that stand unmapped
+    /// for [`UNMAPPED_MIN`]; if that is not enough, the next ones are unmapped. `go_on` is asked before
+    /// each section that is evicted. `clock` is read when sections have been unmapped, too.
     pub fn reclaim(
         &mut self,
-        now: Duration,
+        clock: impl Fn() -> Duration,
         pages: u64,
         reach: Reach,
         go_on: impl Fn() -> bool,
     ) -> Reclaimed {
-        let mut done = self.pass(now, pages, reach, &go_on);
-        let left = pages.saturating_sub(done.evicted_pages);
-        let is_short = reach == Reach::AllResting && left > 0 && done.stopped.is_none();
-        if is_short && !done.has_more && self.empty == Looked::AtSome {
-            self.look_at_empty(u64::MAX);
-            self.empty = Looked::AtAll;
-            // What it found goes before what is protected, and before another scan.
-            done.add(self.pass(now, left, reach, &go_on));
+        if reach == Reach::Protected && self.protected.is_empty() {
+            return Reclaimed::default();
+        }
+        let (mut done, plan) = self.pass(clock(), pages, reach, &go_on);
+        done.rests = plan.resting_pages > 0;
+        if done.stopped.is_none() && !plan.next.is_empty() {
+            match self.unmap(&plan.next, &clock) {
+                Ok(()) => done.rests = true,
+                Err(error) => done.stopped = Some(ReclaimStop::Kernel(error.to_string())),
+            }
         }
         done
+    }
+
+    /// Sees to it that about so many pages of cold sections stand unmapped, to go at once when they are
+    /// needed.
+    ///
+    /// # Errors
+    /// The tracker's.
+    pub fn keep_ready(
+        &mut self,
+        clock: impl Fn() -> Duration,
+        pages: u64,
+    ) -> Result<(), TrackerError> {
+        let nobody = || false;
+        let (_, plan) = self.pass(clock(), pages, Reach::ColdOnly, &nobody);
+        self.unmap(&plan.next, &clock)
+    }
+
+    fn unmap(
+        &mut self,
+        sections: &[SectionNo],
+        clock: &impl Fn() -> Duration,
+    ) -> Result<(), TrackerError> {
+        for part in sections.chunks(UNMAP_BATCH) {
+            self.memory.tracker.look(part)?;
+            // Only now: pages must rest from when the last of them was unmapped.
+            let now = clock();
+            for section in part {
+                self.candidates.unmapped(*section, now);
+            }
+        }
+        Ok(())
     }
 
     fn pass(
@@ -256,35 +396,55 @@ impl Reclaimer {
         pages: u64,
         reach: Reach,
         go_on: &impl Fn() -> bool,
-    ) -> Reclaimed {
-        if reach == Reach::Protected && self.protected.is_empty() {
-            return Reclaimed::default();
-        }
+    ) -> (Reclaimed, Plan) {
         let mut stopped = None;
+        let mut warm = Vec::new();
+        let mut plan = Plan::new(pages);
         let protected = |section| self.protected.contains(section);
-        let (memory, tell) = (&mut self.memory, &self.taken);
+        let (memory, tell, candidates) = (&mut self.memory, &self.taken, &mut self.candidates);
+        let mut standing = candidates.unmapped_sections();
         let evict = |section, left| {
-            if !go_on() {
-                let then = Then::Stop;
-                return Taken { pages: 0, then };
+            let readiness = candidates.readiness(section, now);
+            standing -= u64::from(candidates.stands(section));
+            let mut taken = Taken {
+                pages: 0,
+                then: Then::Next,
+            };
+            if readiness == Readiness::Ready && go_on() {
+                let outcome = memory.take(section, left);
+                if outcome.taken.pages > 0 {
+                    let took = Took::of(outcome.taken.pages, outcome.present.len());
+                    tell(section, took);
+                }
+                if outcome.file(section, left, candidates) == Warmth::Warm {
+                    warm.push(section);
+                }
+                taken = outcome.taken;
+                stopped = outcome.stop;
+            } else if !plan.is_full() {
+                plan.take(section, readiness, memory.present(section).len());
             }
-            let present = memory.present(section).len();
-            let (taken, stop) = memory.take(section, left);
-            stopped = stop;
-            if taken.pages > 0 {
-                tell(section, Took::of(taken.pages, present));
+            // Only sections that stand ready are of interest once enough are to be unmapped.
+            if plan.is_full() && standing == 0 && taken.then == Then::Next {
+                taken.then = Then::Stop;
             }
             taken
         };
-        let done = self.victims.reclaim(now, pages, reach, protected, evict);
+        let done = self.victims.offer(pages, reach, protected, evict);
+        self.victims.used(warm);
         self.protected.count_taken(done.protected_pages);
-        Reclaimed {
+        let reclaimed = Reclaimed {
             evicted_pages: done.evicted_pages,
             busy_sections: done.busy_sections,
             protected_pages: done.protected_pages,
-            has_more: done.was_stopped && done.evicted_pages > 0,
+            has_more: plan.was_cut && done.evicted_pages > 0,
+            rests: false,
             stopped,
+        };
+        if done.evicted_pages >= pages {
+            plan.next.clear();
         }
+        (reclaimed, plan)
     }
 
     /// Gives memory of the store that is not needed any more back to the system.
@@ -296,83 +456,54 @@ impl Reclaimer {
     }
 }
 
-/// The VM's pages, to be taken a section at a time.
-struct Memory {
-    evictor: Evictor,
-    limit: Arc<Limit>,
-    tracker: Box<dyn AccessTracker>,
+/// What a pass has found that could not go yet.
+struct Plan {
+    /// Pages that are to stand unmapped.
+    ahead_pages: u64,
+    /// Those that do.
+    standing_pages: u64,
+    /// Of these, the ones that have not rested yet.
+    resting_pages: u64,
+    /// Sections that are to be unmapped.
+    next: Vec<SectionNo>,
+    next_pages: u64,
+    /// It was told to end before it had taken all that stood ready.
+    was_cut: bool,
 }
 
-impl Memory {
-    fn present(&self, section: SectionNo) -> PageSet {
-        let table = self.evictor.space().table();
-        table.pages_in_state(section, |state| state == State::Present)
-    }
-
-    /// Evicts up to `pages` pages of `section`. With why nothing more can go at all, if that is so.
-    fn take(&mut self, section: SectionNo, pages: u64) -> (Taken, Option<ReclaimStop>) {
-        let there = self.section_pages(section);
-        let mut evicted = 0;
-        let (then, stop) = match self.evict(section, pages, &mut evicted) {
-            Ok(then) => (then, None),
-            // Memory that was taken out of the VM meanwhile is no trouble.
-            Err(ReclaimStop::Kernel(_)) if self.section_pages(section) < there => {
-                (Then::Next, None)
-            }
-            Err(stop) => (Then::Stop, Some(stop)),
-        };
-        let taken = Taken {
-            pages: evicted,
-            then,
-        };
-        (taken, stop)
-    }
-
-    fn section_pages(&self, section: SectionNo) -> u64 {
-        self.evictor.space().table().pages_of(section).len()
-    }
-
-    fn evict(
-        &mut self,
-        section: SectionNo,
-        pages: u64,
-        evicted: &mut u64,
-    ) -> Result<Then, ReclaimStop> {
-        let present = self.present(section);
-        if present.is_empty() {
-            return Ok(Then::Emptied);
+impl Plan {
+    /// For a pass that wants so many pages.
+    fn new(pages: u64) -> Self {
+        Self {
+            ahead_pages: pages.clamp(AHEAD_PAGES_MIN, AHEAD_PAGES_MAX),
+            standing_pages: 0,
+            resting_pages: 0,
+            next: Vec::new(),
+            next_pages: 0,
+            was_cut: false,
         }
-        let mapped = self
-            .tracker
-            .mapped(section)
-            .map_err(|error| ReclaimStop::Kernel(error.to_string()))?;
-        let mut wanted = present;
-        wanted.subtract(&mapped);
-        if wanted.is_empty() {
-            return Ok(Then::Next);
-        }
-        let (tracker, limit) = (&self.tracker, &self.limit);
-        let touched = || tracker.mapped(section);
-        let result = self
-            .evictor
-            .evict(section, &wanted, pages, touched, |batch| {
-                *evicted += batch;
-                limit.evicted(batch);
-            });
-        match result {
-            // What comes back meanwhile is touched by whoever needed it.
-            Ok(_) if *evicted == present.len() => Ok(Then::Emptied),
-            Ok(_)
-            | Err(EvictorError::Round(EvictionError::Nothing | EvictionError::RoundUnderWay)) => {
-                Ok(Then::Next)
+    }
+
+    fn is_full(&self) -> bool {
+        self.standing_pages + self.next_pages >= self.ahead_pages
+    }
+
+    /// A section that did not go, of so many pages.
+    fn take(&mut self, section: SectionNo, readiness: Readiness, pages: u64) {
+        match readiness {
+            Readiness::Mapped => {
+                self.next.push(section);
+                self.next_pages += pages;
             }
-            Err(EvictorError::Round(EvictionError::Busy)) => Ok(Then::Busy),
-            Err(EvictorError::Store(error)) => Err(ReclaimStop::Store(error)),
-            Err(
-                EvictorError::Place(PlaceError::Gone)
-                | EvictorError::Round(EvictionError::Place(PlaceError::Gone)),
-            ) => Err(ReclaimStop::Gone),
-            Err(error) => Err(ReclaimStop::Kernel(error.to_string())),
+            Readiness::Resting => {
+                self.standing_pages += pages;
+                self.resting_pages += pages;
+            }
+            Readiness::Ready => {
+                self.standing_pages += pages;
+                self.was_cut = true;
+            }
+            Readiness::Tried => {}
         }
     }
 }

@@ -192,9 +192,44 @@ pub fn process_time() -> Duration {
     time(usage.ru_utime) + time(usage.ru_stime)
 }
 
+/// CPU time that all threads of process `pid` have used so far.
+///
+/// # Errors
+/// It has ended.
+pub fn time_of(pid: u32) -> io::Result<Duration> {
+    let mut clock = 0;
+    // SAFETY: `clock` is writable and lives longer than the call.
+    let status = unsafe { libc::clock_getcpuclockid(pid.cast_signed(), &raw mut clock) };
+    if status != 0 {
+        return Err(io::Error::from_raw_os_error(status));
+    }
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: as for `clock`.
+    let status = unsafe { libc::clock_gettime(clock, &raw mut time) };
+    if status != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    let nanos = u64::try_from(time.tv_nsec).unwrap_or(0);
+    Ok(Duration::from_secs(seconds) + Duration::from_nanos(nanos))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn cpu_time_of_another_process_is_what_it_has_used() {
+        let own = std::process::id();
+        let before = time_of(own).unwrap();
+        while time_of(own).unwrap() < before + Duration::from_millis(1) {
+            std::hint::spin_loop();
+        }
+        assert!(time_of(u32::MAX / 2).is_err());
+    }
 
     #[test]
     fn cpu_time_of_the_process_grows_while_it_computes() {

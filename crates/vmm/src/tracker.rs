@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`AccessTracker`]: which pages were touched lately, without help from guest or VMM.
 //!
+//! It is asked in two ways. A *sample* looks at a few pages of each section and costs the guest next to
+//! nothing; it tells how hot a section is. A look at *whole* sections takes all their pages out of the
+//! page tables, which costs a small fault for each that is in use, and is for those that are to be
+//! evicted.
+//!
 //! [`UnmapAndLook`] works on any kernel since 5.10, for memory that cannot go to
 //! swap. The idea: a page that is in its file but in nobody's page table costs
 //! its next user a small fault that the kernel resolves alone, and leaves a
@@ -41,18 +46,27 @@ use crate::layout::{LiveLayout, MapsChange, Piece, RamLayout};
 use crate::process::VmmProcess;
 use crate::swap;
 use pagetide_addr::{FileKey, Hva, Marks, PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_sys::mapping::SharedMapping;
+use pagetide_sys::memory_file::GuestFile;
 use pagetide_sys::pagemap::{Pagemap, PagemapError};
-use pagetide_sys::process::ProcessError;
+use pagetide_sys::process::{ProcessError, ProcessFd};
 use pagetide_sys::ptrace::{PtraceError, run_inside};
 use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Most bytes whose translations a thread of the VMM drops after one look at its mappings: some
 /// hundred nanoseconds a page that is mapped, so a millisecond or two.
 const RUN_BYTES_MAX: u64 = 32 << 20;
 /// Most calls for that.
 const RUN_CALLS_MAX: usize = 32;
+/// Most bytes that are unmapped in one call from outside: the VMM's address space is locked meanwhile,
+/// for some microseconds a page.
+const CALL_BYTES_MAX: u64 = 1 << 20;
+/// Most ranges in such a call.
+const CALL_RANGES_MAX: usize = 256;
 
 /// Why accesses could not be told.
 #[derive(Debug, thiserror::Error)]
@@ -99,10 +113,39 @@ impl Touched {
     }
 }
 
+/// What is to be looked at in one section.
+#[derive(Clone, Copy, Debug)]
+pub struct Sample {
+    /// The section.
+    pub section: SectionNo,
+    /// Pages that are asked about.
+    pub asked: PageSet,
+    /// Pages that are to be asked about the next time: they are taken out of the page tables.
+    pub next: PageSet,
+}
+
+/// What a sample brought.
+#[derive(Clone, Default, Debug)]
+pub struct Sampled {
+    /// For each section: by CPUs, which of the pages that were asked about; by devices, which of all
+    /// pages.
+    pub touched: Vec<Touched>,
+    /// Pages that were taken out of the page tables.
+    pub unmapped_pages: u64,
+    /// How long the VMM's address space was locked for that.
+    pub unmapping: Duration,
+}
+
 /// Tells which pages were touched.
 pub trait AccessTracker: Send + Sync {
     /// How it works, for the log.
     fn name(&self) -> &'static str;
+
+    /// What was touched of the pages asked about, since they were chosen; and begins anew with others.
+    ///
+    /// # Errors
+    /// [`TrackerError`]; some pages may have been taken out of the page tables.
+    fn sample(&self, samples: &[Sample]) -> Result<Sampled, TrackerError>;
 
     /// For each of `sections`: what was touched since it was last asked about, and starts again.
     ///
@@ -182,9 +225,56 @@ enum Way {
     Inside,
 }
 
+/// What the VMM needs to have a page mapped again that is in its file: the least of several tries, in
+/// this process, with memory like a guest's.
+///
+/// # Errors
+/// What the kernel says.
+pub fn refault_cost() -> Result<Duration, TrackerError> {
+    const PAGES: u32 = 256;
+    const TRIES: u32 = 5;
+    let failed = |error: &dyn std::fmt::Display| io::Error::other(error.to_string());
+    let bytes = PageNo(PAGES.into()).byte_offset();
+    let file = GuestFile::new_memfd("refault", bytes).map_err(|error| failed(&error))?;
+    let mapping = SharedMapping::new(file.as_fd(), bytes).map_err(|error| failed(&error))?;
+    let own = ProcessFd::open(std::process::id())?;
+    let mut least = Duration::MAX;
+    for _ in 0..=TRIES {
+        let begun = Instant::now();
+        for page in 0..PAGES {
+            let at = PageNo(page.into()).byte_offset();
+            mapping.copy_to(at, &[1]).map_err(|error| failed(&error))?;
+        }
+        // The first time makes the pages.
+        if least == Duration::MAX {
+            least = Duration::from_secs(1);
+        } else {
+            least = least.min(begun.elapsed());
+        }
+        own.page_out(&[(Hva(mapping.address() as u64), bytes)])?;
+    }
+    Ok(least / PAGES)
+}
+
 /// Ranges of the VMM, one after another.
 #[derive(Default)]
 struct Ranges(Vec<(Hva, u64)>);
+
+/// Ranges of the VMM, by the way in which they are unmapped.
+#[derive(Default)]
+struct RangesByWay {
+    page_out: Ranges,
+    inside: Ranges,
+}
+
+impl RangesByWay {
+    fn of(&mut self, way: Way) -> &mut Ranges {
+        match way {
+            Way::PageOut => &mut self.page_out,
+            Way::Inside => &mut self.inside,
+        }
+    }
+}
 
 impl Ranges {
     fn add(&mut self, start: Hva, len_bytes: u64) {
@@ -194,17 +284,17 @@ impl Ranges {
         }
     }
 
-    /// The same in parts of at most [`RUN_BYTES_MAX`] and [`RUN_CALLS_MAX`].
-    fn runs(&self) -> Vec<Vec<(Hva, u64)>> {
+    /// The same in parts of at most so many bytes and ranges.
+    fn parts(&self, bytes_max: u64, ranges_max: usize) -> Vec<Vec<(Hva, u64)>> {
         let mut runs: Vec<Vec<(Hva, u64)>> = Vec::new();
         let mut room = 0;
         for (start, len_bytes) in &self.0 {
             let mut done = 0;
             while done < *len_bytes {
-                let full = runs.last().is_none_or(|run| run.len() == RUN_CALLS_MAX);
+                let full = runs.last().is_none_or(|run| run.len() == ranges_max);
                 if room == 0 || full {
                     runs.push(Vec::new());
-                    room = RUN_BYTES_MAX;
+                    room = bytes_max;
                 }
                 let part = room.min(len_bytes - done);
                 if let Some(run) = runs.last_mut() {
@@ -262,7 +352,7 @@ impl UnmapAndLook {
 
     /// Has the VMM drop its translations of `ranges`, as long as its RAM is where `layout` has it.
     fn unmap_inside(&self, layout: &RamLayout, ranges: &Ranges) -> Result<(), TrackerError> {
-        for run in ranges.runs() {
+        for run in ranges.parts(RUN_BYTES_MAX, RUN_CALLS_MAX) {
             run_inside(self.vmm.fd(), |thread| {
                 if let Some(change) = layout.maps_change(&self.vmm)? {
                     return Err(TrackerError::Changed(change));
@@ -272,6 +362,17 @@ impl UnmapAndLook {
                 }
                 Ok(())
             })?;
+        }
+        Ok(())
+    }
+
+    /// Takes ranges out of the VMM's page table, in calls that are short.
+    fn unmap(&self, files: &Files, ranges: &RangesByWay) -> Result<(), TrackerError> {
+        for part in ranges.page_out.parts(CALL_BYTES_MAX, CALL_RANGES_MAX) {
+            self.vmm.fd().page_out(&part)?;
+        }
+        if !ranges.inside.0.is_empty() {
+            self.unmap_inside(&files.layout, &ranges.inside)?;
         }
         Ok(())
     }
@@ -335,7 +436,7 @@ impl AccessTracker for UnmapAndLook {
     fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
         let files = self.files()?;
         let mut all = Vec::with_capacity(sections.len());
-        let (mut to_page_out, mut to_drop) = (Ranges::default(), Ranges::default());
+        let mut ranges = RangesByWay::default();
         for section in sections {
             let mut of_section = Touched::default();
             for piece in files.pieces(*section) {
@@ -346,20 +447,41 @@ impl AccessTracker for UnmapAndLook {
                 if touched.cpu.is_empty() {
                     continue;
                 }
-                match files.ways[piece.file] {
-                    Way::PageOut => to_page_out.add(piece.hva, bytes),
-                    Way::Inside => to_drop.add(piece.hva, bytes),
-                }
+                ranges.of(files.ways[piece.file]).add(piece.hva, bytes);
             }
             all.push(of_section);
         }
-        if !to_page_out.0.is_empty() {
-            self.vmm.fd().page_out(&to_page_out.0)?;
-        }
-        if !to_drop.0.is_empty() {
-            self.unmap_inside(&files.layout, &to_drop)?;
-        }
+        self.unmap(&files, &ranges)?;
         Ok(all)
+    }
+
+    fn sample(&self, samples: &[Sample]) -> Result<Sampled, TrackerError> {
+        let files = self.files()?;
+        let mut sampled = Sampled::default();
+        let mut ranges = RangesByWay::default();
+        for sample in samples {
+            let mut of_section = Touched::default();
+            for piece in files.pieces(sample.section) {
+                let touched = self.mapped(&files, &piece, Marks::Forget)?;
+                of_section.dma.unite(&touched.dma);
+                of_section
+                    .cpu
+                    .unite(&touched.cpu.intersection(&sample.asked));
+                // What is not mapped is out already.
+                let out = touched.cpu.intersection(&sample.next);
+                sampled.unmapped_pages += out.len();
+                for run in out.runs(sample.section) {
+                    let within = run.start.0 - piece.pages.start.0;
+                    let start = Hva(piece.hva.0 + PageNo(within).byte_offset());
+                    ranges.of(files.ways[piece.file]).add(start, run.bytes());
+                }
+            }
+            sampled.touched.push(of_section);
+        }
+        let begun = Instant::now();
+        self.unmap(&files, &ranges)?;
+        sampled.unmapping = begun.elapsed();
+        Ok(sampled)
     }
 
     fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
@@ -385,7 +507,7 @@ mod tests {
         for small in 0..100_u64 {
             ranges.add(Hva((2 << 40) + (small << 22)), 4096);
         }
-        let runs = ranges.runs();
+        let runs = ranges.parts(RUN_BYTES_MAX, RUN_CALLS_MAX);
         for run in &runs {
             let bytes: u64 = run.iter().map(|(_, bytes)| bytes).sum();
             assert!(bytes <= RUN_BYTES_MAX && run.len() <= RUN_CALLS_MAX);
@@ -396,6 +518,6 @@ mod tests {
             joined.add(start, bytes);
         }
         assert_eq!(joined.0, ranges.0);
-        assert!(Ranges::default().runs().is_empty());
+        assert!(Ranges::default().parts(RUN_BYTES_MAX, 1).is_empty());
     }
 }

@@ -26,7 +26,7 @@ use pagetide_vmm::reader::{
 use pagetide_vmm::takeover::{
     TakeOverError, TakenOver, abandon, find_inside, let_go, resume, take_over, watch,
 };
-use pagetide_vmm::tracker::{AccessTracker, DmaLook, UnmapAndLook};
+use pagetide_vmm::tracker::{AccessTracker, DmaLook, NoDma, Sample, UnmapAndLook, refault_cost};
 use qemu::{Qemu, RAM_MIB, can_run};
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -640,6 +640,49 @@ fn pages_touched_since_the_last_look_are_seen_and_those_by_dma_told_apart() {
     assert!(then[1].dma.is_empty() && then[3].dma.is_empty());
     let still = tracker.is_mapped(SectionNo(18)).unwrap();
     assert!(still.len() < 128, "{still:?}");
+}
+
+#[test]
+fn sample_tells_of_the_pages_it_asks_about_and_takes_only_the_next_ones_out() {
+    if !can_run() {
+        return;
+    }
+    let mut vm = attach(Qemu::with_shared_ram(&[]));
+    vm.qemu.ask(r#"{"execute":"stop"}"#);
+    let tracker = UnmapAndLook::new(&vm.vmm, live(&vm.layout), Arc::new(NoDma)).unwrap();
+    vm.qemu.guest_memory(PATTERN.start, 2 * MIB);
+    let section = SectionNo(16);
+    let whole = section.pages(u64::MAX / 2);
+    let first = PageRange::new(whole.start, PageNo(whole.start.0 + 256));
+    let second = PageRange::new(first.end, whole.end);
+    let set = |pages| PageSet::of_range(section, pages);
+    let sample = |asked, next| {
+        let look = Sample {
+            section,
+            asked: set(asked),
+            next: set(next),
+        };
+        let sampled = tracker.sample(&[look]).unwrap();
+        (sampled.touched[0].cpu, sampled.unmapped_pages)
+    };
+    // All of it is mapped, of which half is asked about and half is taken out.
+    assert_eq!(sample(second, first), (set(second), 256));
+    let mapped = tracker.is_mapped(section).unwrap();
+    assert_eq!(mapped.intersection(&set(second)), set(second));
+    // Some pages linger in per-CPU batches of the kernel.
+    assert!(mapped.intersection(&set(first)).len() < 128, "{mapped:?}");
+    // Those that are used again are seen.
+    let used = PageRange::new(first.start, PageNo(first.start.0 + 64));
+    let at = used.start.byte_offset();
+    vm.qemu.guest_memory(at, used.bytes());
+    let (touched, _) = sample(first, second);
+    assert_eq!(touched.intersection(&set(used)), set(used));
+    assert!(touched.len() < 64 + 128, "{touched:?}");
+    let mapped = tracker.is_mapped(section).unwrap();
+    assert!(mapped.intersection(&set(second)).len() < 128, "{mapped:?}");
+    // And the content is what it was.
+    vm.qemu.guest_memory(PATTERN.start, 2 * MIB);
+    assert!(!refault_cost().unwrap().is_zero());
 }
 
 #[test]

@@ -10,7 +10,7 @@ use crate::{control::ControlError, protection::vm::VmProtection};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_gmem::{AddressSpace, PagedMemory};
 use pagetide_policy::sets::Level;
-use pagetide_swap::{Counter, Limit, Pool, PoolStore, reclaim::Reclaimed};
+use pagetide_swap::{Counter, HeatReport, Limit, Pool, PoolStore, reclaim::Reclaimed};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     Refusal,
@@ -19,10 +19,13 @@ use pagetide_vmm::{
     process::VmmProcess,
 };
 use pagetide_vpri::{DmaMmu, IoSpaces, Latencies, Tenant};
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicBool, Ordering::Relaxed},
-    mpsc,
+use std::{
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+        mpsc,
+    },
+    time::Instant,
 };
 
 /// The lock's content, whatever became of its last holder: each is set whole or not at all.
@@ -51,7 +54,7 @@ pub(super) struct VmCore {
     pub(super) protection: Arc<VmProtection>,
     pub(super) latencies: Arc<Latencies>,
     pub(super) incidents: Arc<VmIncidents>,
-    pub(super) sets: Mutex<Vec<(Level, u64)>>,
+    pub(super) heat: Mutex<Heat>,
     /// Why eviction rests for now, though no hazard forbids it: a full pool, a kernel that refuses.
     pub(super) suspended: Mutex<Option<String>>,
     /// A detach has failed: eviction rests until another one succeeds.
@@ -62,6 +65,16 @@ pub(super) struct VmCore {
     pub(super) warnings: Mutex<Vec<String>>,
     pub(super) orders: Orders,
     pub(super) userfaultfd: Arc<Userfaultfd>,
+}
+
+/// What is known of how hot the VM's memory is.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Heat {
+    pub(super) sets: Vec<(Level, u64)>,
+    pub(super) report: HeatReport,
+    /// When all sections had been looked at.
+    pub(super) swept_at: Option<Instant>,
+    pub(super) reserve_sections: u64,
 }
 
 /// A request to evict a number of pages now, whatever the limit.

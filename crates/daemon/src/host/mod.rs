@@ -90,6 +90,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         feed,
         protector: settings.dma_protector.clone(),
         room: Arc::new(Room::of_this_process()),
+        heat_cost: tracker::heat_cost(settings.tracker_cost),
     };
     room::warn_if_smaller(&shared.room, &state_dir);
     let host = Arc::new(Host {

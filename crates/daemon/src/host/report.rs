@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What is told of a VM.
 
-use super::{core::lock, vm::Vm};
+use super::{
+    core::{Heat, lock},
+    tracker::TRACKER,
+    vm::Vm,
+};
 use crate::{
     control::{DeviceProtectionReport, RegionReport, SetReport, VmReport},
     figure::LatencyUs,
@@ -35,7 +39,7 @@ impl Vm {
         let mut bars = core.bars();
         bars.extend(core.incidents.stopped());
         bars.extend(lock(&core.suspended).clone());
-        let sets = lock(&core.sets).clone();
+        let heat = lock(&core.heat).clone();
         let iopfs = core.tenant.account();
         let report = VmReport {
             name: core.name.clone(),
@@ -80,11 +84,10 @@ impl Vm {
             warnings: lock(&core.warnings).clone(),
             restarts: core.pool.restarts(),
             reader_cpu_seconds: self.reader_cpu_seconds(),
-            sections: set_reports(sets),
             regions,
             ..VmReport::default()
         };
-        with_protection(report, core.protection.report())
+        with_protection(with_heat(report, heat), core.protection.report())
     }
 
     fn region(&self, file: &RamFile) -> RegionReport {
@@ -101,6 +104,23 @@ impl Vm {
             resident_bytes: file.file().allocated_bytes().unwrap_or(0),
             stored_pages: file.pages().by_section().map(stored).sum(),
         }
+    }
+}
+
+/// The report with what is known of how hot the VM's memory is.
+fn with_heat(report: VmReport, heat: Heat) -> VmReport {
+    VmReport {
+        sections: set_reports(heat.sets),
+        tracker: TRACKER.to_owned(),
+        heat_age_seconds: heat.swept_at.map(|at| at.elapsed().as_secs_f64()),
+        sweeps: heat.report.sweeps,
+        sampled_sections: heat.report.sampled_sections,
+        sampled_pages: heat.report.unmapped_pages,
+        refaulted_pages: heat.report.refaulted_pages,
+        heat_guest_seconds: heat.report.guest_cost.as_secs_f64(),
+        heat_own_seconds: heat.report.own_cost.as_secs_f64(),
+        reserve_sections: heat.reserve_sections,
+        ..report
     }
 }
 

@@ -5,18 +5,19 @@
 //!   wait: low mark passed, somebody asks, or a second has gone by
 //!     at most once a second   RAM that came or went followed; hazards looked for; counts put
 //!                             right and into the pool
-//!     every few seconds       scan: hot and cold
+//!     each time               some more of a sweep: hot and cold, as fast as its cost allows
 //!     below the low mark      reclaim to the high mark, by `pagetide_policy::victims::passes`
+//!     little above it         some cold sections are kept unmapped, to go at once
 //! ```
 //! While a hazard forbids eviction, or it rests because the pool is full, the limit is not enforced: a fill would only
 //! wait for what cannot come.
 
 use super::{
-    core::{ReclaimOrder, VmCore, lock},
+    core::{Heat, ReclaimOrder, VmCore, lock},
     hotplug::Hotplug,
 };
 use pagetide_policy::{
-    marks::SCAN_ROUND,
+    sampling::Want,
     victims::{Need, Reach, Step, UNMAPPED_MIN, passes},
 };
 use pagetide_swap::{
@@ -57,7 +58,6 @@ pub(super) struct Rounds {
     started: Instant,
     looked_at: Option<Instant>,
     synced_at: Option<Instant>,
-    scanned_at: Option<Instant>,
     suspended_at: Option<Instant>,
 }
 
@@ -70,7 +70,6 @@ impl Rounds {
             started: Instant::now(),
             looked_at: None,
             synced_at: None,
-            scanned_at: None,
             suspended_at: None,
         }
     }
@@ -90,12 +89,11 @@ impl Rounds {
                 self.refuse_orders();
                 continue;
             }
-            if is_due(self.scanned_at, SCAN_ROUND) {
-                self.scan();
-            }
+            self.sample();
             if self.vm.limit.is_below_low_mark() {
                 self.reclaim_to_high_mark();
             }
+            self.keep_reserve();
             self.obey_orders();
         }
         self.refuse_orders();
@@ -125,8 +123,13 @@ impl Rounds {
         if let Err(error) = self.reclaimer.trim_store() {
             tracing::warn!(vm = self.vm.name, %error, "memory of the pool could not be given back");
         }
-        let counts = self.reclaimer.sets().counts();
-        *lock(&self.vm.sets) = counts.to_vec();
+        let report = self.reclaimer.heat();
+        *lock(&self.vm.heat) = Heat {
+            sets: self.reclaimer.sets().counts().to_vec(),
+            report,
+            swept_at: report.swept_at.map(|at| self.started + at),
+            reserve_sections: self.reclaimer.reserve_sections(),
+        };
     }
 
     /// Eviction rests for a round: what stopped it will not have changed sooner.
@@ -154,10 +157,29 @@ impl Rounds {
         }
     }
 
-    fn scan(&mut self) {
-        self.scanned_at = Some(Instant::now());
+    /// Goes on with learning what is hot.
+    fn sample(&mut self) {
+        let want = match () {
+            () if self.vm.limit.is_below_low_mark() => Want::Pressed,
+            () if self.vm.limit.is_set() => Want::Much,
+            () => Want::Little,
+        };
+        // Of one that has ended others hear.
+        let cpu = cpu::time_of(self.vm.vmm.pid()).unwrap_or_default();
         let started = self.started;
-        if let Err(error) = self.reclaimer.scan(|| started.elapsed()) {
+        if let Err(error) = self.reclaimer.sample(|| started.elapsed(), cpu, want) {
+            self.suspend(format!("accesses cannot be told: {error}"));
+        }
+    }
+
+    /// Where a limit is near, some cold memory stands ready to go at once.
+    fn keep_reserve(&mut self) {
+        let pages = self.vm.limit.reserve_pages();
+        if pages == 0 || !self.vm.may_evict() {
+            return;
+        }
+        let started = self.started;
+        if let Err(error) = self.reclaimer.keep_ready(|| started.elapsed(), pages) {
             self.suspend(format!("accesses cannot be told: {error}"));
         }
     }
@@ -181,13 +203,13 @@ impl Rounds {
             }
             match step {
                 Step::Scan => {
-                    self.scan();
+                    self.reclaimer.try_again();
                     if self.vm.limit.rest(UNMAPPED_MIN) == Wake::Stopped {
                         break;
                     }
                 }
                 Step::Take(reach) => {
-                    total.add(self.take(pages, reach));
+                    self.take_all(reach, &wanted, &mut total);
                     match &total.stopped {
                         // A bar of its own, which is lifted when there is room again.
                         Some(ReclaimStop::Store(PutError::Group(_))) => {
@@ -207,22 +229,40 @@ impl Rounds {
         total
     }
 
+    /// Passes within `reach` until there is enough, or nothing more in reach.
+    fn take_all(&mut self, reach: Reach, wanted: &impl Fn(u64) -> u64, total: &mut Reclaimed) {
+        loop {
+            let pages = wanted(total.evicted_pages);
+            if pages == 0 || !self.may_evict_now() {
+                return;
+            }
+            let pass = self.take(pages, reach);
+            let (evicted, rests, has_more) = (pass.evicted_pages, pass.rests, pass.has_more);
+            total.add(pass);
+            let is_over = total.stopped.is_some() || self.vm.limit.is_stopped();
+            if is_over || !(rests || has_more) {
+                return;
+            }
+            // What was unmapped for this pass rests while others go, or until its time is up.
+            if evicted == 0 && self.vm.limit.rest(UNMAPPED_MIN) == Wake::Stopped {
+                return;
+            }
+        }
+    }
+
     fn take(&mut self, pages: u64, reach: Reach) -> Reclaimed {
         let (vm, begun) = (Arc::clone(&self.vm), Instant::now());
         let go_on = || !vm.limit.is_stopped() && begun.elapsed() < HAZARDS_HOLD;
+        let started = self.started;
         self.reclaimer
-            .reclaim(self.started.elapsed(), pages, reach, go_on)
+            .reclaim(|| started.elapsed(), pages, reach, go_on)
     }
 
     fn obey_orders(&mut self) {
         while let Some(order) = self.vm.next_order() {
             let pages = order.pages;
-            // Unmap everything now, so that what is in use shows itself.
-            self.scan();
-            let done = match self.vm.limit.rest(UNMAPPED_MIN) {
-                Wake::Stopped => Reclaimed::default(),
-                _ => self.reclaim(Need::Wish, |evicted| pages.saturating_sub(evicted)),
-            };
+            self.reclaimer.try_again();
+            let done = self.reclaim(Need::Wish, |evicted| pages.saturating_sub(evicted));
             self.answer(&order, done);
         }
     }

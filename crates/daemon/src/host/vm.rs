@@ -31,7 +31,9 @@ use crate::{
 };
 use pagetide_addr::{Access, PageNo, PageRange, PageSet};
 use pagetide_gmem::{Fault, FaultOutcome, Incidents, MemoryParts, PageTable, PagedMemory, State};
-use pagetide_swap::{Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer, Room, reclaim::Took};
+use pagetide_swap::{
+    Evictor, HeatCost, Limit, Pool, PoolStore, PoolWords, Reclaimer, Room, reclaim::Took,
+};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     layout::{LiveLayout, RamLayout},
@@ -75,6 +77,8 @@ pub(super) struct Shared {
     pub(super) protector: ProtectorChoice,
     /// What the memory cgroup leaves for pools.
     pub(super) room: Arc<Room>,
+    /// What learning a VM's heat may cost it.
+    pub(super) heat_cost: HeatCost,
 }
 
 /// A VM with its threads.
@@ -174,7 +178,7 @@ impl Vm {
             tenant,
             latencies: Arc::new(Latencies::new()),
             incidents,
-            sets: Mutex::default(),
+            heat: Mutex::default(),
             suspended: Mutex::default(),
             detach_failed: AtomicBool::new(false),
             synced: Mutex::default(),
@@ -220,7 +224,8 @@ impl Vm {
             .map_err(failed)?;
         let evictor = Evictor::new(Arc::clone(&core.memory), Arc::clone(&core.store));
         let looks = Box::new(Looks(tracker));
-        let mut reclaimer = Reclaimer::new(evictor, Arc::clone(&core.limit), looks);
+        let limit = Arc::clone(&core.limit);
+        let mut reclaimer = Reclaimer::new(evictor, limit, looks, shared.heat_cost);
         reclaimer.spare(Arc::clone(core.protection.protected()));
         let protection = Arc::clone(&core.protection);
         reclaimer.tell(move |section, took| {

@@ -18,7 +18,7 @@ use pagetide_gmem::{
 };
 use pagetide_policy::protect::{Protector, Touch};
 use pagetide_swap::{
-    Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer,
+    Evictor, HeatCost, Limit, Pool, PoolStore, PoolWords, Reclaimer,
     evictor::EvictorError,
     reclaim::{Reach, ReclaimStop, Took, UNMAPPED_MIN},
     store::PutError,
@@ -200,7 +200,7 @@ impl Daemon {
         attach_to_the_end(&life, &whole, &vcpus);
         let evictor = Evictor::new(space.clone(), store.clone());
         let tracker = Box::new(Tracker(life.clone()));
-        let mut reclaimer = Reclaimer::new(evictor, limit.clone(), tracker);
+        let mut reclaimer = Reclaimer::new(evictor, limit.clone(), tracker, HeatCost::default());
         let choice = POLICY.parse().expect("a policy");
         let protector = Protector::new(&choice, POLICY_SECTIONS);
         reclaimer.spare(protector.protected().clone());
@@ -399,7 +399,7 @@ impl Daemon {
         };
         let _frame = self.life.frame(Frame::Evict);
         let now = self.now();
-        if let Err(error) = reclaimer.scan(|| now) {
+        if let Err(error) = reclaimer.sweep(|| now) {
             self.life.expect_trouble(&*error);
         }
     }
@@ -411,7 +411,7 @@ impl Daemon {
         self.protect_some_section();
         let _frame = self.life.frame(Frame::Evict);
         let now = self.now();
-        let done = reclaimer.reclaim(now, pages, reach, || true);
+        let done = reclaimer.reclaim(|| now, pages, reach, || true);
         self.assert_protected_are_spared(reach);
         match done.stopped {
             None => {}
@@ -463,9 +463,12 @@ impl Daemon {
         if self.life.world.lock().knobs.eviction == Eviction::Reclaimer {
             self.scan();
             let wait_ms = u64::try_from(UNMAPPED_MIN.as_millis()).expect("some milliseconds");
-            self.life.world.lock().pass_time(wait_ms);
-            let pages = pages.max(self.limit.pages_to_high_mark());
-            self.reclaim(pages, Reach::AllResting);
+            // The first unmaps what the second takes.
+            for _ in 0..2 {
+                let pages = pages.max(self.limit.pages_to_high_mark());
+                self.reclaim(pages, Reach::AllResting);
+                self.life.world.lock().pass_time(wait_ms);
+            }
             return;
         }
         let task = Task::random_eviction(&mut self.life.world.lock());

@@ -26,7 +26,8 @@ use pagetide_gmem::{
     Backing, Installed, Mmu, MmuError, MmuLimits, NoRoom, Place, PlaceError, Restrict, Restricted,
     TableId, WordArray,
 };
-use pagetide_swap::{AccessTracker, PoolWords, Touched, reclaim::TrackerError};
+use pagetide_policy::sampling::Look;
+use pagetide_swap::{AccessTracker, PoolWords, Sampled, Touched, reclaim::TrackerError};
 use std::{
     io,
     panic::resume_unwind,
@@ -607,6 +608,34 @@ impl Mmu for DeviceMmu {
 pub struct Tracker(pub Life);
 
 impl AccessTracker for Tracker {
+    fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError> {
+        let mut state = self.0.enter(Call::Unlocked).ok_or("dead")?;
+        if state.fails() {
+            return Err("injected".into());
+        }
+        if looks.iter().any(|look| state.is_unmapped(look.section)) {
+            return Err("unmapped".into());
+        }
+        let mut sampled = Sampled::default();
+        for look in looks {
+            let mut touched = Touched::default();
+            for number in look.section.pages(PAGE_COUNT).iter() {
+                let page = state.page(number);
+                if page.mapped && look.asked.contains(number) {
+                    touched.cpu.insert(number);
+                }
+                if look.next.contains(number) && std::mem::take(&mut page.mapped) {
+                    sampled.unmapped_pages += 1;
+                }
+                if std::mem::take(&mut page.dma) {
+                    touched.dma.insert(number);
+                }
+            }
+            sampled.touched.push(touched);
+        }
+        Ok(sampled)
+    }
+
     fn look(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
         let mut state = self.0.enter(Call::Unlocked).ok_or("dead")?;
         if state.fails() {

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Candidates`]: sections on their way out.
+//!
+//! What a sample says of a section is not enough to evict it: pages of it may be in use that were not
+//! watched, and a page that is mapped may have been pinned by a copy in the kernel just now. So a section
+//! that is to go is first taken out of the page tables as a whole, and stands so for at least
+//! [`UNMAPPED_MIN`]. Then those of its pages go that nobody has mapped again.
+//!
+//! ```text
+//!                 unmapped as a whole        UNMAPPED_MIN later
+//!   in the sets ──────────────────► resting ──────────────────► ready ──► its pages go, or some
+//!        ▲                                                        │
+//!        └──── another reclaim ◄──── tried ◄──── what is left is in use
+//! ```
+//! A section that stands ready and is not needed stays ready: it is the *reserve* from which memory
+//! comes at once. Nothing but a look at the whole section may take pages of it out of the page tables
+//! meanwhile, because a page that is not mapped counts as one that nobody took since then. So it is not
+//! sampled ([`Candidates::stands`]).
+//!
+//! Times are durations since any fixed moment.
+
+use crate::victims::UNMAPPED_MIN;
+use pagetide_addr::SectionNo;
+use std::{collections::HashMap, time::Duration};
+
+/// How far a section is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Readiness {
+    /// It must be unmapped first.
+    Mapped,
+    /// It was unmapped a moment ago.
+    Resting,
+    /// What is unmapped of it may go.
+    Ready,
+    /// What is left of it was found in use.
+    Tried,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stand {
+    Unmapped { since: Duration },
+    Tried,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Candidates {
+    stands: HashMap<SectionNo, Stand>,
+    unmapped: u64,
+}
+
+impl Candidates {
+    /// How far `section` is.
+    #[must_use]
+    pub fn readiness(&self, section: SectionNo, now: Duration) -> Readiness {
+        match self.stands.get(&section) {
+            None => Readiness::Mapped,
+            Some(Stand::Tried) => Readiness::Tried,
+            Some(Stand::Unmapped { since }) if now.saturating_sub(*since) < UNMAPPED_MIN => {
+                Readiness::Resting
+            }
+            Some(Stand::Unmapped { .. }) => Readiness::Ready,
+        }
+    }
+
+    /// True while `section` stands unmapped as a whole.
+    #[must_use]
+    pub fn stands(&self, section: SectionNo) -> bool {
+        matches!(self.stands.get(&section), Some(Stand::Unmapped { .. }))
+    }
+
+    /// Sections that stand unmapped.
+    #[must_use]
+    pub fn unmapped_sections(&self) -> u64 {
+        self.unmapped
+    }
+
+    /// `section` was unmapped as a whole; `now` is when the last page was.
+    pub fn unmapped(&mut self, section: SectionNo, now: Duration) {
+        self.put(section, Some(Stand::Unmapped { since: now }));
+    }
+
+    /// What is left of `section` is in use.
+    pub fn tried(&mut self, section: SectionNo) {
+        self.put(section, Some(Stand::Tried));
+    }
+
+    /// `section` has no page any more, or is mapped again.
+    pub fn forget(&mut self, section: SectionNo) {
+        self.put(section, None);
+    }
+
+    /// Those that were found in use may be tried again.
+    pub fn try_again(&mut self) {
+        self.stands
+            .retain(|_, stand| matches!(stand, Stand::Unmapped { .. }));
+    }
+
+    /// Nothing is known of any page table any more.
+    pub fn forget_all(&mut self) {
+        self.stands.clear();
+        self.unmapped = 0;
+    }
+
+    /// Forgets sections that are no more.
+    pub fn keep(&mut self, there: impl Fn(SectionNo) -> bool) {
+        self.stands.retain(|section, _| there(*section));
+        let unmapped = self.stands.values();
+        self.unmapped = unmapped
+            .filter(|stand| matches!(stand, Stand::Unmapped { .. }))
+            .count() as u64;
+    }
+
+    fn put(&mut self, section: SectionNo, stand: Option<Stand>) {
+        let before = match stand {
+            Some(stand) => self.stands.insert(section, stand),
+            None => self.stands.remove(&section),
+        };
+        let counts =
+            |stand: Option<Stand>| u64::from(matches!(stand, Some(Stand::Unmapped { .. })));
+        self.unmapped = self.unmapped + counts(stand) - counts(before);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AT: Duration = Duration::from_secs(7);
+    const A: SectionNo = SectionNo(1);
+    const B: SectionNo = SectionNo(2);
+
+    #[test]
+    fn section_is_ready_when_it_has_rested_and_not_before() {
+        let mut all = Candidates::default();
+        assert_eq!(all.readiness(A, AT), Readiness::Mapped);
+        all.unmapped(A, AT);
+        let almost = AT + UNMAPPED_MIN - Duration::from_nanos(1);
+        assert_eq!(all.readiness(A, almost), Readiness::Resting);
+        assert_eq!(all.readiness(A, AT + UNMAPPED_MIN), Readiness::Ready);
+        // Unmapped once more: it rests again.
+        all.unmapped(A, AT + UNMAPPED_MIN);
+        assert_eq!(all.readiness(A, AT + UNMAPPED_MIN), Readiness::Resting);
+        assert_eq!(all.unmapped_sections(), 1);
+    }
+
+    #[test]
+    fn section_that_is_in_use_is_tried_once_in_a_reclaim_and_the_reserve_stays() {
+        let mut all = Candidates::default();
+        all.unmapped(A, AT);
+        all.unmapped(B, AT);
+        all.tried(A);
+        assert_eq!(all.readiness(A, AT * 2), Readiness::Tried);
+        assert!(!all.stands(A) && all.stands(B));
+        assert_eq!(all.unmapped_sections(), 1);
+        all.try_again();
+        assert_eq!(all.readiness(A, AT * 2), Readiness::Mapped);
+        assert_eq!(all.readiness(B, AT * 2), Readiness::Ready);
+        all.keep(|section| section != B);
+        assert_eq!(all.unmapped_sections(), 0);
+        assert_eq!(all.readiness(B, AT * 2), Readiness::Mapped);
+        all.unmapped(A, AT);
+        all.forget(A);
+        all.forget(A);
+        assert_eq!(all.unmapped_sections(), 0);
+    }
+}

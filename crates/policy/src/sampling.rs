@@ -1,0 +1,482 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which pages are watched, and how fast: heat learnt from samples.
+//!
+//! # Idea
+//! To see whether memory is in use it is taken out of the page tables, and whoever uses it pays a
+//! small fault to have it back. Of all memory at once that costs a busy VM two thirds of its speed.
+//! But what is asked is only which *sections* are in use, and for that a few pages of each are enough:
+//! [`SAMPLE_PAGES`], chosen anew each time. A *sweep* looks once at every section:
+//!
+//! ```text
+//!   section   0        1        2        3       …
+//!   sweep 4   look,    look,    look,    look,        at the pages chosen in sweep 3,
+//!             choose   choose   choose   choose       and others are unmapped
+//!             └── as fast as the cost allows ──┘
+//! ```
+//! What a sample misses: of a section in which one page in `n` is used between two sweeps it sees
+//! something with probability `1 - (1 - 1/n)^8`: 0.66 for every eighth page, 0.02 for one page of
+//! 512. Such a section drifts to the cold sets. It is then taken out of the page tables as a whole and
+//! looked at once more before any of it goes ([`crate::candidates`]); pages that came back stay.
+//!
+//! # What it costs
+//! Two accounts, both in CPU time, each filled by a share of a time ([`Pace`]):
+//!
+//! | account | filled by | pays for |
+//! |---|---|---|
+//! | the guest's | the VMM's CPU time | the faults of pages that came back; the time that its address space was locked |
+//! | ours | wall-clock time | looking |
+//!
+//! A sweep goes on while both have credit. It never takes longer than [`SWEEP_MAX`], whatever the
+//! accounts say, so that each section is looked at once in ten minutes and the first limit finds
+//! the cold ones; and where nobody needs to know what is cold it takes [`SWEEP_IDLE`].
+//!
+//! Sections that are hot cost most and tell least, so those are looked at in every
+//! [`HOT_SWEEPS`]th sweep only, and count as touched in the others.
+//!
+//! Times are durations since any fixed moment; nothing here is a clock or does I/O.
+
+use crate::{
+    random::Random,
+    sets::{HotColdSets, Level},
+};
+use pagetide_addr::{PageNo, PageSet, SECTION_PAGES, SectionNo};
+use std::{collections::HashMap, time::Duration};
+
+/// Pages of a section that are watched from one sweep to the next.
+pub const SAMPLE_PAGES: usize = 8;
+/// A sweep where somebody wants to know what is cold takes at least this long.
+pub const SWEEP_WANTED: Duration = crate::marks::SCAN_ROUND;
+/// A sweep where nobody does.
+pub const SWEEP_IDLE: Duration = Duration::from_secs(240);
+/// No sweep takes longer, but for the time between two calls.
+pub const SWEEP_MAX: Duration = Duration::from_secs(400);
+/// Sweeps in one of which a hot section is looked at.
+pub const HOT_SWEEPS: u64 = 4;
+/// Share of a time that an account is filled by unless told otherwise, in millionths: half a percent.
+pub const COST_PPM: u32 = 5_000;
+/// An account holds at most this: a burst that a guest does not feel.
+const BURST_NS: i64 = 20_000_000;
+/// What a section costs either of them, as long as nothing was seen: 8 pages of 3 microseconds.
+const SECTION_NS_GUESSED: u64 = 24_000;
+/// A VMM that sleeps is looked at as one that uses this share of a CPU, in parts.
+const ASLEEP_PARTS: u64 = 10;
+/// How much of the time that we may use is there while memory is short.
+const PRESSED_FACTOR: u64 = 4;
+
+/// Pages of one section that were taken out of the page tables.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Sample {
+    count: u8,
+    at: [u16; SAMPLE_PAGES],
+}
+
+impl Sample {
+    /// Up to [`SAMPLE_PAGES`] of the pages of `section` that are `present`.
+    fn choose(section: SectionNo, present: &PageSet, random: &mut Random) -> Self {
+        let mut sample = Self::default();
+        let wanted = present.len().min(SAMPLE_PAGES as u64);
+        while u64::from(sample.count) < wanted {
+            // Few pages are found faster by counting than by throwing dice.
+            let page = if present.len() < SECTION_PAGES / 16 {
+                let nth = random.index(present.len());
+                present.pages(section).nth(nth)
+            } else {
+                let at = section.0 * SECTION_PAGES + random.below(SECTION_PAGES);
+                Some(PageNo(at)).filter(|page| present.contains(*page))
+            };
+            if let Some(page) = page {
+                sample.add((page.0 % SECTION_PAGES) as u16);
+            }
+        }
+        sample
+    }
+
+    fn add(&mut self, at: u16) {
+        let count = usize::from(self.count);
+        if !self.at[..count].contains(&at) {
+            self.at[count] = at;
+            self.count += 1;
+        }
+    }
+
+    fn pages(&self, section: SectionNo) -> PageSet {
+        let mut pages = PageSet::EMPTY;
+        for at in &self.at[..usize::from(self.count)] {
+            pages.insert(PageNo(section.0 * SECTION_PAGES + u64::from(*at)));
+        }
+        pages
+    }
+}
+
+/// What is to be done at one section.
+#[derive(Clone, Copy, Debug)]
+pub struct Look {
+    /// The section.
+    pub section: SectionNo,
+    /// Its pages that are asked about: unmapped in the last sweep.
+    pub asked: PageSet,
+    /// Those to be unmapped then.
+    pub next: PageSet,
+}
+
+/// One sweep after another over the sections of a VM.
+#[derive(Debug)]
+pub struct Sampler {
+    random: Random,
+    chosen: HashMap<SectionNo, Sample>,
+    /// Those that are still to be looked at in this sweep, the next one last.
+    left: Vec<SectionNo>,
+    touched: Vec<SectionNo>,
+    sweeps: u64,
+}
+
+/// How a step of a sweep ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SweepStep {
+    /// There are more sections.
+    GoesOn,
+    /// All sections were looked at.
+    Ended,
+}
+
+impl Sampler {
+    /// One whose choices follow from `seed`.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self {
+            random: Random::new(seed),
+            chosen: HashMap::new(),
+            left: Vec::new(),
+            touched: Vec::new(),
+            sweeps: 0,
+        }
+    }
+
+    /// True if a sweep is under way.
+    #[must_use]
+    pub fn is_sweeping(&self) -> bool {
+        !self.left.is_empty()
+    }
+
+    /// A sweep begins, of these sections.
+    pub fn begin(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
+        self.left.clear();
+        self.left.extend(sections);
+        self.left.reverse();
+        self.touched.clear();
+        self.sweeps += 1;
+    }
+
+    /// The next section of the sweep; those that are hot and not their turn count as touched and are
+    /// passed over.
+    pub fn next(&mut self, sets: &HotColdSets) -> Option<SectionNo> {
+        loop {
+            let section = self.left.pop()?;
+            let is_turn = (section.0 + self.sweeps).is_multiple_of(HOT_SWEEPS);
+            if is_turn || sets.level(section) != Some(Level::Hot) {
+                return Some(section);
+            }
+            self.touched.push(section);
+        }
+    }
+
+    /// What to do at `section`, of which these pages are there; nothing if there are none. A section
+    /// that is seen for the first time is asked about the very pages that are to be unmapped: whether
+    /// they were used at all.
+    pub fn look(&mut self, section: SectionNo, present: &PageSet) -> Option<Look> {
+        if present.is_empty() {
+            self.chosen.remove(&section);
+            return None;
+        }
+        let next = Sample::choose(section, present, &mut self.random);
+        let asked = self.chosen.insert(section, next).unwrap_or(next);
+        Some(Look {
+            section,
+            asked: asked.pages(section),
+            next: next.pages(section),
+        })
+    }
+
+    /// `section` was seen to be in use.
+    pub fn touched(&mut self, section: SectionNo) {
+        self.touched.push(section);
+    }
+
+    /// What the sweep has seen in use, once it is over.
+    pub fn end(&mut self) -> Option<Vec<SectionNo>> {
+        (self.left.is_empty()).then(|| std::mem::take(&mut self.touched))
+    }
+
+    /// Forgets sections that are no more.
+    pub fn keep(&mut self, there: impl Fn(SectionNo) -> bool) {
+        self.chosen.retain(|section, _| there(*section));
+    }
+}
+
+/// How much is wanted to be known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Want {
+    /// Nobody needs it yet.
+    Little,
+    /// There is a limit.
+    Much,
+    /// Memory is short.
+    Pressed,
+}
+
+/// What a part of a sweep has cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// Time of the guest: faults, and a locked address space.
+    pub guest: Duration,
+    /// Time of ours.
+    pub own: Duration,
+}
+
+#[derive(Debug, Default)]
+struct Account {
+    credit_ns: i64,
+    /// Of a section, a moving mean.
+    section_ns: u64,
+}
+
+impl Account {
+    fn earn(&mut self, ns: u64) {
+        let ns = i64::try_from(ns).unwrap_or(i64::MAX);
+        self.credit_ns = self.credit_ns.saturating_add(ns).min(BURST_NS);
+    }
+
+    fn spend(&mut self, sections: u64, spent: Duration) {
+        let ns = u64::try_from(spent.as_nanos()).unwrap_or(u64::MAX);
+        let debt = i64::try_from(ns).unwrap_or(i64::MAX);
+        self.credit_ns = self.credit_ns.saturating_sub(debt);
+        let each = ns / sections.max(1);
+        self.section_ns = (7 * self.section_ns + each) / 8;
+    }
+
+    fn sections(&self) -> u64 {
+        let credit = u64::try_from(self.credit_ns).unwrap_or(0);
+        credit / self.section_ns.max(1)
+    }
+}
+
+/// How many sections a sweep may go on by. See the module.
+#[derive(Debug)]
+pub struct Pace {
+    share_ppm: u64,
+    guest: Account,
+    own: Account,
+    seen: Option<(Duration, Duration)>,
+    /// Sections times nanoseconds that were not enough for a whole section.
+    wanted_left: u128,
+    owed_left: u128,
+}
+
+impl Pace {
+    /// That the accounts are filled by `share_ppm` millionths of a time.
+    #[must_use]
+    pub fn new(share_ppm: u32) -> Self {
+        let full = || Account {
+            credit_ns: BURST_NS,
+            section_ns: SECTION_NS_GUESSED,
+        };
+        Self {
+            share_ppm: share_ppm.into(),
+            guest: full(),
+            own: full(),
+            seen: None,
+            wanted_left: 0,
+            owed_left: 0,
+        }
+    }
+
+    /// Sections, of so many in all, that may be looked at now. `cpu` is the CPU time of the VMM since
+    /// any fixed moment.
+    pub fn sections(&mut self, now: Duration, cpu: Duration, of: u64, want: Want) -> u64 {
+        let (then, cpu_then) = self.seen.replace((now, cpu)).unwrap_or((now, cpu));
+        let passed = nanos(now.saturating_sub(then));
+        let used = nanos(cpu.saturating_sub(cpu_then));
+        let factor = match want {
+            Want::Pressed => PRESSED_FACTOR,
+            Want::Little | Want::Much => 1,
+        };
+        self.guest
+            .earn(self.share_of(used.max(passed / ASLEEP_PARTS)));
+        self.own.earn(self.share_of(passed) * factor);
+        let period = match want {
+            Want::Little => SWEEP_IDLE,
+            Want::Much | Want::Pressed => SWEEP_WANTED,
+        };
+        let wanted = portion(&mut self.wanted_left, (of, passed), period);
+        let owed = portion(&mut self.owed_left, (of, passed), SWEEP_MAX);
+        // The first call finds nothing known and both accounts full.
+        let wanted = if passed == 0 { of } else { wanted };
+        let affordable = self.guest.sections().min(self.own.sections());
+        wanted.min(affordable).max(owed)
+    }
+
+    /// That many were looked at.
+    pub fn spend(&mut self, sections: u64, cost: Cost) {
+        self.guest.spend(sections, cost.guest);
+        self.own.spend(sections, cost.own);
+    }
+
+    fn share_of(&self, ns: u64) -> u64 {
+        u64::try_from(u128::from(ns) * u128::from(self.share_ppm) / 1_000_000).unwrap_or(u64::MAX)
+    }
+}
+
+/// The part of `of` sections that is due after `passed_ns` if all are due after `period`.
+fn portion(left: &mut u128, (of, passed_ns): (u64, u64), period: Duration) -> u64 {
+    let period = period.as_nanos().max(1);
+    let whole = u128::from(of) * period;
+    let due = (*left + u128::from(of) * u128::from(passed_ns)).min(whole);
+    *left = due % period;
+    u64::try_from(due / period).unwrap_or(of)
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn set(section: SectionNo, at: impl IntoIterator<Item = u64>) -> PageSet {
+        let mut set = PageSet::EMPTY;
+        for at in at {
+            set.insert(PageNo(section.0 * SECTION_PAGES + at));
+        }
+        set
+    }
+
+    #[test]
+    fn sample_is_of_pages_that_are_there_each_as_often_as_any_other() {
+        let section = SectionNo(3);
+        let mut random = Random::new(1);
+        for present in [
+            set(section, 0..512),
+            set(section, (0..512).step_by(3)),
+            set(section, (0..512).step_by(50)),
+            set(section, [7, 511]),
+        ] {
+            let mut seen = [0_u32; 512];
+            for _ in 0..4000 {
+                let pages = Sample::choose(section, &present, &mut random).pages(section);
+                assert_eq!(pages.len(), present.len().min(8));
+                for page in pages.pages(section) {
+                    assert!(present.contains(page));
+                    seen[PageNo(page.0 % 512).index()] += 1;
+                }
+            }
+            let expected = 4000.0 * 8.0_f64.min(present.len() as f64) / present.len() as f64;
+            for page in present.pages(section) {
+                let seen = f64::from(seen[PageNo(page.0 % 512).index()]);
+                assert!(
+                    (0.4..1.8).contains(&(seen / expected)),
+                    "{page} {seen} {expected}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn section_is_asked_about_the_pages_that_were_unmapped_a_sweep_before() {
+        let section = SectionNo(5);
+        let present = set(section, 0..512);
+        let mut sampler = Sampler::new(9);
+        let first = sampler.look(section, &present).unwrap();
+        assert_eq!(first.asked, first.next);
+        let second = sampler.look(section, &present).unwrap();
+        assert_eq!(second.asked, first.next);
+        assert_ne!(second.next, second.asked);
+        assert!(sampler.look(section, &PageSet::EMPTY).is_none());
+        let anew = sampler.look(section, &present).unwrap();
+        assert_eq!(anew.asked, anew.next);
+    }
+
+    #[test]
+    fn sweep_comes_by_each_section_and_by_hot_ones_seldom() {
+        let mut sets = HotColdSets::default();
+        sets.follow((0..8).map(SectionNo));
+        for _ in 0..4 {
+            sets.scanned([SectionNo(6), SectionNo(7)], crate::sets::Drift::OneSet);
+        }
+        assert_eq!(sets.level(SectionNo(7)), Some(Level::Hot));
+        let mut sampler = Sampler::new(1);
+        let mut looked = [0; 8];
+        for _ in 0..8 {
+            sampler.begin((0..8).map(SectionNo));
+            let mut assumed = 0;
+            while let Some(section) = sampler.next(&sets) {
+                looked[PageNo(section.0).index()] += 1;
+            }
+            for section in sampler.end().unwrap() {
+                assert!(section.0 >= 6);
+                assumed += 1;
+            }
+            assert!(assumed >= 1);
+        }
+        assert_eq!(looked, [8, 8, 8, 8, 8, 8, 2, 2]);
+    }
+
+    /// Lets time pass in steps of a second, with a VMM that uses `cpus` CPUs and sections that cost
+    /// `guest` and `own` each; sections looked at.
+    fn run(pace: &mut Pace, seconds: u32, cpus: u32, (guest, own): (u64, u64), want: Want) -> u64 {
+        let (from, cpu_from) = pace.seen.unwrap_or_default();
+        let mut sections = 0;
+        for second in 1..=seconds {
+            let now = from + second * SECOND;
+            let cpu = cpu_from + cpus * second * SECOND;
+            let some = pace.sections(now, cpu, 8192, want);
+            let many = u32::try_from(some).unwrap();
+            pace.spend(
+                some,
+                Cost {
+                    guest: many * Duration::from_nanos(guest),
+                    own: many * Duration::from_nanos(own),
+                },
+            );
+            sections += some;
+        }
+        sections
+    }
+
+    #[test]
+    fn cost_stays_within_its_share_and_every_section_gets_its_turn() {
+        // 16 GiB, all hot: 8 faults of 1.8 microseconds a section, as much again for the lock.
+        let mut pace = Pace::new(COST_PPM);
+        run(&mut pace, 10, 1, (30_000, 15_000), Want::Much);
+        let looked = run(&mut pace, 600, 1, (30_000, 15_000), Want::Much);
+        let guest_ns = looked * 30_000;
+        assert!(
+            (2_800_000_000..=3_050_000_000).contains(&guest_ns),
+            "{guest_ns}"
+        );
+        // Nothing comes back: ours is the account that counts, then.
+        let looked = run(&mut pace, 600, 1, (100, 15_000), Want::Much);
+        assert!(
+            (190_000..=202_000).contains(&looked),
+            "{looked} of 600 s at 0.5 % and 15 us"
+        );
+        // So dear that not even a section a second can be paid for: each has its turn in ten minutes.
+        let looked = run(&mut pace, 600, 1, (900_000_000, 15_000), Want::Much);
+        assert!((8192..=13_000).contains(&looked), "{looked}");
+    }
+
+    #[test]
+    fn nobody_is_in_a_hurry_where_nothing_is_wanted() {
+        let mut pace = Pace::new(COST_PPM);
+        run(&mut pace, 1, 1, (1, 1), Want::Little);
+        let looked = run(&mut pace, 240, 1, (1, 1), Want::Little);
+        assert!((8191..=8193).contains(&looked), "{looked}");
+        let looked = run(&mut pace, 50, 1, (1, 1), Want::Much);
+        assert!((81_000..=82_000).contains(&looked), "{looked}");
+        let calm = run(&mut pace, 100, 1, (1, 15_000), Want::Much);
+        let pressed = run(&mut pace, 100, 1, (1, 15_000), Want::Pressed);
+        assert!(pressed > 3 * calm, "{calm} {pressed}");
+    }
+}

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Heat`]: what is known of how hot a VM's memory is, how old that is, and what it has cost.
+//!
+//! Which pages are looked at, and how many sections at a time, [`pagetide_policy::sampling`] decides;
+//! here is the book of it.
+
+use crate::reclaim::Sampled;
+use pagetide_policy::sampling::{COST_PPM, Cost, Look, Pace, Sampler, Want};
+use std::time::Duration;
+
+/// Sections that are looked at together: some hundred pages, whose unmapping locks the VMM's address
+/// space for less than a millisecond.
+pub(crate) const SAMPLE_BATCH: u64 = 64;
+
+/// What knowing may cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeatCost {
+    /// Share of the VMM's CPU time that its guest may lose by it, in millionths; and as much of a CPU
+    /// of ours.
+    pub share_ppm: u32,
+    /// What the guest pays for a page that it uses again.
+    pub refault: Duration,
+}
+
+impl Default for HeatCost {
+    fn default() -> Self {
+        Self {
+            share_ppm: COST_PPM,
+            refault: Duration::from_micros(2),
+        }
+    }
+}
+
+/// What is known, and what it has cost since the VM was attached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HeatReport {
+    /// Sections that were looked at.
+    pub sampled_sections: u64,
+    /// Pages that were taken out of the page tables for that.
+    pub unmapped_pages: u64,
+    /// Of these, pages that the guest used again, and paid for.
+    pub refaulted_pages: u64,
+    /// What the guest has lost: those pages, and the time that its address space was locked.
+    pub guest_cost: Duration,
+    /// Time of ours.
+    pub own_cost: Duration,
+    /// Sweeps that came by every section.
+    pub sweeps: u64,
+    /// When the last of them ended: by the clock of [`crate::Reclaimer`].
+    pub swept_at: Option<Duration>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Heat {
+    pub sampler: Sampler,
+    pace: Pace,
+    refault: Duration,
+    report: HeatReport,
+}
+
+impl Heat {
+    pub fn new(cost: HeatCost) -> Self {
+        Self {
+            // Any: what is chosen must only be unforeseeable to nobody in particular.
+            sampler: Sampler::new(0x5eed),
+            pace: Pace::new(cost.share_ppm),
+            refault: cost.refault,
+            report: HeatReport::default(),
+        }
+    }
+
+    pub fn report(&self) -> HeatReport {
+        self.report
+    }
+
+    /// Sections, of so many in all, that may be looked at now.
+    pub fn sections(&mut self, now: Duration, cpu: Duration, of: u64, want: Want) -> u64 {
+        self.pace.sections(now, cpu, of, want)
+    }
+
+    /// So many sections were looked at, which took so long.
+    pub fn sampled(
+        &mut self,
+        looks: &[Look],
+        sampled: &Sampled,
+        (sections, took): (u64, Duration),
+    ) {
+        let mut back = 0;
+        for (look, touched) in looks.iter().zip(&sampled.touched) {
+            if !touched.cpu.is_empty() || !touched.dma.is_empty() {
+                self.sampler.touched(look.section);
+            }
+            // The first time nothing had been unmapped before.
+            if look.asked != look.next {
+                back += touched.cpu.len();
+            }
+        }
+        let refaults = self
+            .refault
+            .saturating_mul(u32::try_from(back).unwrap_or(u32::MAX));
+        let cost = Cost {
+            guest: refaults + sampled.unmapping,
+            own: took,
+        };
+        self.pace.spend(sections, cost);
+        let report = &mut self.report;
+        report.sampled_sections += sections;
+        report.unmapped_pages += sampled.unmapped_pages;
+        report.refaulted_pages += back;
+        report.guest_cost += cost.guest;
+        report.own_cost += cost.own;
+    }
+
+    /// A sweep is over.
+    pub fn swept(&mut self, now: Duration) {
+        self.report.sweeps += 1;
+        self.report.swept_at = Some(now);
+    }
+}
