@@ -38,11 +38,11 @@ fn number(report: &Value, path: &str) -> f64 {
 
 #[test]
 fn real_size_has_all_figures_of_each_size() {
-    let words = ["real-size", "--ram", "16M,64M", "--pairs", "1", "--json"];
+    let words = ["real-size", "--ram", "32M,64M", "--pairs", "1", "--json"];
     let Some(report) = report(&words) else {
         return;
     };
-    for size in ["mib_16", "mib_64"] {
+    for size in ["mib_32", "mib_64"] {
         for name in [
             "attach_s",
             "attach_gap_ms",
@@ -63,7 +63,7 @@ fn real_size_has_all_figures_of_each_size() {
             assert!(number(&report, &path) > 0.0, "{path}");
         }
     }
-    assert!(number(&report, "/ratios/attach_mib_64_over_mib_16") > 0.0);
+    assert!(number(&report, "/ratios/attach_mib_64_over_mib_32") > 0.0);
     assert!(number(&report, "/figures/show_max_ms") > 0.0);
 }
 
@@ -114,7 +114,7 @@ fn options_that_mean_nothing_are_wrong_use() {
     for words in [
         &["fault", "--ram", "1G"][..],
         &["tracker", "--pairs", "3"],
-        &["real-size", "--ram", "1M"],
+        &["real-size", "--ram", "16M"],
         &["guest-cost", "--ram", "1G,2G"],
         &["guest-cost", "--setting", "dma-protector"],
     ] {

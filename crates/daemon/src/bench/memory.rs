@@ -16,8 +16,8 @@ const RESERVE_BYTES: u64 = 1 << 30;
 const EXTRA_EIGHTHS: u64 = 1;
 /// What is stored of half of the RAM takes no more of it, in eighths.
 const STORED_EIGHTHS: u64 = 4;
-/// Least RAM of a stand-in: what is smaller is not taken for a VM's.
-pub(super) const RAM_BYTES_MIN: u64 = 16 << 20;
+/// Least RAM of a stand-in: half of it is the least limit that a VM can have.
+pub(super) const RAM_BYTES_MIN: u64 = 32 << 20;
 
 /// What is free.
 #[derive(Clone, PartialEq, Eq, Debug)]

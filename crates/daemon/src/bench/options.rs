@@ -87,7 +87,9 @@ impl SizeOptions {
         if !sized || name == BenchName::RealSize || self.ram.len() < 2 {
             let least = ByteSize(RAM_BYTES_MIN);
             return match self.ram.iter().find(|ram| ram.0 < RAM_BYTES_MIN) {
-                Some(ram) => Err(format!("{ram} is less than the {least} that a VM has")),
+                Some(ram) => Err(format!(
+                    "{ram} is less than {least}, of which half is the least limit of a VM"
+                )),
                 None => Ok(()),
             };
         }
@@ -137,7 +139,7 @@ mod tests {
         };
         assert_eq!(of(&[64, 128]).check(BenchName::RealSize), Ok(()));
         of(&[64, 128]).check(BenchName::Tracker).unwrap_err();
-        of(&[64, 8]).check(BenchName::RealSize).unwrap_err();
+        of(&[64, 16]).check(BenchName::RealSize).unwrap_err();
         assert_eq!(of(&[64]).ram_bytes(1), 64 << 20);
     }
 

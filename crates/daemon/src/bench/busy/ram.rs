@@ -289,6 +289,14 @@ mod tests {
     }
 
     #[test]
+    fn ram_in_huge_pages_has_the_same_content() {
+        let ram = Ram::new(2 * SECTION_PAGES, HugePages::Advised).unwrap();
+        ram.fill(1);
+        ram.write(PageNo(3));
+        ram.check_all(1).unwrap();
+    }
+
+    #[test]
     fn wrong_word_anywhere_is_found() {
         let ram = ram();
         let last = PageNo(ram.pages() - 1);

@@ -34,7 +34,7 @@ mod cell;
 use super::{
     BenchError, BenchReport,
     blk::stats::{PairedRatios, overall},
-    figures::{median, thousandths},
+    figures::{midpoint, thousandths},
     interrupt::Interrupted,
     memory::{fitting, ram_key},
     options::SizeOptions,
@@ -137,13 +137,13 @@ fn describe(measured: &[(Cell, Vec<Pair>)], report: &mut BenchReport) {
         let ratios = || pairs.iter().map(Pair::ratio);
         let of_cell = PairedRatios::new(ratios()).and_then(|ratios| overall(&[ratios]));
         let bounds = of_cell.map(|all| (all.mean, all.low95));
-        let of = |read: fn(&Pair) -> f64| thousandths(median(pairs.iter().map(read)));
+        let of = |read: fn(&Pair) -> f64| thousandths(midpoint(pairs.iter().map(read)));
         let mean = bounds.map_or(Value::Null, |(mean, _)| thousandths(mean));
         // Of one pair there is no bound.
         let low95 = bounds.map_or(Value::Null, |(_, low)| thousandths(low));
         let value = json!({
             "pairs": pairs.len(),
-            "median": thousandths(median(ratios())),
+            "median": thousandths(midpoint(ratios())),
             "mean": mean,
             "low95": low95,
             "free_mops_per_s": of(|pair| pair.released.mops_per_s()),
@@ -157,7 +157,7 @@ fn describe(measured: &[(Cell, Vec<Pair>)], report: &mut BenchReport) {
         });
         report.figures.insert(cell.name(), value);
         if let Some((_, low)) = bounds {
-            lows.push((cell.kind, median(ratios()), low));
+            lows.push((cell.kind, midpoint(ratios()), low));
         }
     }
     for kind in [Kind::Free, Kind::Limited, Kind::Huge] {

@@ -32,7 +32,7 @@ const SCAN_TIME: Duration = Duration::from_secs(8);
 /// How long the vCPU is looked at without a daemon.
 const QUIET_TIME: Duration = Duration::from_secs(2);
 /// Between two looks at how far a squeeze is.
-const SQUEEZE_LOOK: Duration = Duration::from_millis(100);
+const SQUEEZE_LOOK: Duration = Duration::from_millis(50);
 /// Of a limit, what a VM may be above it and be within it, in thousandths.
 const WITHIN_PERMILLE: u64 = 10;
 
