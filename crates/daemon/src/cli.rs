@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::bench::SizeOptions;
 use crate::control::{DEFAULT_BLK_QUEUES, OnFault, RamKind};
 use crate::dpu::disk::SocketMode;
 use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
@@ -464,6 +465,9 @@ pub struct BenchArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    /// Of the benches of large VMs.
+    #[command(flatten)]
+    pub sizes: SizeOptions,
 }
 
 /// Processes that benches start for themselves.
@@ -515,6 +519,8 @@ pub enum BenchPart {
         #[arg(long)]
         cpu: usize,
     },
+    /// The dense, busy guest of `bench real-size`, `guest-cost` and `tracker`
+    BusyGuest(crate::bench::busy::guest::BusyGuestOptions),
     /// The device of `bench iopf-rtt` that is in another process
     IopfRttDevice {
         /// Socket of its VPRI function
@@ -572,6 +578,12 @@ pub enum BenchName {
     IopfScale,
     /// Translation requests a second that the performance model gets through
     Sim,
+    /// Attach, squeeze, recovery and detach of dense VMs of 1, 4 and 16 GiB, and what grows faster than they
+    RealSize,
+    /// Throughput of a busy guest attached over released, in turns, with and without a limit
+    GuestCost,
+    /// How much of what is cold is known to be, how soon, and what an eviction by that knowledge costs
+    Tracker,
 }
 
 #[cfg(test)]

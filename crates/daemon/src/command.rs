@@ -367,7 +367,8 @@ fn absolute(path: &Path) -> Result<std::path::PathBuf, CommandError> {
 }
 
 fn run_bench(args: &BenchArgs) -> Result<(), CommandError> {
-    let report = bench::run(args.name).map_err(CommandError::failed)?;
+    args.sizes.check(args.name).map_err(CommandError::refused)?;
+    let report = bench::run(args.name, &args.sizes).map_err(CommandError::failed)?;
     print_report(&report, args.json.into())
 }
 
@@ -403,6 +404,9 @@ fn bench_part(part: BenchPart) -> Result<(), CommandError> {
         }
         BenchPart::FaultGuest { pages, cpu } => {
             bench::fault::guest::run(pages, cpu).map_err(CommandError::failed)
+        }
+        BenchPart::BusyGuest(options) => {
+            bench::busy::guest::run(&options).map_err(CommandError::failed)
         }
         BenchPart::IopfRttDevice { socket, cpu } => {
             bench::iopf_rtt::across::serve(&socket, cpu).map_err(CommandError::failed)

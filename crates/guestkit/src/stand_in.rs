@@ -15,6 +15,10 @@
 //! Each page has a content that follows from its number, so anybody can tell a
 //! wrong one. Writers write what is there already: that is a write to the kernel.
 //! The program ends with its input, and with status 3 at a wrong byte.
+//!
+//! The benches of large VMs have a stand-in of their own (`bench::busy` of `pagetide`): dense, busy, with
+//! versions of pages, and without devices. This one stays apart because its disk's rings and buffers lie
+//! in the same memory, and because this crate knows the product by its command line only.
 
 mod disk;
 mod guest;

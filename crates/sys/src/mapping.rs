@@ -252,6 +252,23 @@ impl SharedMapping {
             })
     }
 
+    /// Asks for huge pages. Whether the kernel gives them for files in memory, its `shmem_enabled`
+    /// says.
+    ///
+    /// # Errors
+    /// What `madvise` says: `EINVAL` from a kernel built without them.
+    pub fn advise_huge_pages(&self) -> Result<(), MappingError> {
+        let start = self.base.as_ptr().cast();
+        // SAFETY: the range is the whole of our own mapping; the advice changes by what pages it is
+        // backed, not what is in them.
+        unsafe { rustix::mm::madvise(start, to_usize(self.mapped_bytes), Advice::LinuxHugepage) }
+            .map_err(|source| MappingError::Kernel {
+                operation: "madvise(HUGEPAGE)",
+                len_bytes: self.len_bytes,
+                source: source.into(),
+            })
+    }
+
     fn bounded(&self, offset: u64, len: u64) -> Result<NonNull<u8>, MappingError> {
         self.ptr_at(offset, len).ok_or(MappingError::OutOfBounds {
             offset,

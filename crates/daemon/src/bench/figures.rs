@@ -10,6 +10,16 @@ pub(super) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
+/// The median, between the middle two if there are two; not a number of none.
+pub(super) fn midpoint(values: impl IntoIterator<Item = f64>) -> f64 {
+    let mut sorted: Vec<f64> = values.into_iter().collect();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => f64::NAN,
+        count => f64::midpoint(sorted[(count - 1) / 2], sorted[count / 2]),
+    }
+}
+
 /// The least value that so many thousandths of `sorted` do not exceed.
 pub(super) fn at_permille<T: Copy>(sorted: &[T], permille: usize) -> Option<T> {
     let rank = (sorted.len() * permille).div_ceil(1000).max(1);
@@ -40,6 +50,9 @@ mod tests {
         assert!((median([3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
         assert!((median([4.0, 1.0]) - 4.0).abs() < 1e-9);
         assert!(median([]).is_nan());
+        assert!((midpoint([3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
+        assert!((midpoint([4.0, 1.0]) - 2.5).abs() < 1e-9);
+        assert!(midpoint([]).is_nan());
     }
 
     #[test]

@@ -9,18 +9,27 @@ pub mod access_log;
 pub mod adp;
 pub mod adp_live;
 pub mod blk;
+pub mod busy;
+mod daemon;
 pub mod fairness;
 pub mod fault;
 mod figures;
 pub mod gmem_async;
 pub mod gmem_va;
+pub mod guest_cost;
 pub mod head_of_line;
+mod interrupt;
 pub mod iopf_impact;
 pub mod iopf_rtt;
 pub mod iopf_scale;
+mod memory;
+mod options;
+mod orders;
 pub mod pa_bitmap;
 mod random;
+pub mod real_size;
 pub mod sim;
+pub mod tracker;
 
 use pagetide_dpu::{Content, ImageUse, Sharing};
 use serde::Serialize;
@@ -28,6 +37,7 @@ use serde_json::{Map, Value};
 
 use crate::cli::BenchName;
 use crate::text::{Text, fields};
+pub use options::SizeOptions;
 
 /// How benches use images, which are theirs: back ends that are compared serve the same one.
 pub(crate) const SHARED_IMAGE: ImageUse = ImageUse {
@@ -86,8 +96,8 @@ pub enum BenchError {
     },
 }
 
-/// Runs the bench `name`.
-pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
+/// Runs the bench `name`; `sizes` must be for it ([`SizeOptions::check`]).
+pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchError> {
     match name {
         BenchName::AccessLog => access_log::run(&access_log::AccessLogBenchOptions::default()),
         BenchName::Adp => adp::run(&adp::AdpBenchOptions::default()),
@@ -103,6 +113,9 @@ pub fn run(name: BenchName) -> Result<BenchReport, BenchError> {
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
         BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::default()),
         BenchName::Sim => sim::run(),
+        BenchName::RealSize => real_size::run(sizes),
+        BenchName::GuestCost => guest_cost::run(sizes),
+        BenchName::Tracker => tracker::run(sizes),
     }
 }
 

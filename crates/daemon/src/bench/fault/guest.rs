@@ -9,11 +9,12 @@
 //! each is answered by one line; the end of input ends the process.
 
 use super::content::{Content, PAGE, random_order, stamp};
+use crate::bench::orders::say;
 use pagetide_addr::{PAGE_BYTES, PageNo};
 use pagetide_sys::{cpu, lent::LentMemory};
 use serde::{Deserialize, Serialize};
 use std::{
-    io::{BufRead as _, Write as _},
+    io::BufRead as _,
     os::fd::{AsFd as _, AsRawFd as _},
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -236,14 +237,6 @@ impl Vcpu {
             std::hint::spin_loop();
         }
     }
-}
-
-fn say(answer: &Answer) -> Result<(), String> {
-    let line = serde_json::to_string(answer).map_err(|error| error.to_string())?;
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{line}")
-        .and_then(|()| out.flush())
-        .map_err(|error| error.to_string())
 }
 
 const _: () = assert!(PAGE as u64 == PAGE_BYTES);

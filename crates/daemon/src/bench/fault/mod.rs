@@ -39,20 +39,19 @@ mod zram;
 use self::{
     content::Content,
     guest::{Answer, Order},
-    process::{Daemon, Guest},
+    process::{Guest, add_blk, evict_all, remove_blk},
     samples::{Samples, ratio},
     zram::ZramSwap,
 };
-use super::{BenchError, BenchReport, figures::rounded};
+use super::{
+    BenchError, BenchReport,
+    daemon::{Daemon, directory_in},
+    figures::rounded,
+    interrupt::Interrupted,
+};
 use pagetide_addr::PAGE_BYTES;
 use serde_json::{Map, json};
-use std::{
-    path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-};
+use std::path::{Path, PathBuf};
 
 const NAME: &str = "fault";
 /// Pages that a phase may leave in memory, in thousandths: per-CPU batches of the kernel.
@@ -82,7 +81,7 @@ impl Default for FaultBenchOptions {
 /// # Errors
 /// [`BenchError`].
 pub fn run(options: &FaultBenchOptions) -> Result<BenchReport, BenchError> {
-    let interrupted = listen_for_interrupts().map_err(failed)?;
+    let interrupted = Interrupted::listen().map_err(failed)?;
     let mut bench =
         Bench::prepare(*options).map_err(|reason| BenchError::Unable { name: NAME, reason })?;
     for round in 0..options.rounds {
@@ -95,37 +94,6 @@ pub fn run(options: &FaultBenchOptions) -> Result<BenchReport, BenchError> {
 
 fn failed(reason: String) -> BenchError {
     BenchError::Failed { name: NAME, reason }
-}
-
-/// Notes SIGINT and SIGTERM, so that what was set up is taken down in order.
-fn listen_for_interrupts() -> Result<Arc<AtomicBool>, String> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let flag = Arc::new(AtomicBool::new(false));
-    let told = Arc::clone(&flag);
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|error| error.to_string())?;
-    std::thread::spawn(move || {
-        runtime.block_on(async {
-            let signals = (
-                signal(SignalKind::interrupt()),
-                signal(SignalKind::terminate()),
-            );
-            let (Ok(mut interrupt), Ok(mut terminate)) = signals else {
-                tracing::warn!("signals cannot be caught: do not interrupt the bench");
-                return;
-            };
-            loop {
-                tokio::select! {
-                    _ = interrupt.recv() => {}
-                    _ = terminate.recv() => {}
-                }
-                told.store(true, Ordering::Relaxed);
-            }
-        });
-    });
-    Ok(flag)
 }
 
 /// All latencies.
@@ -200,7 +168,7 @@ impl Bench {
         })
     }
 
-    fn round(&mut self, round: u64, interrupted: &AtomicBool) -> Result<(), String> {
+    fn round(&mut self, round: u64, interrupted: &Interrupted) -> Result<(), String> {
         let seed = round * 10;
         let phases: [Phase; 4] = [
             Self::zram_phase,
@@ -209,9 +177,7 @@ impl Bench {
             Self::floor_phase,
         ];
         for phase in phases {
-            if interrupted.load(Ordering::Relaxed) {
-                return Err("it was interrupted; everything is as before".into());
-            }
+            interrupted.check()?;
             phase(self, seed)?;
         }
         Ok(())
@@ -237,18 +203,18 @@ impl Bench {
     }
 
     fn product_phases(&mut self, seed: u64) -> Result<(), String> {
-        self.daemon.attach(&self.guest)?;
+        self.daemon.attach(self.guest.pid(), None)?;
         self.cpu_phase(seed)?;
         self.device_phase(seed)?;
-        let before = self.daemon.evict_all(self.options.pages)?;
+        let before = evict_all(&self.daemon, self.options.pages)?;
         let took = self.guest.time(&Order::TouchInSequence)?;
         self.measured.sequential.add(took);
         self.measured.sequential_faults += self.daemon.vm()?.vcpu_faults - before.vcpu_faults;
-        self.daemon.detach()
+        self.daemon.detach().map(|_| ())
     }
 
     fn cpu_phase(&mut self, seed: u64) -> Result<(), String> {
-        let before = self.daemon.evict_all(self.options.pages)?;
+        let before = evict_all(&self.daemon, self.options.pages)?;
         let cpu_ns = self.daemon.cpu_ns()?;
         let took = self.guest.time(&Order::TouchRandomly { seed: seed + 1 })?;
         let measured = &mut self.measured;
@@ -263,11 +229,11 @@ impl Bench {
     /// Begins with all pages present and not touched by a device since they are: a fault's request
     /// is the first to its page, too.
     fn device_phase(&mut self, seed: u64) -> Result<(), String> {
-        self.daemon.add_blk(&self.socket, &self.image)?;
+        add_blk(&self.daemon, &self.socket, &self.image)?;
         let mut present = self.read_by_device(&[seed + 2, seed + 3])?;
         let again = present.split_off(present.len() / 2);
         self.have_done(&Order::Fill)?;
-        let before = self.daemon.evict_all(self.options.pages)?;
+        let before = evict_all(&self.daemon, self.options.pages)?;
         let cpu_ns = self.daemon.cpu_ns()?;
         let absent = self.read_by_device(&[seed + 4])?;
         let measured = &mut self.measured;
@@ -276,7 +242,7 @@ impl Bench {
         measured.device.add(absent);
         measured.device_present.add(present);
         measured.device_again.add(again);
-        self.daemon.remove_blk(&self.socket)?;
+        remove_blk(&self.daemon, &self.socket)?;
         self.have_done(&Order::Fill)
     }
 
@@ -288,11 +254,11 @@ impl Bench {
     }
 
     fn alone_phase(&mut self, _seed: u64) -> Result<(), String> {
-        self.daemon_alone.attach(&self.guest)?;
-        self.daemon_alone.evict_all(self.options.pages)?;
+        self.daemon_alone.attach(self.guest.pid(), None)?;
+        evict_all(&self.daemon_alone, self.options.pages)?;
         let took = self.guest.time(&Order::TouchInSequence)?;
         self.measured.sequential_alone.add(took);
-        self.daemon_alone.detach()
+        self.daemon_alone.detach().map(|_| ())
     }
 
     fn floor_phase(&mut self, _seed: u64) -> Result<(), String> {
@@ -409,11 +375,4 @@ impl Bench {
             ratios.insert(format!("cpu_over_zram_{name}"), rounded(cpu).into());
         }
     }
-}
-
-fn directory_in(parent: &Path) -> Result<tempfile::TempDir, String> {
-    tempfile::Builder::new()
-        .prefix("pagetide-bench-")
-        .tempdir_in(parent)
-        .map_err(|error| format!("no directory in {}: {error}", parent.display()))
 }

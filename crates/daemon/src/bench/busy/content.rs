@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a page holds: a function of its number and its version.
+//!
+//! ```text
+//!   word  0        version
+//!        64, 128 … 448   stamps: of number, version and place     (words are of 8 bytes)
+//!        others    body: of number and place alone
+//! ```
+//! So a write is eight words in eight cache lines, whatever the size of a page, and whoever reads
+//! these eight knows whether they belong together. Of sixteen pages one is all zeros until it is
+//! written, one does not compress, and the others shrink to about half: each way of storing a page is
+//! used.
+
+use pagetide_addr::{PAGE_BYTES, PageNo};
+
+/// Words of a page.
+pub const WORDS: usize = 512;
+/// Words between two stamps: each is in a cache line of its own, and in another eighth of the page.
+pub const STAMP_STRIDE: usize = WORDS / 8;
+/// Pages after which kinds of pages repeat.
+const KINDS: u64 = 16;
+
+const _: () = assert!(WORDS as u64 * 8 == PAGE_BYTES);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Zero,
+    Random,
+    Compressible,
+}
+
+const fn kind(page: PageNo) -> Kind {
+    match page.0 % KINDS {
+        0 => Kind::Zero,
+        1 => Kind::Random,
+        _ => Kind::Compressible,
+    }
+}
+
+/// The finalizer of SplitMix64: each bit of the result depends on each of `word`.
+const fn mixed(word: u64) -> u64 {
+    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}
+
+/// The stamps of one version of a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Stamps {
+    version: u64,
+    /// Zero if all stamps are.
+    base: u64,
+}
+
+impl Stamps {
+    /// Of `page` in `version`.
+    #[inline]
+    #[must_use]
+    pub const fn of(page: PageNo, version: u32) -> Self {
+        let base = if version == 0 && matches!(kind(page), Kind::Zero) {
+            0
+        } else {
+            mixed((page.0 << 32 | version as u64).wrapping_add(0x9e37_79b9_7f4a_7c15)) | 1
+        };
+        Self {
+            version: version as u64,
+            base,
+        }
+    }
+
+    /// The word at `STAMP_STRIDE * number`, with `number` below 8.
+    #[inline]
+    #[must_use]
+    pub const fn word(self, number: usize) -> u64 {
+        if number == 0 {
+            self.version
+        } else {
+            self.base.wrapping_mul(2 * number as u64 + 1)
+        }
+    }
+}
+
+/// All words of `page` in `version`.
+#[must_use]
+pub fn words(page: PageNo, version: u32) -> [u64; WORDS] {
+    let mut words = [0; WORDS];
+    let kind = kind(page);
+    let mut random = mixed(page.0.wrapping_add(1)) | 1;
+    if kind != Kind::Zero {
+        for (at, word) in words.iter_mut().enumerate() {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            *word = match kind {
+                Kind::Random => random,
+                // As tables of small numbers and pointers have it.
+                _ if at % 2 == 0 => random & 0xffff_ffff,
+                _ => 0x7f00_0000_0000 | page.0 << 4,
+            };
+        }
+    }
+    let stamps = Stamps::of(page, version);
+    for number in 0..WORDS / STAMP_STRIDE {
+        words[number * STAMP_STRIDE] = stamps.word(number);
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_swap::tier::{Packer, STORED_BYTES_MAX, Seed};
+
+    fn bytes(page: u64, version: u32) -> Vec<u8> {
+        let words = words(PageNo(page), version);
+        words.iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+
+    #[test]
+    fn content_differs_by_page_and_by_version_in_each_stamp() {
+        for (page, other) in [(1, 17), (2, 3), (0, 16), (5, 1 << 31)] {
+            assert_ne!(bytes(page, 1), bytes(other, 1), "{page} {other}");
+        }
+        for page in 0..32 {
+            let versions = [0, 1, 2, 1 << 20, u32::MAX].map(|v| Stamps::of(PageNo(page), v));
+            for (at, one) in versions.iter().enumerate() {
+                for other in &versions[at + 1..] {
+                    for number in 0..WORDS / STAMP_STRIDE {
+                        assert_ne!(one.word(number), other.word(number), "{page}.{number}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn versions_differ_in_their_stamps_alone() {
+        for page in 0..16 {
+            let (one, other) = (words(PageNo(page), 4), words(PageNo(page), 6));
+            let differing = (0..WORDS).filter(|at| one[*at] != other[*at]);
+            assert!(differing.eq((0..8).map(|number| number * STAMP_STRIDE)));
+        }
+    }
+
+    #[test]
+    fn each_way_of_storing_a_page_is_used() {
+        assert!(bytes(16, 0).iter().all(|byte| *byte == 0));
+        assert!(bytes(16, 1).iter().any(|byte| *byte != 0));
+        let mut packer = Packer::default();
+        let mut packed = |page| {
+            let content: [u8; 4096] = bytes(page, 1).try_into().unwrap();
+            packer
+                .pack(Seed(0), PageNo(page), &content)
+                .map(|stored| stored.len())
+        };
+        assert_eq!(packed(17), Some(STORED_BYTES_MAX));
+        let len = packed(18).unwrap();
+        assert!((1500..2800).contains(&len), "{len}");
+    }
+}

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A stand-in for a VMM of real density: all of its RAM is filled, its vCPUs never rest, and
+//! everything that it reads is checked.
+//!
+//! What a large host would meet cannot be seen with small idle guests, and a real guest of 16 GiB
+//! takes minutes to fill its memory. The stand-in does it in seconds. To Pagetide it is a VMM: a
+//! process with a VMM's name, its RAM one shared memfd kept from children, and threads called as
+//! QEMU calls its vCPUs.
+//!
+//! ```text
+//!   bench ── BusyGuest ──stdin──► Order          main thread, asleep in read()
+//!                      ◄─stdout── Answer         vCPUs: choose a hot page, check or write it, count
+//! ```
+//! [`ram`] has the memory and what each page must hold, [`pattern`] which pages are hot, [`guest`]
+//! the process, [`process`] the bench's side of it.
+//!
+//! # What a page must hold
+//! A function of its number and its version ([`content`]). A write raises the version, which is
+//! also kept outside of the RAM; so a page that comes back with old content is found, as is one of
+//! another page or a torn one. Each touch of a vCPU checks eight cache lines of its page, and
+//! [`Order::VerifyAll`](guest::Order) each byte of each page.
+
+pub mod content;
+pub mod guest;
+pub mod pattern;
+pub(super) mod process;
+pub mod ram;

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `pagetide bench guest-cost`: what a guest loses by being attached.
+//!
+//! A dense stand-in ([`super::busy`]) works all the time, and its operations are counted in slices:
+//! attached, and released. One stand-in for both, since two have other physical pages and other
+//! huge mappings of the host beneath them, which alone makes them differ by more than is asked for
+//! here; and two that run in turn would each be idle half of the time, which trackers notice. So the
+//! same stand-in is attached and let go again and again:
+//!
+//! ```text
+//!   released │ attached  attached │ released  released │ attached …
+//!   └────── pair ──────┘└────── pair ──────┘└────── pair ───────…
+//! ```
+//! What drifts slowly falls on both sides of the pairs alike, and a cell costs half the attaches. After
+//! each attach and detach the stand-in gets [`SETTLE`] before it is measured; under a limit it also gets the
+//! time until it is within that. A slice is as long as a scan of the daemon's takes to come round,
+//! so that each holds one.
+//!
+//! | cell | attached |
+//! |---|---|
+//! | `free_hot_1_8_vcpus_1` … | without a limit |
+//! | `limited_…` | with one just above the hot part: six in a hundred and 4 MiB more, since the daemon keeps 4.5 % free |
+//! | `huge_…` | with one as large as the RAM, in huge pages |
+//!
+//! A detach does not make huge pages of small ones, so in `huge` cells each pair is a stand-in of its
+//! own, released first. They need huge pages in shared memory, which the host's `shmem_enabled` must
+//! allow for memory that asks (`advise`) or for all: the bench changes no setting of the host.
+//!
+//! Ratios are attached over released of one pair; a cell has their median, and the mean with its lower 95 %
+//! bound ([`overall`]). `ratios` has the worst bound of each kind.
+
+mod cell;
+
+use super::{
+    BenchError, BenchReport,
+    blk::stats::{PairedRatios, overall},
+    figures::{midpoint, thousandths},
+    interrupt::Interrupted,
+    memory::{fitting, ram_key},
+    options::SizeOptions,
+};
+use cell::{Cell, Kind, Pair, Plan, SETTLE};
+use serde_json::{Value, json};
+
+const NAME: &str = "guest-cost";
+/// RAM unless told otherwise.
+const RAM_BYTES: u64 = 2 << 30;
+/// Alternations of each cell unless told otherwise.
+const PAIRS: u64 = 30;
+/// Length of a slice in seconds unless told otherwise.
+const SLICE_SECONDS: u64 = 5;
+/// Says whether shared memory may have huge pages.
+const SHMEM_ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+
+fn failed(reason: String) -> BenchError {
+    BenchError::Failed { name: NAME, reason }
+}
+
+/// All cells, those of one kind together.
+fn cells() -> Vec<Cell> {
+    let mut cells = Vec::new();
+    for kind in [Kind::Free, Kind::Limited, Kind::Huge] {
+        for hot_eighths in [1, 7] {
+            for vcpus in [1, 2] {
+                cells.push(Cell {
+                    kind,
+                    hot_eighths,
+                    vcpus,
+                });
+            }
+        }
+    }
+    cells
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
+    let interrupted = Interrupted::listen().map_err(failed)?;
+    let (ram_bytes, smaller) = fitting(options.ram_bytes(RAM_BYTES))
+        .map_err(|reason| BenchError::Unable { name: NAME, reason })?;
+    let plan = Plan {
+        ram_bytes,
+        pairs: options.pairs.unwrap_or(PAIRS),
+        slice: options.time(SLICE_SECONDS),
+        settings: options.settings.clone(),
+    };
+    let no_huge = huge_pages_are_given().err();
+    let mut measured = Vec::new();
+    for cell in cells() {
+        if !options.includes(&cell.name()) || (cell.kind == Kind::Huge && no_huge.is_some()) {
+            continue;
+        }
+        eprintln!("bench {NAME}: {}", cell.name());
+        let pairs = cell::measure(cell, &plan, &interrupted).map_err(failed)?;
+        measured.push((cell, pairs));
+    }
+    let mut report = BenchReport::new(NAME);
+    let figures = &mut report.figures;
+    figures.insert("ram".into(), json!(ram_key(ram_bytes)));
+    figures.insert("smaller".into(), json!(smaller));
+    figures.insert("slice_s".into(), plan.slice.as_secs_f64().into());
+    describe(&measured, &mut report);
+    if let Some(reason) = no_huge {
+        report
+            .figures
+            .insert("huge_unavailable".into(), json!(reason));
+    }
+    Ok(report)
+}
+
+/// Fails with a sentence if the host gives shared memory no huge pages.
+fn huge_pages_are_given() -> Result<(), String> {
+    let text = std::fs::read_to_string(SHMEM_ENABLED).map_err(|error| {
+        format!("this kernel has no huge pages in shared memory: {SHMEM_ENABLED}: {error}")
+    })?;
+    match chosen_word(&text) {
+        Some("always" | "within_size" | "advise" | "force") => Ok(()),
+        chosen => Err(format!(
+            "{SHMEM_ENABLED} is {}: write advise to it and run this again",
+            chosen.unwrap_or("without a choice")
+        )),
+    }
+}
+
+/// Of `always [never] deny`.
+fn chosen_word(text: &str) -> Option<&str> {
+    text.split_whitespace()
+        .find_map(|word| word.strip_prefix('[')?.strip_suffix(']'))
+}
+
+fn describe(measured: &[(Cell, Vec<Pair>)], report: &mut BenchReport) {
+    let mut lows = Vec::new();
+    for (cell, pairs) in measured {
+        let ratios = || pairs.iter().map(Pair::ratio);
+        let of_cell = PairedRatios::new(ratios()).and_then(|ratios| overall(&[ratios]));
+        let bounds = of_cell.map(|all| (all.mean, all.low95));
+        let of = |read: fn(&Pair) -> f64| thousandths(midpoint(pairs.iter().map(read)));
+        let mean = bounds.map_or(Value::Null, |(mean, _)| thousandths(mean));
+        // Of one pair there is no bound.
+        let low95 = bounds.map_or(Value::Null, |(_, low)| thousandths(low));
+        let value = json!({
+            "pairs": pairs.len(),
+            "median": thousandths(midpoint(ratios())),
+            "mean": mean,
+            "low95": low95,
+            "free_mops_per_s": of(|pair| pair.released.mops_per_s()),
+            "attached_mops_per_s": of(|pair| pair.attached.mops_per_s()),
+            "free_faults_per_s": of(|pair| pair.released.faults_per_s()),
+            "attached_faults_per_s": of(|pair| pair.attached.faults_per_s()),
+            "free_gap_ms": of(|pair| pair.released.gap_ms()),
+            "attached_gap_ms": of(|pair| pair.attached.gap_ms()),
+            "daemon_cpu_share": of(|pair| pair.daemon_cpu_share),
+            "attached_huge_share": of(|pair| pair.huge_share),
+        });
+        report.figures.insert(cell.name(), value);
+        if let Some((_, low)) = bounds {
+            lows.push((cell.kind, midpoint(ratios()), low));
+        }
+    }
+    for kind in [Kind::Free, Kind::Limited, Kind::Huge] {
+        let of_kind = lows.iter().filter(|(of, ..)| *of == kind);
+        let worst = |read: fn(&(Kind, f64, f64)) -> f64| {
+            let least = of_kind.clone().map(read).reduce(f64::min);
+            least.map_or(Value::Null, thousandths)
+        };
+        let name = kind.ratio_name();
+        report
+            .ratios
+            .insert(format!("{name}_median"), worst(|(_, median, _)| *median));
+        report
+            .ratios
+            .insert(format!("{name}_low95"), worst(|(.., low)| *low));
+    }
+    let settle = SETTLE.as_secs_f64();
+    report.figures.insert("settle_s".into(), settle.into());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::busy::guest::Counted;
+
+    fn pair(attached: u64) -> Pair {
+        let counted = |operations| Counted {
+            operations,
+            ns: 1_000_000_000,
+            ..Counted::default()
+        };
+        Pair {
+            released: counted(1_000_000),
+            attached: counted(attached),
+            ..Pair::default()
+        }
+    }
+
+    #[test]
+    fn worst_cell_of_a_kind_is_its_ratio_and_a_kind_without_cells_has_none() {
+        let cell = |hot_eighths| Cell {
+            kind: Kind::Free,
+            hot_eighths,
+            vcpus: 1,
+        };
+        let measured = [
+            (cell(1), vec![pair(990_000), pair(990_000), pair(990_000)]),
+            (cell(7), vec![pair(900_000), pair(900_000), pair(900_000)]),
+        ];
+        let mut report = BenchReport::new(NAME);
+        describe(&measured, &mut report);
+        assert_eq!(report.ratios["attached_over_free_low95"], json!(0.9));
+        assert_eq!(report.ratios["attached_over_free_median"], json!(0.9));
+        assert_eq!(report.ratios["huge_over_free_low95"], Value::Null);
+        assert_eq!(report.figures["free_hot_1_8_vcpus_1"]["low95"], json!(0.99));
+        assert_eq!(report.figures["free_hot_7_8_vcpus_1"]["pairs"], json!(3));
+    }
+
+    #[test]
+    fn choice_of_the_host_is_read() {
+        assert_eq!(chosen_word("always [advise] never\n"), Some("advise"));
+        assert_eq!(chosen_word("always never\n"), None);
+    }
+
+    #[test]
+    fn cells_have_names_of_their_own() {
+        let names: std::collections::BTreeSet<_> = cells().iter().map(Cell::name).collect();
+        assert_eq!(names.len(), 12);
+        assert!(names.contains("limited_hot_7_8_vcpus_2"));
+    }
+}

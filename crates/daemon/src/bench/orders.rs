@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A process of a bench that takes orders: one line of JSON each on its input, answered by one line
+//! on its output. The end of input ends it.
+//!
+//! It is in a process group of its own, so that a Ctrl-C reaches only the bench, which then ends it
+//! in order. Dropped, it is gone.
+
+use serde::{Serialize, de::DeserializeOwned};
+use std::{
+    io::{BufRead as _, BufReader, Write as _},
+    os::unix::process::CommandExt as _,
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+};
+
+/// A program is taken for a VMM by its name (or by KVM, which stand-ins do without).
+const VMM_PROGRAM: &str = "qemu-stand-in";
+
+/// This program, to be started in another role.
+pub(super) fn this_program() -> Result<PathBuf, String> {
+    std::env::current_exe().map_err(|error| format!("this program cannot be found: {error}"))
+}
+
+/// This program in `dir` under a name that is taken for a VMM's.
+pub(super) fn vmm_program(dir: &Path) -> Result<PathBuf, String> {
+    let program = dir.join(VMM_PROGRAM);
+    if program.exists() {
+        return Ok(program);
+    }
+    let ours = this_program()?;
+    if std::fs::hard_link(&ours, &program).is_err() {
+        std::fs::copy(&ours, &program)
+            .map_err(|error| format!("cannot copy to {}: {error}", program.display()))?;
+    }
+    Ok(program)
+}
+
+/// Says `answer` on the output: what such a process does.
+pub(super) fn say<A: Serialize>(answer: &A) -> Result<(), String> {
+    let line = serde_json::to_string(answer).map_err(|error| error.to_string())?;
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}")
+        .and_then(|()| out.flush())
+        .map_err(|error| error.to_string())
+}
+
+/// Such a process, as the bench holds it.
+pub(super) struct Ordered {
+    child: Child,
+    orders: Option<ChildStdin>,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Ordered {
+    /// Starts `command`.
+    pub(super) fn start(command: &mut Command) -> Result<Self, String> {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .map_err(|error| format!("the guest cannot be started: {error}"))?;
+        let (orders, answers) = (child.stdin.take(), child.stdout.take());
+        Ok(Self {
+            child,
+            orders,
+            answers: BufReader::new(answers.ok_or("the guest has no output")?),
+        })
+    }
+
+    /// Its process id.
+    pub(super) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Gives it an order.
+    pub(super) fn order<O: Serialize>(&mut self, order: &O) -> Result<(), String> {
+        let line = serde_json::to_string(order).map_err(|error| error.to_string())?;
+        let orders = self.orders.as_mut().ok_or("the guest has ended")?;
+        writeln!(orders, "{line}")
+            .and_then(|()| orders.flush())
+            .map_err(|error| format!("the guest takes no orders: {error}"))
+    }
+
+    /// Waits for its next answer.
+    pub(super) fn answer<A: DeserializeOwned>(&mut self) -> Result<A, String> {
+        let mut line = String::new();
+        let read = self
+            .answers
+            .read_line(&mut line)
+            .map_err(|error| format!("the guest cannot be heard: {error}"))?;
+        if read == 0 {
+            return Err("the guest has ended; see its messages above".into());
+        }
+        serde_json::from_str(&line).map_err(|error| format!("the guest said {line:?}: {error}"))
+    }
+}
+
+impl Drop for Ordered {
+    fn drop(&mut self) {
+        drop(self.orders.take());
+        // It may be stuck in a fault that nobody serves any more.
+        if let Err(error) = self.child.kill().and_then(|()| self.child.wait()) {
+            tracing::error!(%error, "the bench's guest could not be ended");
+        }
+    }
+}

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Who asks for the VM all the time, and how long the answers take.
+
+use crate::{
+    bench::daemon::{Daemon, VM},
+    client::{Client, ClientError, vm_path},
+};
+use hyper::Method;
+use pagetide_sys::cpu::{self, Urgency};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+/// Between an answer and the next question.
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// What was seen in one phase.
+#[derive(Clone, Copy, PartialEq, Default, Debug)]
+pub(super) struct Seen {
+    /// The longest answer.
+    pub longest: Duration,
+    /// Number of answers.
+    pub answers: u64,
+}
+
+#[derive(Default)]
+struct Shared {
+    phase: Mutex<&'static str>,
+    ends: AtomicBool,
+}
+
+/// A thread that asks.
+pub(super) struct Watch {
+    shared: Arc<Shared>,
+    thread: JoinHandle<Result<BTreeMap<&'static str, Seen>, String>>,
+}
+
+impl Watch {
+    /// Begins to ask `daemon`.
+    pub(super) fn start(daemon: &Daemon) -> Self {
+        let shared = Arc::new(Shared::default());
+        let (client, told) = (daemon.client(), Arc::clone(&shared));
+        Self {
+            shared,
+            thread: std::thread::spawn(move || watch(&client, &told)),
+        }
+    }
+
+    /// From now on it is the phase `name`.
+    pub(super) fn phase(&self, name: &'static str) {
+        *self
+            .shared
+            .phase
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = name;
+    }
+
+    /// Ends; returns what was seen in each phase.
+    pub(super) fn end(self) -> Result<BTreeMap<&'static str, Seen>, String> {
+        self.shared.ends.store(true, Relaxed);
+        self.thread
+            .join()
+            .map_err(|_| "the thread that asks has panicked".to_owned())?
+    }
+}
+
+fn watch(client: &Client, shared: &Shared) -> Result<BTreeMap<&'static str, Seen>, String> {
+    // What is asked for is the daemon's time, not that of a client without a CPU.
+    if let Err(error) = cpu::set_urgency(Urgency::Eager) {
+        eprintln!("bench real-size: who asks may wait for a CPU, too: {error}");
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| error.to_string())?;
+    let mut seen: BTreeMap<&'static str, Seen> = BTreeMap::new();
+    while !shared.ends.load(Relaxed) {
+        let phase = *shared.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let begun = Instant::now();
+        let path = vm_path(VM);
+        match runtime.block_on(client.ask::<serde_json::Value>(Method::GET, &path)) {
+            // Before the attach has begun there is no VM, and that is an answer, too.
+            Ok(_) | Err(ClientError::Refused(_)) => {}
+            Err(error) => return Err(error.to_string()),
+        }
+        let of_phase = seen.entry(phase).or_default();
+        of_phase.longest = of_phase.longest.max(begun.elapsed());
+        of_phase.answers += 1;
+        std::thread::sleep(PAUSE);
+    }
+    Ok(seen)
+}

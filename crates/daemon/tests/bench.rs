@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Benches of large VMs, at sizes that take seconds: what they measure needs the real program, for
+//! they start it as a VMM and as a daemon.
+//!
+//! No figure is compared with a time: that depends on the machine. What is looked at is that all
+//! figures are there, by the sizes that were asked for, and that the stand-in found every byte right,
+//! without which a bench fails.
+
+use serde_json::Value;
+use std::process::{Command, Output};
+
+fn bench(words: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pagetide"))
+        .arg("bench")
+        .args(words)
+        .output()
+        .expect("the program starts")
+}
+
+/// The report of a bench, or `None` with the reason told where it cannot run.
+fn report(words: &[&str]) -> Option<Value> {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: take-over needs root");
+        return None;
+    }
+    let output = bench(words);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{words:?}: {said}");
+    Some(serde_json::from_slice(&output.stdout).expect("one JSON object"))
+}
+
+fn number(report: &Value, path: &str) -> f64 {
+    let value = report.pointer(path);
+    value
+        .and_then(Value::as_f64)
+        .unwrap_or_else(|| panic!("{path} in {report}"))
+}
+
+#[test]
+fn real_size_has_all_figures_of_each_size() {
+    let words = ["real-size", "--ram", "32M,64M", "--pairs", "1", "--json"];
+    let Some(report) = report(&words) else {
+        return;
+    };
+    for size in ["mib_32", "mib_64"] {
+        for name in [
+            "attach_s",
+            "attach_gap_ms",
+            "detach_s",
+            "squeeze_s",
+            "evict_mib_per_s",
+            "evict_cpu_us_per_page",
+            "recover_s",
+            "detach_half_s",
+            "detach_half_mib_per_s",
+            "daemon_mib_per_gib",
+        ] {
+            let value = number(&report, &format!("/figures/{name}/{size}"));
+            assert!(value > 0.0, "{name} {size}: {report}");
+        }
+        for phase in ["attach", "scan", "squeeze", "detach"] {
+            let path = format!("/figures/show_by_phase/{size}/{phase}/answers");
+            assert!(number(&report, &path) > 0.0, "{path}");
+        }
+    }
+    assert!(number(&report, "/ratios/attach_mib_64_over_mib_32") > 0.0);
+    assert!(number(&report, "/figures/show_max_ms") > 0.0);
+}
+
+#[test]
+fn guest_cost_compares_attached_with_released() {
+    let size = [
+        "guest-cost",
+        "--ram",
+        "64M",
+        "--pairs",
+        "2",
+        "--seconds",
+        "1",
+    ];
+    let words = [&size[..], &["--only", "d_hot_7_8_vcpus_1", "--json"]].concat();
+    let Some(report) = report(&words) else {
+        return;
+    };
+    let cell = "/figures/limited_hot_7_8_vcpus_1";
+    assert_eq!(number(&report, &format!("{cell}/pairs")), 2.0);
+    assert!(number(&report, &format!("{cell}/attached_mops_per_s")) > 0.0);
+    let mean = number(&report, &format!("{cell}/mean"));
+    let low95 = number(&report, "/ratios/limited_over_free_low95");
+    assert!(low95 <= mean, "{report}");
+    assert_eq!(report["ratios"]["attached_over_free_low95"], Value::Null);
+}
+
+#[test]
+fn tracker_knows_what_is_cold_and_what_came_of_it() {
+    let size = ["tracker", "--ram", "64M", "--seconds", "5"];
+    let words = [&size[..], &["--only", "section_50", "--json"]].concat();
+    let Some(report) = report(&words) else {
+        return;
+    };
+    let row = "/figures/rows/section_50";
+    assert_eq!(number(&report, &format!("{row}/cold_sections")), 16.0);
+    assert!(
+        number(&report, &format!("{row}/evicted_pages")) > 0.0,
+        "{report}"
+    );
+    let share = number(&report, "/figures/cold_found_share");
+    assert!((0.0..=1.0).contains(&share), "{report}");
+    assert!(report["peers"]["full_unmapping"].is_string());
+}
+
+#[test]
+fn options_that_mean_nothing_are_wrong_use() {
+    for words in [
+        &["fault", "--ram", "1G"][..],
+        &["tracker", "--pairs", "3"],
+        &["real-size", "--ram", "16M"],
+        &["guest-cost", "--ram", "1G,2G"],
+        &["guest-cost", "--setting", "dma-protector"],
+    ] {
+        let output = bench(words);
+        assert_eq!(output.status.code(), Some(2), "{words:?}");
+        assert!(output.stdout.is_empty() && !output.stderr.is_empty());
+    }
+}
