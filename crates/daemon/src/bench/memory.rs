@@ -7,7 +7,7 @@
 
 use crate::size::readable;
 use pagetide_addr::SECTION_BYTES;
-use pagetide_swap::cgroup::{MemoryGroups, tightest};
+use pagetide_swap::cgroup::{Level, MemoryGroups};
 use std::path::Path;
 
 /// Left to others, whatever they do meanwhile.
@@ -39,8 +39,8 @@ impl Room {
             shm_bytes: free_on(Path::new("/dev/shm"))?,
         };
         let levels = MemoryGroups::of_this_process().levels();
-        let level = tightest(levels.map_err(|error| format!("memory cgroups: {error}"))?);
-        if let Some(level) = level
+        let levels = levels.map_err(|error| format!("memory cgroups: {error}"))?;
+        if let Some(level) = levels.into_iter().min_by_key(Level::free_bytes)
             && level.free_bytes() < room.free_bytes
         {
             room.free_bytes = level.free_bytes();
