@@ -329,6 +329,11 @@ impl Reclaimer {
         self.victims.look_at_empty(u64::MAX, has_pages);
     }
 
+    /// Memory has come or gone: no section stands unmapped as far as is known.
+    pub fn forget_standing(&mut self) {
+        self.candidates.forget_all();
+    }
+
     /// What was found in use may be tried again.
     pub fn try_again(&mut self) {
         self.candidates.try_again();

@@ -27,7 +27,7 @@ use pagetide_swap::{
     store::PutError,
 };
 use pagetide_sys::cpu;
-use pagetide_vmm::threads;
+use pagetide_vmm::{layout::RamLayout, threads};
 use pagetide_vpri::{TenantCpus, VcpuPlace};
 use std::{
     sync::Arc,
@@ -55,6 +55,8 @@ pub(super) struct Rounds {
     vm: Arc<VmCore>,
     hotplug: Hotplug,
     reclaimer: Reclaimer,
+    /// The RAM that the reclaimer knows.
+    layout: Arc<RamLayout>,
     started: Instant,
     looked_at: Option<Instant>,
     synced_at: Option<Instant>,
@@ -64,6 +66,7 @@ pub(super) struct Rounds {
 impl Rounds {
     pub(super) fn new(vm: Arc<VmCore>, reclaimer: Reclaimer, hotplug: Hotplug) -> Self {
         Self {
+            layout: vm.layout.now(),
             vm,
             hotplug,
             reclaimer,
@@ -112,6 +115,12 @@ impl Rounds {
     fn look_for_hazards(&mut self) {
         self.looked_at = Some(Instant::now());
         let bars = self.hotplug.follow();
+        let layout = self.vm.layout.now();
+        if !Arc::ptr_eq(&layout, &self.layout) {
+            // Other RAM may have the numbers of some that has gone.
+            self.layout = layout;
+            self.reclaimer.forget_standing();
+        }
         self.vm.look_for_hazards(bars);
     }
 
