@@ -429,7 +429,7 @@ report! {
         /// How accesses are told.
         tracker: String => skip,
         /// Time since every section was looked at, to tell the sets; absent before that.
-        heat_age_seconds: Option<f64> => skip,
+        heat_age_seconds: Option<f64> => gauge,
         /// Times that every section was looked at.
         sweeps: u64 => counter,
         /// Sections of which a few pages were looked at.

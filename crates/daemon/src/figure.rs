@@ -284,6 +284,7 @@ mod tests {
             "id",
             "dma_protector",
             "protected_devices",
+            "tracker",
         ];
         for (json, figures) in [
             (

@@ -15,7 +15,9 @@
 //! A section that stands ready and is not needed stays ready: it is the *reserve* from which memory
 //! comes at once. Nothing but a look at the whole section may take pages of it out of the page tables
 //! meanwhile, because a page that is not mapped counts as one that nobody took since then. So it is not
-//! sampled ([`Candidates::stands`]).
+//! sampled ([`Candidates::stands`]). The kernel might do it all the same (a huge page that it tries to
+//! make and gives up); so after [`READY_MAX`] a section is looked at anew, which costs nothing where
+//! all of it is unmapped still.
 //!
 //! Times are durations since any fixed moment.
 
@@ -23,10 +25,13 @@ use crate::victims::UNMAPPED_MIN;
 use pagetide_addr::SectionNo;
 use std::{collections::HashMap, time::Duration};
 
+/// How long a section stands ready before it is looked at anew.
+pub const READY_MAX: Duration = Duration::from_secs(10);
+
 /// How far a section is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Readiness {
-    /// It must be unmapped first.
+    /// It must be unmapped first, or looked at anew.
     Mapped,
     /// It was unmapped a moment ago.
     Resting,
@@ -58,6 +63,9 @@ impl Candidates {
             Some(Stand::Tried) => Readiness::Tried,
             Some(Stand::Unmapped { since }) if now.saturating_sub(*since) < UNMAPPED_MIN => {
                 Readiness::Resting
+            }
+            Some(Stand::Unmapped { since }) if now.saturating_sub(*since) > READY_MAX => {
+                Readiness::Mapped
             }
             Some(Stand::Unmapped { .. }) => Readiness::Ready,
         }
@@ -142,6 +150,9 @@ mod tests {
         all.unmapped(A, AT + UNMAPPED_MIN);
         assert_eq!(all.readiness(A, AT + UNMAPPED_MIN), Readiness::Resting);
         assert_eq!(all.unmapped_sections(), 1);
+        // It is looked at anew after a while, and not sampled until then.
+        assert_eq!(all.readiness(A, AT + 2 * READY_MAX), Readiness::Mapped);
+        assert!(all.stands(A));
     }
 
     #[test]
@@ -150,15 +161,15 @@ mod tests {
         all.unmapped(A, AT);
         all.unmapped(B, AT);
         all.tried(A);
-        assert_eq!(all.readiness(A, AT * 2), Readiness::Tried);
+        assert_eq!(all.readiness(A, AT + UNMAPPED_MIN), Readiness::Tried);
         assert!(!all.stands(A) && all.stands(B));
         assert_eq!(all.unmapped_sections(), 1);
         all.try_again();
-        assert_eq!(all.readiness(A, AT * 2), Readiness::Mapped);
-        assert_eq!(all.readiness(B, AT * 2), Readiness::Ready);
+        assert_eq!(all.readiness(A, AT + UNMAPPED_MIN), Readiness::Mapped);
+        assert_eq!(all.readiness(B, AT + UNMAPPED_MIN), Readiness::Ready);
         all.keep(|section| section != B);
         assert_eq!(all.unmapped_sections(), 0);
-        assert_eq!(all.readiness(B, AT * 2), Readiness::Mapped);
+        assert_eq!(all.readiness(B, AT + UNMAPPED_MIN), Readiness::Mapped);
         all.unmapped(A, AT);
         all.forget(A);
         all.forget(A);

@@ -56,6 +56,9 @@ pub const HOT_SWEEPS: u64 = 4;
 pub const COST_PPM: u32 = 5_000;
 /// An account holds at most this: a burst that a guest does not feel.
 const BURST_NS: i64 = 20_000_000;
+/// Longer times between two calls count as so much: what was not looked at meanwhile is not made up for
+/// at once.
+const PASSED_MAX: Duration = Duration::from_secs(2);
 /// What a section costs either of them, as long as nothing was seen: 8 pages of 3 microseconds.
 const SECTION_NS_GUESSED: u64 = 24_000;
 /// A VMM that sleeps is looked at as one that uses this share of a CPU, in parts.
@@ -207,6 +210,11 @@ impl Sampler {
         (self.left.is_empty()).then(|| std::mem::take(&mut self.touched))
     }
 
+    /// A look did not come about: what was to be unmapped is not known to be.
+    pub fn failed(&mut self, look: &Look) {
+        self.chosen.remove(&look.section);
+    }
+
     /// Forgets sections that are no more.
     pub fn keep(&mut self, there: impl Fn(SectionNo) -> bool) {
         self.chosen.retain(|section, _| there(*section));
@@ -249,8 +257,10 @@ impl Account {
     fn spend(&mut self, sections: u64, spent: Duration) {
         let ns = u64::try_from(spent.as_nanos()).unwrap_or(u64::MAX);
         let debt = i64::try_from(ns).unwrap_or(i64::MAX);
-        self.credit_ns = self.credit_ns.saturating_sub(debt);
-        let each = ns / sections.max(1);
+        // What had to be done though it could not be paid for is not held against the time after it.
+        self.credit_ns = self.credit_ns.saturating_sub(debt).max(-BURST_NS);
+        // Nor is one stall of the host taken for what sections cost.
+        let each = (ns / sections.max(1)).min(8 * self.section_ns.max(1));
         self.section_ns = (7 * self.section_ns + each) / 8;
     }
 
@@ -294,7 +304,7 @@ impl Pace {
     /// any fixed moment.
     pub fn sections(&mut self, now: Duration, cpu: Duration, of: u64, want: Want) -> u64 {
         let (then, cpu_then) = self.seen.replace((now, cpu)).unwrap_or((now, cpu));
-        let passed = nanos(now.saturating_sub(then));
+        let passed = nanos(now.saturating_sub(then).min(PASSED_MAX));
         let used = nanos(cpu.saturating_sub(cpu_then));
         let factor = match want {
             Want::Pressed => PRESSED_FACTOR,

@@ -62,6 +62,12 @@ pub use pagetide_policy::victims::{Reach, UNMAPPED_MIN};
 const AHEAD_PAGES_MIN: u64 = 8 << 10;
 /// Most: 256 MiB, a second's work or so.
 const AHEAD_PAGES_MAX: u64 = 64 << 10;
+/// Most times that what is wanted is unmapped ahead, if little of it goes.
+const AHEAD_FACTOR_MAX: u64 = 64;
+/// And at most so many sections, however few pages they have.
+const AHEAD_SECTIONS_MAX: usize = 512;
+/// Longest time that one call of [`Reclaimer::sample`] goes on.
+const SAMPLE_MAX: Duration = Duration::from_millis(20);
 /// Sections are unmapped in parts of so many: the tracker's buffers are bounded.
 const UNMAP_BATCH: usize = 64;
 
@@ -182,6 +188,10 @@ pub struct Reclaimer {
     heat: Heat,
     protected: Arc<ProtectedSections>,
     memory: Memory,
+    /// Whether sections without pages were looked at since the last sweep.
+    looked_at_empty: bool,
+    /// How many times what is wanted is unmapped ahead.
+    ahead_factor: u64,
     /// Told of each section that pages were taken of.
     taken: Box<dyn Fn(SectionNo, Took) + Send>,
 }
@@ -207,6 +217,8 @@ impl Reclaimer {
                 limit,
                 tracker,
             },
+            looked_at_empty: false,
+            ahead_factor: 1,
             taken: Box::new(|_, _| ()),
         }
     }
@@ -252,7 +264,8 @@ impl Reclaimer {
     ) -> Result<(), TrackerError> {
         let sections = self.memory.evictor.space().table().section_count();
         let mut left = self.heat.sections(clock(), cpu, sections, want);
-        while left > 0 {
+        let began = clock();
+        while left > 0 && clock().saturating_sub(began) < SAMPLE_MAX {
             let part = left.min(SAMPLE_BATCH);
             left -= part;
             self.sample_part(&clock, part)?;
@@ -270,25 +283,35 @@ impl Reclaimer {
             self.begin_sweep();
         }
         let began = clock();
-        let mut looks = Vec::new();
+        let (mut looks, mut standing) = (Vec::new(), Vec::new());
         let mut looked = 0;
         while looked < sections_max
             && let Some(section) = self.heat.sampler.next(self.victims.sets())
         {
             looked += 1;
             if self.candidates.stands(section) {
-                self.look_at_reserve(section)?;
+                standing.push(section);
                 continue;
             }
             let present = self.memory.present(section);
             looks.extend(self.heat.sampler.look(section, &present));
         }
-        let sampled = self.memory.tracker.sample(&looks)?;
+        let sampled = self.memory.tracker.sample(&looks);
+        if sampled.is_err() {
+            looks.iter().for_each(|look| self.heat.sampler.failed(look));
+        }
+        let sampled = sampled?;
+        standing
+            .into_iter()
+            .try_for_each(|section| self.look_at_reserve(section))?;
         self.heat
             .sampled(&looks, &sampled, (looked, clock().saturating_sub(began)));
         if let Some(touched) = self.heat.sampler.end() {
             self.victims.scanned(clock(), touched);
+            // What was in use may rest by now.
+            self.candidates.try_again();
             self.look_at_empty();
+            self.looked_at_empty = false;
             self.heat.swept(clock());
         }
         Ok(())
@@ -329,9 +352,13 @@ impl Reclaimer {
         self.victims.look_at_empty(u64::MAX, has_pages);
     }
 
-    /// Memory has come or gone: no section stands unmapped as far as is known.
-    pub fn forget_standing(&mut self) {
+    /// Memory has come or gone, and may have the numbers of other memory: no section stands unmapped as
+    /// far as is known, and those that there are now are in the sets.
+    pub fn ram_changed(&mut self) {
         self.candidates.forget_all();
+        self.heat.sampler.keep(|_| false);
+        let sections = self.memory.evictor.space().table().sections();
+        self.victims.follow(sections);
     }
 
     /// What was found in use may be tried again.
@@ -353,8 +380,23 @@ impl Reclaimer {
         if reach == Reach::Protected && self.protected.is_empty() {
             return Reclaimed::default();
         }
-        let (mut done, plan) = self.pass(clock(), pages, reach, &go_on);
+        let (mut done, mut plan) = self.pass(clock(), pages, reach, &go_on);
+        let is_short = reach == Reach::AllResting && done.evicted_pages < pages;
+        if is_short && done.stopped.is_none() && plan.is_empty() && !self.looked_at_empty {
+            // What came back to them without a touch goes before what is protected.
+            self.look_at_empty();
+            self.looked_at_empty = true;
+            let left = pages - done.evicted_pages;
+            let (more, next) = self.pass(clock(), left, reach, &go_on);
+            done.add(more);
+            plan = next;
+        }
         done.rests = plan.resting_pages > 0;
+        // Where nearly all is in use more is tried at a time.
+        self.ahead_factor = match done.evicted_pages < pages / 8 {
+            true => (2 * self.ahead_factor).min(AHEAD_FACTOR_MAX),
+            false => 1,
+        };
         if done.stopped.is_none() && !plan.next.is_empty() {
             match self.unmap(&plan.next, &clock) {
                 Ok(()) => done.rests = true,
@@ -403,8 +445,8 @@ impl Reclaimer {
         go_on: &impl Fn() -> bool,
     ) -> (Reclaimed, Plan) {
         let mut stopped = None;
-        let mut warm = Vec::new();
-        let mut plan = Plan::new(pages);
+        let (mut warm, mut offered) = (Vec::new(), 0_u64);
+        let mut plan = Plan::new(pages.saturating_mul(self.ahead_factor));
         let protected = |section| self.protected.contains(section);
         let (memory, tell, candidates) = (&mut self.memory, &self.taken, &mut self.candidates);
         let mut standing = candidates.unmapped_sections();
@@ -416,6 +458,7 @@ impl Reclaimer {
                 then: Then::Next,
             };
             if readiness == Readiness::Ready && go_on() {
+                offered += 1;
                 let outcome = memory.take(section, left);
                 if outcome.taken.pages > 0 {
                     let took = Took::of(outcome.taken.pages, outcome.present.len());
@@ -442,7 +485,8 @@ impl Reclaimer {
             evicted_pages: done.evicted_pages,
             busy_sections: done.busy_sections,
             protected_pages: done.protected_pages,
-            has_more: plan.was_cut && done.evicted_pages > 0,
+            // Each that was offered is tried, or has fewer pages: so this comes to an end.
+            has_more: plan.was_cut && offered > 0,
             rests: false,
             stopped,
         };
@@ -489,8 +533,14 @@ impl Plan {
         }
     }
 
+    /// True if nothing is left that could go.
+    fn is_empty(&self) -> bool {
+        self.standing_pages == 0 && self.next.is_empty()
+    }
+
     fn is_full(&self) -> bool {
         self.standing_pages + self.next_pages >= self.ahead_pages
+            || self.next.len() >= AHEAD_SECTIONS_MAX
     }
 
     /// A section that did not go, of so many pages.

@@ -60,6 +60,7 @@ pub(super) struct Rounds {
     started: Instant,
     looked_at: Option<Instant>,
     synced_at: Option<Instant>,
+    reserved_at: Option<Instant>,
     suspended_at: Option<Instant>,
 }
 
@@ -73,6 +74,7 @@ impl Rounds {
             started: Instant::now(),
             looked_at: None,
             synced_at: None,
+            reserved_at: None,
             suspended_at: None,
         }
     }
@@ -119,7 +121,7 @@ impl Rounds {
         if !Arc::ptr_eq(&layout, &self.layout) {
             // Other RAM may have the numbers of some that has gone.
             self.layout = layout;
-            self.reclaimer.forget_standing();
+            self.reclaimer.ram_changed();
         }
         self.vm.look_for_hazards(bars);
     }
@@ -150,7 +152,7 @@ impl Rounds {
 
     /// Looks for hazards anew, if the last look is not of just now: before each pass of a reclaim.
     fn may_evict_now(&mut self) -> bool {
-        if is_due(self.looked_at, HAZARDS_HOLD) {
+        if is_due(self.looked_at, HAZARDS_HOLD / 2) {
             self.look_for_hazards();
         }
         self.vm.may_evict()
@@ -184,9 +186,10 @@ impl Rounds {
     /// Where a limit is near, some cold memory stands ready to go at once.
     fn keep_reserve(&mut self) {
         let pages = self.vm.limit.reserve_pages();
-        if pages == 0 || !self.vm.may_evict() {
+        if pages == 0 || !is_due(self.reserved_at, LOOK_ROUND) || !self.vm.may_evict() {
             return;
         }
+        self.reserved_at = Some(Instant::now());
         let started = self.started;
         if let Err(error) = self.reclaimer.keep_ready(|| started.elapsed(), pages) {
             self.suspend(format!("accesses cannot be told: {error}"));
@@ -241,6 +244,9 @@ impl Rounds {
     /// Passes within `reach` until there is enough, or nothing more in reach.
     fn take_all(&mut self, reach: Reach, wanted: &impl Fn(u64) -> u64, total: &mut Reclaimed) {
         loop {
+            if is_due(self.synced_at, LOOK_ROUND) {
+                self.look_round();
+            }
             let pages = wanted(total.evicted_pages);
             if pages == 0 || !self.may_evict_now() {
                 return;
@@ -253,15 +259,15 @@ impl Rounds {
                 return;
             }
             // What was unmapped for this pass rests while others go, or until its time is up.
-            if evicted == 0 && self.vm.limit.rest(UNMAPPED_MIN) == Wake::Stopped {
+            if evicted == 0 && !has_more && self.vm.limit.rest(UNMAPPED_MIN) == Wake::Stopped {
                 return;
             }
         }
     }
 
     fn take(&mut self, pages: u64, reach: Reach) -> Reclaimed {
-        let (vm, begun) = (Arc::clone(&self.vm), Instant::now());
-        let go_on = || !vm.limit.is_stopped() && begun.elapsed() < HAZARDS_HOLD;
+        let (vm, looked_at) = (Arc::clone(&self.vm), self.looked_at);
+        let go_on = || !vm.limit.is_stopped() && !is_due(looked_at, HAZARDS_HOLD);
         let started = self.started;
         self.reclaimer
             .reclaim(|| started.elapsed(), pages, reach, go_on)

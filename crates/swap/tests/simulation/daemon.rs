@@ -307,7 +307,7 @@ impl Daemon {
                 self.attach(device);
             }
             Task::Scan => self.scan(),
-            Task::Reclaim { pages, reach } => self.reclaim(pages, reach),
+            Task::Reclaim { pages, reach } => self.reclaim_rested(pages, reach),
             Task::Trim => self.store.trim().expect("a pool that can be punched"),
             Task::CorrectLimit => {
                 let resident = self.life.world.lock().resident_pages();
@@ -404,6 +404,14 @@ impl Daemon {
         }
     }
 
+    /// The first pass unmaps what the second takes.
+    fn reclaim_rested(&self, pages: u64, reach: Reach) {
+        self.reclaim(pages, reach);
+        let wait_ms = u64::try_from(UNMAPPED_MIN.as_millis()).expect("some milliseconds");
+        self.life.world.lock().pass_time(wait_ms);
+        self.reclaim(pages, reach);
+    }
+
     fn reclaim(&self, pages: u64, reach: Reach) {
         let Ok(mut reclaimer) = self.reclaimer.try_lock() else {
             return;
@@ -463,12 +471,9 @@ impl Daemon {
         if self.life.world.lock().knobs.eviction == Eviction::Reclaimer {
             self.scan();
             let wait_ms = u64::try_from(UNMAPPED_MIN.as_millis()).expect("some milliseconds");
-            // The first unmaps what the second takes.
-            for _ in 0..2 {
-                let pages = pages.max(self.limit.pages_to_high_mark());
-                self.reclaim(pages, Reach::AllResting);
-                self.life.world.lock().pass_time(wait_ms);
-            }
+            self.life.world.lock().pass_time(wait_ms);
+            let pages = pages.max(self.limit.pages_to_high_mark());
+            self.reclaim_rested(pages, Reach::AllResting);
             return;
         }
         let task = Task::random_eviction(&mut self.life.world.lock());
