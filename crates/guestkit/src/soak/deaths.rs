@@ -21,7 +21,7 @@ use crate::product::is_listening;
 /// Shortest and longest life of a daemon that answers.
 const LIFE_MS: (u64, u64) = (500, 8_000);
 /// Longest life while there were too few deaths.
-const LIFE_IN_HASTE_MS: u64 = 4_000;
+const LIFE_IN_HASTE_MS: u64 = 2_500;
 /// How much more often than wanted.
 const MARGIN: f64 = 1.1;
 /// Longest time between a death and the next start.
