@@ -12,6 +12,8 @@ use std::{io, mem::MaybeUninit, time::Duration};
 
 /// Milliseconds of one tick of `/proc/stat`: `USER_HZ` is 100 on every architecture we run on.
 const TICK_MS: u64 = 10;
+/// The highest number that the kernel gives a process (`PID_MAX_LIMIT`).
+const PID_MAX: u32 = 4 << 20;
 /// The niceness that yields to nobody.
 const LEAST_NICE: i32 = -20;
 
@@ -197,6 +199,10 @@ pub fn process_time() -> Duration {
 /// # Errors
 /// It has ended.
 pub fn time_of(pid: u32) -> io::Result<Duration> {
+    // A clock's number has 29 bits for the process: beyond them it would name another's clock.
+    if pid == 0 || pid > PID_MAX {
+        return Err(io::Error::from_raw_os_error(libc::ESRCH));
+    }
     let mut clock = 0;
     // SAFETY: `clock` is writable and lives longer than the call.
     let status = unsafe { libc::clock_getcpuclockid(pid.cast_signed(), &raw mut clock) };
@@ -228,7 +234,9 @@ mod tests {
         while time_of(own).unwrap() < before + Duration::from_millis(1) {
             std::hint::spin_loop();
         }
-        assert!(time_of(u32::MAX / 2).is_err());
+        for nobody in [0, PID_MAX, u32::MAX / 2, u32::MAX] {
+            assert!(time_of(nobody).is_err(), "{nobody}");
+        }
     }
 
     #[test]
