@@ -11,7 +11,7 @@ use crate::{
     figure::LatencyUs,
     protection::vm::{DeviceProtection, ProtectionReport},
 };
-use pagetide_addr::{PAGE_BYTES, PageRange};
+use pagetide_addr::{PAGE_BYTES, PageRange, SectionNo};
 use pagetide_gmem::State;
 use pagetide_policy::sets::Level;
 use pagetide_swap::Counter;
@@ -65,6 +65,8 @@ impl Vm {
             neighbour_pages: count(Counter::NeighbourPages),
             discarded_pages: count(Counter::DiscardedPages),
             over_limit_fills: count(Counter::OverLimitFills),
+            directly_evicted_pages: core.limit.reserve().direct_pages(),
+            handed_on_faults: self.handed_on_faults(),
             wp_cancels: count(Counter::CancelledPages),
             alias_faults: count(Counter::AliasFaults),
             poisoned_pages: count(Counter::PoisonedPages),
@@ -92,7 +94,11 @@ impl Vm {
 
     fn region(&self, file: &RamFile) -> RegionReport {
         let table = self.core.memory.table();
-        let stored = |(section, pages): (_, PageRange)| {
+        let stored = |(section, pages): (SectionNo, PageRange)| {
+            if table.pages_of(section) == pages {
+                return table.stored_pages(section);
+            }
+            // A section that files share: those of a VM that was attached before RAM could come and go.
             let set = table.pages_in_state(section, |state| matches!(state, State::Stored(_)));
             let within = set.pages(section).filter(|page| pages.contains(*page));
             within.count() as u64
