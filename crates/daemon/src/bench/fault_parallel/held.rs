@@ -174,7 +174,11 @@ fn bring_back(memory: &PagedMemory, pages: u64) -> Result<(), String> {
         };
         let reply = reply.clone();
         // Whoever filled a page for a vCPU may not have written its word yet.
-        let told = move |outcome| drop(reply.send(outcome));
+        let told = move |outcome| {
+            if reply.send(outcome).is_err() {
+                tracing::debug!("the bench has given up");
+            }
+        };
         memory.fault(&fault, Some(Box::new(told)));
         match outcomes.recv() {
             Ok(FaultOutcome::Present) => {}
