@@ -95,7 +95,7 @@ struct Threads {
     reader: Option<FaultReader>,
     rounds: Option<JoinHandle<Rounds>>,
     /// What fills that need room take themselves: the limit has it only as long as this.
-    _direct: Option<Arc<DirectReclaim>>,
+    direct: Option<Arc<DirectReclaim>>,
 }
 
 /// What an attach or a recovery brings to [`Vm::start`]. Words that there are are true, all bits of the
@@ -249,7 +249,7 @@ impl Vm {
         *lock(&self.threads) = Threads {
             reader: Some(reader),
             rounds: Some(thread),
-            _direct: Some(direct),
+            direct: Some(direct),
         };
         Ok(())
     }
@@ -402,8 +402,15 @@ impl Vm {
         shared.feed.remove(&core.protection);
         self.free_domains(shared);
         // Its thread is waited for with nothing locked: reports go on meanwhile.
-        let reader = lock(&self.threads).reader.take();
-        drop(reader);
+        let (reader, direct) = {
+            let mut threads = lock(&self.threads);
+            (threads.reader.take(), threads.direct.take())
+        };
+        drop((reader, direct));
+        // Whoever holds this VM for a moment longer must not keep the next daemon from it.
+        for file in core.layout.now().files() {
+            file.file().unmap();
+        }
         core.sync_counters();
         if let Err(error) = core.pool.remove() {
             tracing::warn!(vm = core.name, %error, "the pool of a VM that is no more stays behind; a next start removes it");
