@@ -234,8 +234,8 @@ settings! {
     iopf_preempt: IopfPreempt = "fifo",
     /// Microseconds a VM's fault reader polls before it sleeps, on a CPU of its own; 0 sleeps at once, on the CPU of the vCPU that faults
     reader_poll_us: u32 = "0",
-    /// Most pages that a vCPU's fault brings along when it reads in sequence, at most 16; 0 for none
-    neighbours: u32 = "8",
+    /// Most pages that a vCPU's fault brings along when it reads in sequence, or when much around it comes back too, at most 16; 0 for none
+    neighbours: u32 = "16",
     /// What learning how hot its memory is may cost a VM: share of the CPU time of its VMM, and as much of a CPU of the daemon's
     tracker_cost: Percent = "0.5%",
     /// Policy that keeps sections which devices are about to touch from being evicted, of VMs attached from now on: none, lru, adp or adaptive, with parameters such as adp:promote-after=120s

@@ -266,7 +266,7 @@ impl PagedMemory {
     }
 
     /// How many of `pages` are absent; `None` if the content of one is not at hand.
-    fn absent_at_hand(&self, pages: PageRange) -> Option<u64> {
+    pub(super) fn absent_at_hand(&self, pages: PageRange) -> Option<u64> {
         let mut absent = 0;
         for page in pages.iter() {
             if let State::Stored(content) = self.table.word(page).state() {

@@ -62,13 +62,23 @@ pub(crate) struct Section {
     pub(crate) next_expected: std::sync::atomic::AtomicU64,
     /// How many neighbours the last fault here brought along.
     pub(crate) window: std::sync::atomic::AtomicU32,
+    /// Faults in each block since the last round, four bits each.
+    faults: [std::sync::atomic::AtomicU64; FAULT_WORDS],
 }
 
+/// Pages of which faults are counted together.
+pub(crate) const BLOCK_PAGES: u64 = 16;
+/// Bits of a count, and the highest one.
+const COUNT_BITS: u64 = 4;
+const COUNT_MAX: u64 = (1 << COUNT_BITS) - 1;
+const COUNTS_PER_WORD: u64 = 64 / COUNT_BITS;
+const FAULT_WORDS: usize = 2;
+const _: () = assert!(FAULT_WORDS as u64 * COUNTS_PER_WORD * BLOCK_PAGES == SECTION_PAGES);
 const SET_WORDS: usize = 8;
 const _: () = assert!(SET_WORDS as u64 * 64 == SECTION_PAGES);
 
 impl Section {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             lock: RwLock::new(()),
             pages: std::sync::atomic::AtomicU64::new(0),
@@ -78,7 +88,21 @@ impl Section {
             round: std::sync::atomic::AtomicU64::new(0),
             next_expected: std::sync::atomic::AtomicU64::new(u64::MAX),
             window: std::sync::atomic::AtomicU32::new(0),
+            faults: std::array::from_fn(|_| std::sync::atomic::AtomicU64::new(0)),
         }
+    }
+
+    /// Counts a fault in the block of `page`; returns how many there were since the last round, up
+    /// to 15.
+    pub(crate) fn count_fault(&self, page: PageNo) -> u64 {
+        let block = page.0 % SECTION_PAGES / BLOCK_PAGES;
+        let shift = block % COUNTS_PER_WORD * COUNT_BITS;
+        let word = &self.faults[PageNo(block / COUNTS_PER_WORD).index()];
+        let count = |word: u64| (word >> shift) & COUNT_MAX;
+        let counted = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |word| {
+            (count(word) < COUNT_MAX).then(|| word + (1 << shift))
+        });
+        counted.map_or(COUNT_MAX, |before| count(before) + 1)
     }
 
     /// True from the beginning of its removal until that is over.
@@ -104,6 +128,9 @@ impl Section {
     /// What round there may be is over; candidates set from now on are of this number. The section's
     /// lock is held exclusively.
     pub(crate) fn next_round(&self) -> u64 {
+        for counts in &self.faults {
+            counts.store(0, Ordering::Relaxed);
+        }
         self.round.fetch_add(1, Ordering::Relaxed) + 1
     }
 
