@@ -11,6 +11,7 @@
 //! crates it uses `sys` alone, for the memory of a [stand-in](stand_in) for a VMM.)
 
 pub mod adp_live;
+pub mod bare;
 pub mod borrowed;
 pub mod client;
 pub mod cpio;
