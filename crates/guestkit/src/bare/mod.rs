@@ -19,16 +19,17 @@ pub use content::{Content, PAGE_BYTES, WrongWord};
 
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::guest::{GuestError, end, ram_files, resident_bytes, tail};
 use crate::image::command_line;
+use crate::lines::listen;
 use crate::qemu::{Accel, QEMU, QemuError, Ram, Version, memory};
 use crate::swapless::{SwapError, Swapless};
 
@@ -240,7 +241,7 @@ impl BareSpec {
     pub fn check(&self) -> Result<(), BareError> {
         Version::installed()?;
         if !(RAM_BYTES_MIN..=RAM_BYTES_MAX).contains(&self.ram_bytes)
-            || self.ram_bytes % (1 << 20) != 0
+            || !self.ram_bytes.is_multiple_of(1 << 20)
         {
             return Err(BareError::Unable(format!(
                 "{} bytes are no RAM for it: give whole MiB from {} to {}",
@@ -497,21 +498,6 @@ fn numbers_of(text: &str) -> Result<Vec<u64>, std::num::ParseIntError> {
 fn page_number(number: Option<&u64>) -> u32 {
     // RAM ends at 4 GiB, so there are no more pages than a u32 holds.
     number.map_or(0, |pages| u32::try_from(*pages).unwrap_or(u32::MAX))
-}
-
-/// Hears what the guest says until QEMU closes its output.
-fn listen(answers: ChildStdout) -> Receiver<String> {
-    let (said, lines) = mpsc::channel();
-    thread::spawn(move || {
-        for line in BufReader::new(answers).lines() {
-            let Ok(line) = line else { return };
-            // Nobody listens any more: the guest is gone, too.
-            if said.send(line.trim().to_owned()).is_err() {
-                return;
-            }
-        }
-    });
-    lines
 }
 
 fn file_error(path: &Path, source: io::Error) -> BareError {
