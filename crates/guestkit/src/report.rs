@@ -282,10 +282,10 @@ impl Report {
             let (time, rate) = (dense.attach_s, dense.squeeze_mib_per_s);
             format!("{time:.2} s, {rate:.0} MiB/s")
         });
-        line("  touches a second, attached", {
+        line("  touches a second, then attached", {
             let (before, attached) = (dense.counts_per_s_before, dense.counts_per_s_attached);
             let less = dense.slow_down_percent;
-            format!("{before:.0}, {attached:.0} ({less:.1} % fewer)")
+            format!("{before:.0}, {attached:.0}: slow-down {less:.1} %")
         });
         line("  verified after being let go", mib(dense.verified_bytes));
         table

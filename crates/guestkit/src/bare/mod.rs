@@ -40,7 +40,7 @@ pub const RAM_BYTES_MIN: u64 = 8 << 20;
 /// The guest's program.
 const SOURCE: &str = include_str!("guest.c");
 /// Options of the compiler: 32 bits, no library, one loadable piece at 1 MiB.
-const FLAGS: [&str; 16] = [
+const FLAGS: [&str; 18] = [
     "-m32",
     "-march=i686",
     "-O2",
@@ -51,11 +51,13 @@ const FLAGS: [&str; 16] = [
     "-ffreestanding",
     "-fno-builtin",
     "-fno-pic",
+    "-fcf-protection=none",
     "-fno-stack-protector",
     "-fno-asynchronous-unwind-tables",
     "-mgeneral-regs-only",
     "-nostdlib",
     "-static",
+    "-no-pie",
     "-Wl,--build-id=none,-z,noexecstack,-z,noseparate-code,-z,max-page-size=4096,-Ttext-segment=0x100000,-e,start",
 ];
 /// How long the guest has for its boot and for filling its RAM: an emulated one needs five seconds for
