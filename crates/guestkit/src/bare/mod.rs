@@ -305,10 +305,15 @@ impl BareGuest {
                 guest.pages = page_number(numbers.first());
                 Ok(guest)
             }
-            Err(error) => Err(BareError::Unable(format!(
-                "a guest without an operating system does not start under {}: {error}",
-                spec.accel.name()
-            ))),
+            Err(error) => {
+                let (accel, error) = (spec.accel.name(), error.to_string());
+                // One line, as reasons to skip are listed by lines.
+                let words: Vec<&str> = error.split_whitespace().collect();
+                Err(BareError::Unable(format!(
+                    "a guest without an operating system does not start under {accel}: {}",
+                    words.join(" ")
+                )))
+            }
         }
     }
 
