@@ -38,7 +38,7 @@ pub use paging::{
     Admission, Committed, Content, ContentStore, EvictionError, EvictionRound, Fault, FaultOutcome,
     GrowthError, Incidents, Installed, MemoryCounters, MemoryParts, NoRoom, Overwritten, PageTable,
     PageWord, PagedMemory, Place, PlaceError, Reply, State, StoreError, Unlimited, VolatileWords,
-    WordArray, recovery,
+    WordArray, neighbours::Neighbours, recovery,
 };
 pub use region::{MapOptions, Mapped, Placement, Protection, Region};
 pub use set::MappingSet;

@@ -30,7 +30,7 @@ use crate::layout::LiveLayout;
 use crate::process::VmmProcess;
 use crate::servers::{FaultServers, ServerCpus, words_of};
 use crate::threads::last_cpu;
-use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo};
+use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo, PageRange};
 use pagetide_sys::cpu;
 use pagetide_sys::interrupt;
 use pagetide_sys::process::{ProcessError, ProcessFd};
@@ -96,8 +96,12 @@ pub trait FaultSink: Send + Sync {
     /// A thread of the VMM waits. Called on any of several threads, several at a time.
     fn fault(&self, fault: VcpuFault);
 
-    /// A fault was served, and others are too that were read with it. Called where it was served.
-    fn served(&self, fault: VcpuFault);
+    /// A fault was served, and others are too that were read with it. Called where it was served;
+    /// returns the pages around it that are worth bringing along.
+    fn served(&self, fault: VcpuFault) -> Option<PageRange>;
+
+    /// Brings such pages along. Called where that disturbs least.
+    fn bring_along(&self, pages: PageRange);
 
     /// The VMM has ended; no fault is read any more. Called once, last by the reader.
     fn vmm_gone(&self);
@@ -549,7 +553,14 @@ impl Reading {
                 [_, ..] => self.servers.take_back(),
             };
         }
-        self.done.drain(..).for_each(|fault| sink.served(fault));
+        for fault in self.done.drain(..) {
+            // On this CPU, most likely, somebody runs again who was served.
+            if let Some(pages) = sink.served(fault)
+                && let Some(pages) = self.servers.bring_along(pages)
+            {
+                sink.bring_along(pages);
+            }
+        }
     }
 
     fn serve_one(&self, fault: VcpuFault, sink: &dyn FaultSink) -> Served {
@@ -642,7 +653,11 @@ mod tests {
             panic!("{} was not expected", fault.page);
         }
 
-        fn served(&self, _fault: VcpuFault) {}
+        fn served(&self, _fault: VcpuFault) -> Option<PageRange> {
+            None
+        }
+
+        fn bring_along(&self, _pages: PageRange) {}
 
         fn vmm_gone(&self) {
             self.0.send("gone".to_owned()).unwrap();
@@ -712,7 +727,11 @@ mod tests {
             panic!("{} was not expected", fault.page);
         }
 
-        fn served(&self, _fault: VcpuFault) {}
+        fn served(&self, _fault: VcpuFault) -> Option<PageRange> {
+            None
+        }
+
+        fn bring_along(&self, _pages: PageRange) {}
 
         fn vmm_gone(&self) {}
 

@@ -9,6 +9,9 @@
 //!            ├─ many at a time ──► shared ◄── servers that are idle, and the reader when it is through
 //!            └─ would wait ──────► waiting ◄── servers only
 //! ```
+//! A third thing to do is nobody's fault: to bring pages along that will be asked for next. A server
+//! that is idle does it, for the vCPU just served mostly runs on the reader's CPU.
+//!
 //! *Shared* faults may be taken by anybody, so none of them ever stands behind one that waits: the
 //! reader takes what no server has. *Waiting* ones (no room under the limit, a section whose lock is
 //! held, content that is not at hand) go to the servers, each of which waits for one at a time.
@@ -17,6 +20,7 @@
 //! Servers run where the vCPUs may run ([`ServerCpus`]), which belong to whoever pays for the VM.
 
 use crate::reader::{FaultSink, VcpuFault};
+use pagetide_addr::PageRange;
 use pagetide_sys::cpu;
 use std::any::Any;
 use std::collections::VecDeque;
@@ -71,6 +75,8 @@ impl ServerCpus {
 struct Faults {
     shared: VecDeque<VcpuFault>,
     waiting: VecDeque<VcpuFault>,
+    /// Pages that are worth bringing along.
+    along: VecDeque<PageRange>,
     idle: usize,
     /// What a panic said.
     failure: Option<String>,
@@ -93,8 +99,8 @@ pub(crate) struct FaultServers {
 
 /// A fault and how it is to be served.
 enum Task {
-    Shared(VcpuFault),
-    Waiting(VcpuFault),
+    Fault(VcpuFault),
+    BringAlong(PageRange),
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -182,6 +188,20 @@ impl FaultServers {
     }
 }
 
+impl FaultServers {
+    /// Hands on pages that are worth bringing along; `None` if an idle server will.
+    pub(crate) fn bring_along(&self, pages: PageRange) -> Option<PageRange> {
+        let mut queue = lock(&self.queue.faults);
+        if queue.idle <= queue.along.len() {
+            return Some(pages);
+        }
+        queue.along.push_back(pages);
+        drop(queue);
+        self.queue.come.notify_one();
+        None
+    }
+}
+
 impl Drop for FaultServers {
     fn drop(&mut self) {
         lock(&self.queue.faults).is_over = true;
@@ -222,10 +242,13 @@ impl Server {
         let mut faults = lock(&self.queue.faults);
         loop {
             if let Some(fault) = faults.shared.pop_front() {
-                return Some(Task::Shared(fault));
+                return Some(Task::Fault(fault));
             }
             if let Some(fault) = faults.waiting.pop_front() {
-                return Some(Task::Waiting(fault));
+                return Some(Task::Fault(fault));
+            }
+            if let Some(pages) = faults.along.pop_front() {
+                return Some(Task::BringAlong(pages));
             }
             if faults.is_over {
                 return None;
@@ -238,11 +261,16 @@ impl Server {
     }
 
     fn serve(&self, task: Task) {
-        self.queue.taken.fetch_add(1, Ordering::Relaxed);
-        let fault = match task {
-            Task::Shared(fault) | Task::Waiting(fault) => fault,
+        let along = match task {
+            Task::Fault(fault) => {
+                self.queue.taken.fetch_add(1, Ordering::Relaxed);
+                self.sink.fault(fault);
+                self.sink.served(fault)
+            }
+            Task::BringAlong(pages) => Some(pages),
         };
-        self.sink.fault(fault);
-        self.sink.served(fault);
+        if let Some(pages) = along {
+            self.sink.bring_along(pages);
+        }
     }
 }

@@ -59,7 +59,11 @@ impl FaultSink for Store {
         Served::Yes
     }
 
-    fn served(&self, _fault: VcpuFault) {}
+    fn served(&self, fault: VcpuFault) -> Option<PageRange> {
+        Some(fault.page.single())
+    }
+
+    fn bring_along(&self, _pages: PageRange) {}
 
     fn fault(&self, fault: VcpuFault) {
         let mut stored = self.stored.lock().unwrap();

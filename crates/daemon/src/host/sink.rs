@@ -2,8 +2,8 @@
 //! Who the fault reader and the address space report to: one VM's [`VmSink`] and [`VmIncidents`].
 
 use super::janitor::JanitorBell;
-use pagetide_addr::{DeviceId, PageNo};
-use pagetide_gmem::{AddressSpace, Fault, Incidents, PlaceError, StoreError};
+use pagetide_addr::{DeviceId, PageNo, PageRange};
+use pagetide_gmem::{AddressSpace, Fault, Incidents, Neighbours, PlaceError, StoreError};
 use pagetide_swap::{Counter, Pool};
 use pagetide_vmm::{
     process::{VmmIdentity, VmmProcess},
@@ -63,9 +63,20 @@ impl FaultSink for VmSink {
         self.count(fault);
     }
 
-    fn served(&self, fault: VcpuFault) {
+    fn served(&self, fault: VcpuFault) -> Option<PageRange> {
+        let memory = self.space.memory()?;
+        match memory.neighbours_of(fault.page)? {
+            Neighbours::Around(pages) => Some(pages),
+            next @ Neighbours::Next(_) => {
+                memory.bring_along(next);
+                None
+            }
+        }
+    }
+
+    fn bring_along(&self, pages: PageRange) {
         if let Some(memory) = self.space.memory() {
-            memory.bring_neighbours(fault.page);
+            memory.bring_along(Neighbours::Around(pages));
         }
     }
 

@@ -364,7 +364,10 @@ fn busy_device_keeps_its_section_from_leaving_but_is_granted_nothing_more() {
     }
     assert_eq!(state(&memory, 9), State::Present);
     assert_eq!(fault(&memory, region(0, 9)), FaultOutcome::OutOfRange);
-    memory.bring_neighbours(PageNo(9));
+    assert_eq!(
+        memory.bring_along(crate::Neighbours::Next(PageNo(9).single())),
+        0
+    );
     memory.grant_present(DEVICE).unwrap();
     assert!(fake.with(|vm| vm.granted.is_empty()));
     let again = memory.allocate(region(0, 1024));

@@ -13,7 +13,7 @@
 
 use super::{
     fill::FILL_PAGES_MAX,
-    neighbours,
+    neighbours::{self, Neighbours},
     place::{Installed, Place, PlaceError},
     store::{Admission, ContentStore, Incidents},
     table::{PageTable, Section},
@@ -121,10 +121,16 @@ impl PagedMemory {
         }
     }
 
-    /// After a vCPU's fault on `page` was served: brings neighbours along if that pays (see
-    /// [`super::neighbours`]). The vCPU runs again by then.
-    pub fn bring_neighbours(&self, page: PageNo) {
-        neighbours::bring_along(self, page);
+    /// After a vCPU's fault on `page` was served: which pages around it are worth bringing along (see
+    /// [`super::neighbours`]). To be asked once for each fault.
+    #[must_use]
+    pub fn neighbours_of(&self, page: PageNo) -> Option<Neighbours> {
+        neighbours::of(self, page)
+    }
+
+    /// Brings those of `neighbours` along that are stored, at hand and have room; returns how many.
+    pub fn bring_along(&self, neighbours: Neighbours) -> u64 {
+        neighbours::bring(self, neighbours)
     }
 
     /// Serves a fault if that needs neither an eviction, nor content that is not at hand, nor another

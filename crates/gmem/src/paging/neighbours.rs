@@ -33,35 +33,36 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Faults in a block that show that all of it is wanted.
 const DENSE_FAULTS: u64 = 4;
 
-/// See the module; called after the fault on `page` is served.
-pub(crate) fn bring_along(space: &PagedMemory, page: PageNo) {
+/// Pages that are worth bringing along, all of one section.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Neighbours {
+    /// Those that will be asked for next: at once, before the vCPU has come so far.
+    Next(PageRange),
+    /// Those around it, in any order: by whoever has the time.
+    Around(PageRange),
+}
+
+/// Of neighbours around a page so many are claimed at a time: who asks for one meanwhile waits for
+/// these.
+const AROUND_STEP: u64 = 4;
+
+/// What is worth bringing along with `page`, whose fault was served; see the module.
+pub(crate) fn of(space: &PagedMemory, page: PageNo) -> Option<Neighbours> {
     if space.neighbours_max == 0 {
-        return;
+        return None;
     }
-    let Some(section) = space.table.section(page.section()) else {
-        return;
-    };
+    let section = space.table.section(page.section())?;
     let pages = space.table.pages_of(page.section());
     let expected = section.next_expected.load(Relaxed) == page.0;
     let window = next_window(section.window.load(Relaxed), expected, space.neighbours_max);
     section.window.store(window, Relaxed);
     let first = PageNo(page.0 + 1);
-    let brought = if window > 0 {
-        let end = PageNo((first.0 + u64::from(window)).min(pages.end.0));
-        bring(space, PageRange::new(first.min(end), end))
-    } else {
-        0
-    };
-    section.next_expected.store(first.0 + brought, Relaxed);
-    let dense = if window == 0 && is_dense(section, page) {
-        bring(space, block_of(page, pages))
-    } else {
-        0
-    };
-    space
-        .counters
-        .neighbour_pages
-        .fetch_add(brought + dense, Relaxed);
+    let end = PageNo((first.0 + u64::from(window)).min(pages.end.0));
+    section.next_expected.store(first.max(end).0, Relaxed);
+    match window {
+        0 => is_dense(section, page).then(|| Neighbours::Around(block_of(page, pages))),
+        _ => (first < end).then(|| Neighbours::Next(PageRange::new(first, end))),
+    }
 }
 
 /// Counts a fault in the block of `page`; true if it shows that all of it is wanted.
@@ -74,9 +75,12 @@ fn block_of(page: PageNo, pages: PageRange) -> PageRange {
     PageRange::new(start, PageNo((start.0 + BLOCK_PAGES).min(pages.end.0)))
 }
 
-/// Fills those of `range`, which lies in one section, that are stored and at hand, as long as there is
-/// room; returns how many.
-fn bring(space: &PagedMemory, range: PageRange) -> u64 {
+/// Fills those of `neighbours` that are stored and at hand, as long as there is room; returns how many.
+pub(crate) fn bring(space: &PagedMemory, neighbours: Neighbours) -> u64 {
+    let (range, step) = match neighbours {
+        Neighbours::Next(range) => (range, FILL_PAGES_MAX),
+        Neighbours::Around(range) => (range, AROUND_STEP),
+    };
     let asked = space.absent_at_hand(range).unwrap_or(0);
     let asked = asked.min(space.neighbours_max.into());
     if asked == 0 || !space.admission.try_admit(asked) {
@@ -87,7 +91,7 @@ fn bring(space: &PagedMemory, range: PageRange) -> u64 {
     while page < range.end && brought < asked {
         let filled = match space.table.word(page).state() {
             State::Stored(_) => {
-                let end = range.end.min(PageNo(page.0 + (asked - brought)));
+                let end = range.end.min(PageNo(page.0 + step.min(asked - brought)));
                 space.fill_neighbours(PageRange::new(page, end))
             }
             _ => 0,
@@ -96,6 +100,7 @@ fn bring(space: &PagedMemory, range: PageRange) -> u64 {
         page = PageNo(page.0 + filled.max(1));
     }
     space.admission.give_back(asked - brought);
+    space.counters.neighbour_pages.fetch_add(brought, Relaxed);
     brought
 }
 

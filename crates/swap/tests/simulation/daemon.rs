@@ -344,7 +344,9 @@ impl Daemon {
         if !quick || self.space.fault_without_waiting(&fault).is_none() {
             self.space.fault(&fault, None);
         }
-        self.space.bring_neighbours(message.page);
+        if let Some(pages) = self.space.neighbours_of(message.page) {
+            self.space.bring_along(pages);
+        }
     }
 
     fn serve_device(&self, device: usize, asked: Asked) {

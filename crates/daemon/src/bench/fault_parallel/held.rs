@@ -211,7 +211,11 @@ impl FaultSink for Sink {
         self.0.fault(&of_vcpu(fault), None);
     }
 
-    fn served(&self, _fault: VcpuFault) {}
+    fn served(&self, _fault: VcpuFault) -> Option<PageRange> {
+        None
+    }
+
+    fn bring_along(&self, _pages: PageRange) {}
 
     fn vmm_gone(&self) {}
 
