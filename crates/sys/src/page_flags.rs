@@ -17,7 +17,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-const ENTRY_BYTES: u64 = 8;
+const ENTRY_BYTES: usize = 8;
 const COMPOUND_HEAD: u64 = 1 << 15;
 const COMPOUND_TAIL: u64 = 1 << 16;
 /// Frames of the largest folio in shared memory, as a power of two.
@@ -47,8 +47,8 @@ impl PageFlags {
     }
 
     fn flags(&self, frame: FrameNo) -> io::Result<u64> {
-        let mut entry = [0; 8];
-        self.file.read_exact_at(&mut entry, frame.0 * ENTRY_BYTES)?;
+        let mut entry = [0; ENTRY_BYTES];
+        self.file.read_exact_at(&mut entry, at(frame))?;
         Ok(u64::from_ne_bytes(entry))
     }
 
@@ -70,11 +70,11 @@ impl PageFlags {
     /// What reading says.
     pub fn large_among(&self, frames: &[FrameNo]) -> io::Result<Vec<FrameNo>> {
         let mut large = Vec::new();
-        let mut buffer = vec![0; frames.len() * ENTRY_BYTES as usize];
+        let mut buffer = vec![0; frames.len() * ENTRY_BYTES];
         let follows = |one: &FrameNo, other: &FrameNo| one.0 + 1 == other.0;
         for run in frames.chunk_by(follows) {
-            let entries = &mut buffer[..run.len() * ENTRY_BYTES as usize];
-            self.file.read_exact_at(entries, run[0].0 * ENTRY_BYTES)?;
+            let entries = &mut buffer[..run.len() * ENTRY_BYTES];
+            self.file.read_exact_at(entries, at(run[0]))?;
             for (frame, entry) in run.iter().zip(entries.as_chunks().0) {
                 if u64::from_ne_bytes(*entry) & (COMPOUND_HEAD | COMPOUND_TAIL) != 0 {
                     large.push(*frame);
@@ -102,6 +102,11 @@ impl PageFlags {
         // It was split while we looked.
         Ok(frame)
     }
+}
+
+/// Where a frame's entry lies.
+const fn at(frame: FrameNo) -> u64 {
+    frame.0 * ENTRY_BYTES as u64
 }
 
 #[cfg(test)]

@@ -478,8 +478,9 @@ mod tests {
         let [scanned, read] = both(&map, base, PAGES);
         assert!(scanned.is_empty() && read.is_empty(), "absent");
         // Pages in a row, alone, at both ends; more runs than one call tells.
-        let mapped =
-            |page: u64| page < 3 || page == 1023 || (100..900).contains(&page) && page % 2 == 0;
+        let mapped = |page: u64| {
+            page < 3 || page == 1023 || (100..900).contains(&page) && page.is_multiple_of(2)
+        };
         for page in (0..PAGES).filter(|page| mapped(*page)) {
             mapping.copy_to(page * PAGE_BYTES, &[1]).unwrap();
         }

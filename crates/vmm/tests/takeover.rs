@@ -4,6 +4,7 @@
 //! What gmem and swap do with care is done here in the simplest way that is
 //! right for one reader and one evictor: a lock around everything.
 
+mod huge;
 mod qemu;
 
 use pagetide_addr::{

@@ -76,7 +76,7 @@ impl<T: pagetide_vmm::tracker::AccessTracker> AccessTracker for Looks<T> {
     }
 
     fn look(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
-        let touched = self.0.look_many(sections)?;
+        let touched = self.0.take_out(sections)?;
         Ok(touched.into_iter().map(touched_of).collect())
     }
 
