@@ -10,9 +10,11 @@
 //! whichever tracker samples: what stands unmapped is what the rule on pins asks for.
 
 mod huge;
+pub mod idle;
 mod ranges;
 mod unmap;
 
+pub use idle::IdlePages;
 pub use unmap::{UnmapAndLook, refault_cost};
 
 use crate::Refusal;
@@ -48,6 +50,9 @@ pub enum TrackerError {
     /// Whether memory is in large folios could not be told.
     #[error("looking for memory in large pages: {0}")]
     Large(#[source] io::Error),
+    /// The kernel's marks of idle pages could not be read or set.
+    #[error("asking the kernel which pages are idle: {0}")]
+    Idle(#[source] io::Error),
     /// The devices could not be asked.
     #[error("asking the devices what they touched: {0}")]
     Devices(String),

@@ -3,7 +3,7 @@
 
 use super::{
     core::{Heat, lock},
-    tracker::TRACKER,
+    tracker::Way,
     vm::Vm,
 };
 use crate::{
@@ -87,7 +87,10 @@ impl Vm {
             regions,
             ..VmReport::default()
         };
-        with_protection(with_heat(report, heat), core.protection.report())
+        with_protection(
+            with_heat(report, heat, core.tracker),
+            core.protection.report(),
+        )
     }
 
     fn region(&self, file: &RamFile) -> RegionReport {
@@ -108,10 +111,10 @@ impl Vm {
 }
 
 /// The report with what is known of how hot the VM's memory is.
-fn with_heat(report: VmReport, heat: Heat) -> VmReport {
+fn with_heat(report: VmReport, heat: Heat, tracker: Way) -> VmReport {
     VmReport {
         sections: set_reports(heat.sets),
-        tracker: TRACKER.to_owned(),
+        tracker: tracker.name().to_owned(),
         heat_age_seconds: heat.swept_at.map(|at| at.elapsed().as_secs_f64()),
         sweeps: heat.report.sweeps,
         sampled_sections: heat.report.sampled_sections,

@@ -19,7 +19,7 @@ use super::{
     rounds::Rounds,
     sink::{VmIncidents, VmSink},
     space::VmSpace,
-    tracker::{Dma, Looks},
+    tracker::{Looks, Way},
 };
 use crate::{
     control::{ControlError, ErrorKind, VmState},
@@ -41,7 +41,6 @@ use pagetide_vmm::{
     process::VmmProcess,
     reader::{FaultReader, Placement, ReaderConfig},
     takeover,
-    tracker::UnmapAndLook,
 };
 use pagetide_vpri::{DPU, DmaMmu, FaultService, IoSpaces, Latencies};
 use std::{
@@ -77,7 +76,9 @@ pub(super) struct Shared {
     pub(super) protector: ProtectorChoice,
     /// What the memory cgroup leaves for pools.
     pub(super) room: Arc<Room>,
-    /// What learning a VM's heat may cost it.
+    /// How a VM's heat is learnt.
+    pub(super) tracker: Way,
+    /// What that may cost it.
     pub(super) heat_cost: HeatCost,
 }
 
@@ -150,7 +151,10 @@ impl Vm {
         // From now on a successor takes the VM up again.
         prepared.pool.set_attached();
         let (space, memory) = (Arc::clone(&whole.space), Arc::clone(&whole.memory));
-        let tracker = tracker_of(&prepared).map_err(failed)?;
+        let (way, layout_now) = (shared.tracker, Arc::clone(&prepared.layout));
+        let tracker = way
+            .tracker(&prepared.vmm, layout_now, &prepared.mmu)
+            .map_err(failed)?;
         let tenant = shared
             .service
             .add_tenant(Arc::clone(&space), Arc::clone(&prepared.mmu))
@@ -163,6 +167,7 @@ impl Vm {
         let mmu = Arc::clone(&prepared.mmu);
         let core = Arc::new(VmCore {
             protection: protection(shared, mmu, &layout, limbs),
+            tracker: way,
             name: identity.name.clone(),
             identity,
             vmm: prepared.vmm,
@@ -201,7 +206,7 @@ impl Vm {
         Ok(vm)
     }
 
-    fn start_threads(&self, tracker: UnmapAndLook, shared: &Shared) -> Result<(), ControlError> {
+    fn start_threads(&self, tracker: Looks, shared: &Shared) -> Result<(), ControlError> {
         let core = &self.core;
         let sink = VmSink {
             vmm: core.identity.process(),
@@ -223,7 +228,7 @@ impl Vm {
         let reader = FaultReader::start(&core.vmm, userfaultfd, layout, Arc::new(sink), config)
             .map_err(failed)?;
         let evictor = Evictor::new(Arc::clone(&core.memory), Arc::clone(&core.store));
-        let looks = Box::new(Looks(tracker));
+        let looks = Box::new(tracker);
         let limit = Arc::clone(&core.limit);
         let mut reclaimer = Reclaimer::new(evictor, limit, looks, shared.heat_cost);
         reclaimer.spare(Arc::clone(core.protection.protected()));
@@ -549,11 +554,6 @@ fn protection(
     let ram = layout.files().iter().map(|file| file.pages()).collect();
     let choice = &shared.protector.0;
     Arc::new(VmProtection::new(choice, mmu, ram, Some(limbs)))
-}
-
-fn tracker_of(prepared: &Prepared) -> Result<UnmapAndLook, pagetide_vmm::tracker::TrackerError> {
-    let devices = Arc::new(Dma(Arc::clone(&prepared.mmu)));
-    UnmapAndLook::new(&prepared.vmm, Arc::clone(&prepared.layout), devices)
 }
 
 fn space_parts(

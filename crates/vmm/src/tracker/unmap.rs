@@ -81,7 +81,7 @@ pub struct UnmapAndLook {
 }
 
 /// The files of a layout, in their order, for one look.
-struct Files {
+pub(super) struct Files {
     layout: Arc<RamLayout>,
     ways: Vec<Way>,
     /// Some memory may be in large folios.
@@ -165,8 +165,13 @@ impl UnmapAndLook {
         Ok(tracker)
     }
 
+    /// What the VMM has mapped.
+    pub(super) const fn page_table(&self) -> &Pagemap {
+        &self.vmm_map
+    }
+
     /// The files as they are now.
-    fn files(&self) -> Result<Files, TrackerError> {
+    pub(super) fn files(&self) -> Result<Files, TrackerError> {
         let layout = self.layout.now();
         let keys = || layout.files().iter().map(|file| file.key());
         let mut known = self.ways.lock().unwrap_or_else(PoisonError::into_inner);
@@ -244,17 +249,31 @@ impl UnmapAndLook {
         }
     }
 
-    fn mapped(&self, files: &Files, piece: &Piece, marks: Marks) -> Result<Mapped, TrackerError> {
-        let mut touched = Touched::default();
+    /// What devices touched of `piece`.
+    pub(super) fn dma(
+        &self,
+        files: &Files,
+        piece: &Piece,
+        marks: Marks,
+    ) -> Result<PageSet, TrackerError> {
+        let mut dma = PageSet::EMPTY;
         let file = files.layout.files()[piece.file].key();
         let first = PageNo::containing(piece.file_offset);
         let pages = PageRange::new(first, PageNo(first.0 + piece.pages.len()));
         let mut visit = |page: PageNo| {
             let position = page.0 - first.0;
-            touched.dma.insert(PageNo(piece.pages.start.0 + position));
+            dma.insert(PageNo(piece.pages.start.0 + position));
         };
         let asked = self.devices.touched(file, pages, marks, &mut visit);
         asked.map_err(TrackerError::Devices)?;
+        Ok(dma)
+    }
+
+    fn mapped(&self, files: &Files, piece: &Piece, marks: Marks) -> Result<Mapped, TrackerError> {
+        let mut touched = Touched {
+            cpu: PageSet::EMPTY,
+            dma: self.dma(files, piece, marks)?,
+        };
         let mut by = Translation::Page;
         let start = piece.pages.start;
         let section = start.section();
@@ -376,7 +395,7 @@ enum Large {
 }
 
 impl Files {
-    fn pieces(&self, section: SectionNo) -> impl Iterator<Item = Piece> + '_ {
+    pub(super) fn pieces(&self, section: SectionNo) -> impl Iterator<Item = Piece> + '_ {
         self.layout.pieces(section.pages(self.layout.page_count()))
     }
 }
