@@ -650,6 +650,59 @@ mod tests {
     }
 
     #[test]
+    fn part_of_a_huge_page_that_is_held_is_zeroed_by_a_punch_and_stays() {
+        use rustix::pipe::{SpliceFlags, splice};
+        const BYTES: u64 = 2 << 20;
+        let Some(mount) = HugeMount::new() else {
+            return;
+        };
+        let file = mount.file(BYTES);
+        let descriptor = file.try_clone().unwrap();
+        let guest = GuestFile::from(std::os::fd::OwnedFd::from(descriptor));
+        guest.write_at(0, &vec![7; crate::to_usize(BYTES)]).unwrap();
+        let mapping = SharedMapping::new(file.as_fd(), BYTES).unwrap();
+        mapping.copy_from(0, &mut [0]).unwrap();
+        let mut frame = None;
+        let map = Pagemap::of_self().unwrap();
+        let base = Hva(mapping.address() as u64);
+        map.visit(base, 1, |_, entry| frame = entry.frame())
+            .unwrap();
+        if !PageFlags::open().unwrap().is_huge(frame.unwrap()).unwrap() {
+            eprintln!("SKIPPED: no huge page was free");
+            return;
+        }
+        // A pipe holds the first page of it.
+        let (_from, to) = std::io::pipe().unwrap();
+        let mut first = 0;
+        let held = splice(
+            &file,
+            Some(&mut first),
+            &to,
+            None,
+            4096,
+            SpliceFlags::empty(),
+        );
+        assert_eq!(held.unwrap(), 4096);
+        let at = 100 * PAGE_BYTES;
+        guest.punch(at, PAGE_BYTES).unwrap();
+        // Whoever relies on a page being gone when it was punched reads this:
+        assert!(
+            guest.is_data(at).unwrap(),
+            "this kernel takes parts of held pages away"
+        );
+        assert_eq!(
+            guest.present_runs(at, PAGE_BYTES).unwrap(),
+            [(at, PAGE_BYTES)]
+        );
+        let mut byte = [1];
+        guest.read_at(at, &mut byte).unwrap();
+        assert_eq!(byte, [0]);
+        // As a whole it goes, held or not.
+        guest.punch(0, BYTES).unwrap();
+        assert_eq!(guest.present_runs(0, BYTES).unwrap(), []);
+    }
+
+    #[test]
     fn process_that_has_ended_is_gone_in_both_ways() {
         let mut child = std::process::Command::new("sleep")
             .arg("1000")

@@ -151,10 +151,7 @@ impl Vm {
         // From now on a successor takes the VM up again.
         prepared.pool.set_attached();
         let (space, memory) = (Arc::clone(&whole.space), Arc::clone(&whole.memory));
-        let (way, layout_now) = (shared.tracker, Arc::clone(&prepared.layout));
-        let tracker = way
-            .tracker(&prepared.vmm, layout_now, &prepared.mmu)
-            .map_err(failed)?;
+        let tracker = tracker_of(&prepared, shared)?;
         let tenant = shared
             .service
             .add_tenant(Arc::clone(&space), Arc::clone(&prepared.mmu))
@@ -167,7 +164,7 @@ impl Vm {
         let mmu = Arc::clone(&prepared.mmu);
         let core = Arc::new(VmCore {
             protection: protection(shared, mmu, &layout, limbs),
-            tracker: way,
+            tracker: shared.tracker,
             name: identity.name.clone(),
             identity,
             vmm: prepared.vmm,
@@ -554,6 +551,12 @@ fn protection(
     let ram = layout.files().iter().map(|file| file.pages()).collect();
     let choice = &shared.protector.0;
     Arc::new(VmProtection::new(choice, mmu, ram, Some(limbs)))
+}
+
+fn tracker_of(prepared: &Prepared, shared: &Shared) -> Result<Looks, ControlError> {
+    let layout = Arc::clone(&prepared.layout);
+    let tracker = shared.tracker.tracker(&prepared.vmm, layout, &prepared.mmu);
+    tracker.map_err(failed)
 }
 
 fn space_parts(
