@@ -136,8 +136,7 @@ impl Vm {
         ));
         let limit = Arc::new(Limit::new());
         let table = take_table(&mut prepared);
-        let neighbours_max = shared.neighbours_max;
-        let parts = space_parts(&prepared, &limit, &incidents, table, neighbours_max);
+        let parts = space_parts(&prepared, &limit, &incidents, table, shared.neighbours_max);
         let vcpus = VcpuMmu::new(
             Arc::clone(&prepared.userfaultfd),
             Arc::clone(&prepared.layout),
@@ -161,9 +160,8 @@ impl Vm {
             limit: Arc::clone(&limit),
             tenant: Arc::clone(&tenant),
         };
-        let mmu = Arc::clone(&prepared.mmu);
         let core = Arc::new(VmCore {
-            protection: protection(shared, mmu, &layout, limbs),
+            protection: protection(shared, Arc::clone(&prepared.mmu), &layout, limbs),
             tracker: shared.tracker,
             name: identity.name.clone(),
             identity,
