@@ -22,8 +22,10 @@
 //!           ▼      │                                      │                            ▼
 //!         whole ───┘ ◄── made whole when all of it is back and in use ─── small pages ──► away
 //! ```
-//! *Small* and *away* are the sections as everything else here knows them. What cannot be split
-//! because somebody holds it, does not go: [`HugePages::is_held`].
+//! *Small* and *away* are the sections as everything else here knows them. A section that is to go is
+//! unmapped as a whole first, and split only if nobody has used it for a moment: most of what is
+//! looked at to go stays. What is in use then, or cannot be split because somebody holds it, does not
+//! go: [`HugePages::is_held`].
 //!
 //! Folios of other sizes than 2 MiB are not kept whole, but split before they go like the others.
 //! Hosts that have no shared memory in large folios are not asked about any of this ([`may_be`]).
@@ -195,9 +197,14 @@ impl HugePages {
         lock(&self.held).retain(|section| is_there(section));
     }
 
-    /// True if `section` could not be split when it was last to go.
+    /// True if `section` was not split when it was last to go.
     pub fn is_held(&self, section: SectionNo) -> bool {
         lock(&self.held).contains(&section)
+    }
+
+    /// `section` is in use as a huge page, and must not go.
+    pub fn hold(&self, section: SectionNo) {
+        lock(&self.held).insert(section);
     }
 
     /// Sees to it that `section`, whose parts are `pieces`, is in small pages, or notes that it is not. It is mapped afterwards.

@@ -69,6 +69,8 @@ const CALL_BYTES_MAX: u64 = 1 << 20;
 const CALL_RANGES_MAX: usize = 256;
 /// The same of huge pages, each of which takes a few microseconds.
 const CALL_HUGE_BYTES_MAX: u64 = 8 * HUGE_BYTES;
+/// A huge page that is to go must have been left alone for so long before it is split.
+const SPLIT_AFTER: Duration = Duration::from_millis(50);
 
 /// See the module.
 pub struct UnmapAndLook {
@@ -349,49 +351,56 @@ impl UnmapAndLook {
         Ok(touched)
     }
 
-    /// Takes whole sections out, of which `split` have to be in small pages then.
-    fn look_at(&self, sections: &[SectionNo], large: Large) -> Result<Vec<Touched>, TrackerError> {
-        let files = self.files()?;
+    /// Takes whole sections out; huge pages stay whole.
+    fn look_at(&self, files: &Files, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
         let mut all = Vec::with_capacity(sections.len());
         let mut ranges = RangesByWay::default();
         for section in sections {
             let mut of_section = Touched::default();
-            let pieces: Vec<Piece> = files.pieces(*section).collect();
-            for piece in &pieces {
-                let mapped = self.mapped(&files, piece, Marks::Forget)?;
+            for piece in files.pieces(*section) {
+                let mapped = self.mapped(files, &piece, Marks::Forget)?;
                 of_section.cpu.unite(&mapped.touched.cpu);
                 of_section.dma.unite(&mapped.touched.dma);
-                let bytes = piece.pages.len() << PAGE_SHIFT;
-                let way = files.ways[piece.file];
-                let kept = self.kept(&files, *section, (piece, &mapped))?;
-                if large == Large::Split && files.may_be_large {
-                    ranges.of(way).add(piece.hva, bytes);
-                } else if !mapped.touched.cpu.is_empty() {
-                    let of_kept = match kept {
-                        Kept::Small => ranges.of(way),
-                        Kept::Whole | Kept::MappedInPieces => ranges.of_huge(way),
-                    };
-                    of_kept.add(piece.hva, bytes);
+                if mapped.touched.cpu.is_empty() {
+                    continue;
                 }
-            }
-            if large == Large::Split && files.may_be_large {
-                let tracker = (&*files.layout, &self.vmm_map, &self.vmm);
-                self.huge.split(*section, &pieces, tracker)?;
+                let way = files.ways[piece.file];
+                let of_kept = match self.kept(files, *section, (&piece, &mapped))? {
+                    Kept::Small => ranges.of(way),
+                    Kept::Whole | Kept::MappedInPieces => ranges.of_huge(way),
+                };
+                of_kept.add(piece.hva, piece.pages.len() << PAGE_SHIFT);
             }
             all.push(of_section);
         }
-        self.unmap(&files, &ranges)?;
+        self.unmap(files, &ranges)?;
         Ok(all)
     }
-}
 
-/// What becomes of large folios that are looked at.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Large {
-    /// They stay.
-    Keep,
-    /// They are split.
-    Split,
+    /// Splits what is large of sections that were taken out a moment ago. A huge page that was used
+    /// since is not split, and its section does not go.
+    fn split(&self, files: &Files, sections: &[SectionNo]) -> Result<(), TrackerError> {
+        let mut ranges = RangesByWay::default();
+        for section in sections {
+            let pieces: Vec<Piece> = files.pieces(*section).collect();
+            let mut is_used = false;
+            for piece in &pieces {
+                let mapped = self.mapped(files, piece, Marks::Keep)?;
+                is_used |= self.kept(files, *section, (piece, &mapped))? != Kept::Small;
+            }
+            if is_used {
+                self.huge.hold(*section);
+                continue;
+            }
+            let tracker = (&*files.layout, &self.vmm_map, &self.vmm);
+            self.huge.split(*section, &pieces, tracker)?;
+            for piece in &pieces {
+                let bytes = piece.pages.len() << PAGE_SHIFT;
+                ranges.of(files.ways[piece.file]).add(piece.hva, bytes);
+            }
+        }
+        self.unmap(files, &ranges)
+    }
 }
 
 impl Files {
@@ -418,11 +427,18 @@ impl AccessTracker for UnmapAndLook {
     }
 
     fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
-        self.look_at(sections, Large::Keep)
+        self.look_at(&self.files()?, sections)
     }
 
     fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
-        self.look_at(sections, Large::Split)
+        let files = self.files()?;
+        let touched = self.look_at(&files, sections)?;
+        if files.may_be_large {
+            // Most of what is to go turns out to be in use, and would have lost its huge pages.
+            std::thread::sleep(SPLIT_AFTER);
+            self.split(&files, sections)?;
+        }
+        Ok(touched)
     }
 
     fn sample(&self, samples: &[Sample]) -> Result<Sampled, TrackerError> {

@@ -13,6 +13,7 @@ use rustix::pipe::SpliceFlags;
 use std::fs::File;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Sweeps after which what the kernel can make whole is whole.
 const SWEEPS_MAX: u32 = 24;
@@ -223,6 +224,31 @@ fn vm_in_huge_pages_is_split_to_go_and_is_whole_again_when_it_is_back() {
     }
     huge.vm.store.evict_all(huge.vm.layout.page_count());
     assert!(pattern(&mut huge.vm) == huge.before, "content");
+}
+
+#[test]
+fn huge_page_that_is_used_when_it_is_to_go_stays_whole() {
+    let Some(mut huge) = huge_vm() else { return };
+    let (qemu, used) = (&mut huge.vm.qemu, huge.sections[3]);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // Somebody who uses one page of it all the time.
+            let at = used.pages(u64::MAX / 2).start.byte_offset() + 200 * 4096;
+            while !stop.load(Ordering::Relaxed) {
+                qemu.guest_memory(at, 4096);
+            }
+        });
+        huge.tracker.take_out(&huge.sections).unwrap();
+        stop.store(true, Ordering::Relaxed);
+    });
+    for section in &huge.sections {
+        let mapped = huge.tracker.is_mapped(*section).unwrap().len();
+        let wanted = if *section == used { 512 } else { 0 };
+        assert_eq!(mapped, wanted, "{section:?}");
+    }
+    assert!(pattern(&mut huge.vm) == huge.before, "content");
+    assert_eq!(mapped_huge_bytes(&huge.vm), 2 * MIB);
 }
 
 #[test]
