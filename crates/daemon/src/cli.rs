@@ -510,7 +510,7 @@ pub enum BenchPart {
     },
     /// What `bench head-of-line` asks how late threads wake
     HeadOfLineWakes,
-    /// The guest of `bench fault`
+    /// The guest of `bench fault` and `fault-parallel`
     FaultGuest {
         /// Pages of its memory
         #[arg(long)]
@@ -558,6 +558,8 @@ pub enum BenchName {
     AdpLive,
     /// Time to get an evicted page back, by CPU and by device, beside kernel zram
     Fault,
+    /// Faults of 1 to 8 threads at a time beside kernel zram, and beside a fault that is held
+    FaultParallel,
     /// What a hostile tenant takes from a steady one on the same engine, beside one of its own
     Fairness,
     /// 4 KiB I/O of vhost-user-blk, beside qemu-storage-daemon

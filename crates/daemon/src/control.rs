@@ -404,6 +404,10 @@ report! {
         discarded_pages: u64 => counter,
         /// Fills that went over the limit because nothing could be evicted first.
         over_limit_fills: u64 => counter,
+        /// Pages that fills evicted by themselves to have room, since this daemon began.
+        directly_evicted_pages: u64 => counter,
+        /// Faults of vCPUs that had to wait, or came many together, and so were served beside the reader.
+        handed_on_faults: u64 => counter,
         /// Evictions of a page cancelled by a write to it.
         wp_cancels: u64 => counter,
         /// Faults of our own mapping: pages the guest gave up, or, without a balloon, a bug.

@@ -110,6 +110,32 @@ fn tracker_knows_what_is_cold_and_what_came_of_it() {
 }
 
 #[test]
+fn fault_and_fault_parallel_have_their_ratios() {
+    let Some(fault) = report(&["fault", "--pairs", "1", "--json"]) else {
+        return;
+    };
+    assert!(number(&fault, "/figures/cpu_us/p90") > 0.0);
+    let Some(parallel) = report(&["fault-parallel", "--pairs", "1", "--json"]) else {
+        return;
+    };
+    for threads in [1, 2, 4, 8] {
+        for side in ["ours", "quiet", "held"] {
+            let path = format!("/figures/threads_{threads}/{side}/pages_per_s");
+            assert!(number(&parallel, &path) > 0.0, "{path}");
+        }
+    }
+    assert!(number(&parallel, "/ratios/p99_beside_held_over_quiet") > 0.0);
+    if fault["peers"]["zram_us"].is_string() {
+        eprintln!("SKIPPED: {}", fault["peers"]["zram_us"]);
+        return;
+    }
+    for ratio in ["retouch_sequential", "retouch_zipf", "retouch_random"] {
+        assert!(number(&fault, &format!("/ratios/{ratio}_over_zram")) > 0.0);
+    }
+    assert!(number(&parallel, "/ratios/rate_over_zram_8") > 0.0);
+}
+
+#[test]
 fn options_that_mean_nothing_are_wrong_use() {
     for words in [
         &["fault", "--ram", "1G"][..],

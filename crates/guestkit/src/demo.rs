@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The demo: a running stock guest squeezed to half, its daemon killed, every byte verified.
+//! The demo: a running stock guest squeezed to half, its daemon killed, every byte verified; then a dense
+//! stand-in of real size.
 //!
 //! ```text
 //!   boot ─► work ─► attach ─► limit = half ─► squeezed ───── kill -9 ─ run ─────► detach ─► verify all
 //!                                             └ sampled from outside, all the time ┘
 //! ```
+//! The [stand-in](crate::dense) comes when the guest is off, since both would want the CPUs.
 //! Each step is a method of [`Demo`]; the steps share the [`Report`] they fill in.
 
 use std::fs;
@@ -17,6 +19,7 @@ use pagetide_guest::params::Params;
 use pagetide_guest::wire::Progress;
 use serde_json::Value;
 
+use crate::dense::{self, DenseError};
 use crate::guest::{Guest, GuestError};
 use crate::image::{self, Image, ImageError, repository};
 use crate::product::{Product, ProductError, is_listening};
@@ -53,6 +56,14 @@ pub enum DemoError {
         /// How.
         source: ProductError,
         /// End of its log.
+        log: String,
+    },
+    /// The dense stand-in.
+    #[error("{source}\nthe end of the daemon's log:\n{log}")]
+    Dense {
+        /// How.
+        source: DenseError,
+        /// End of the daemon's log.
         log: String,
     },
     /// The limit was not reached.
@@ -134,7 +145,7 @@ pub fn run(options: &Options) -> Result<Report, DemoError> {
         _ => {}
     }
     let mut demo = Demo::start(options, &image, &folder, voice)?;
-    let outcome = demo.play(options);
+    let outcome = demo.play(options, &folder);
     demo.keep_logs(&folder)?;
     outcome?;
     let json = serde_json::to_string_pretty(&demo.report).map_err(io::Error::from);
@@ -205,7 +216,7 @@ impl Demo {
         })
     }
 
-    fn play(&mut self, options: &Options) -> Result<(), DemoError> {
+    fn play(&mut self, options: &Options, folder: &Path) -> Result<(), DemoError> {
         let start = self.guest.wait_for_work(BOOT_TIMEOUT)?;
         self.voice
             .say("the guest has filled its memory and disk, and works on both");
@@ -217,7 +228,9 @@ impl Demo {
         self.report.resident_max_after_bytes = seen.max_bytes;
         self.report.squeezed_seconds = seen.below.as_secs_f64();
         self.let_go()?;
-        self.verify(&start)
+        self.verify(&start)?;
+        self.take_a_dense_one(folder)?;
+        self.stop()
     }
 
     fn attach_and_limit(&mut self) -> Result<(), DemoError> {
@@ -350,6 +363,20 @@ impl Demo {
             && last.final_memory_bytes == last.memory_bytes
             && last.final_disk_bytes == last.disk_bytes
             && (last.memory_errors, last.disk_errors) == (0, 0);
+        Ok(())
+    }
+
+    fn take_a_dense_one(&mut self, folder: &Path) -> Result<(), DemoError> {
+        let voice = &mut self.voice;
+        let taken = dense::run(&self.product, folder, |text| voice.say(text));
+        self.report.dense = taken.map_err(|source| DemoError::Dense {
+            source,
+            log: self.product.log_tail(),
+        })?;
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Result<(), DemoError> {
         let stopped = self.product.stop();
         let status = self.told(stopped)?;
         if !status.success() {

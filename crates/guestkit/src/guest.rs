@@ -388,27 +388,37 @@ impl Drop for Guest {
 /// # Errors
 /// The process is gone or has no such file.
 pub fn resident_bytes(pid: u32) -> Result<u64, GuestError> {
-    let folder = PathBuf::from(format!("/proc/{pid}/fd"));
-    let mut found = false;
     let mut bytes = 0;
+    for path in ram_files(pid)? {
+        // It may have been closed since.
+        if let Ok(metadata) = fs::metadata(&path) {
+            bytes += metadata.blocks() * 512;
+        }
+    }
+    Ok(bytes)
+}
+
+/// The files of guest RAM that QEMU process `pid` has open, one at least.
+///
+/// # Errors
+/// The process is gone or has no such file.
+pub fn ram_files(pid: u32) -> Result<Vec<PathBuf>, GuestError> {
+    let folder = PathBuf::from(format!("/proc/{pid}/fd"));
+    let mut files = Vec::new();
     for entry in fs::read_dir(&folder).map_err(|source| file_error(&folder, source))? {
         let path = entry.map_err(|source| file_error(&folder, source))?.path();
         // A descriptor may be closed between the listing and here: then it is not RAM.
         let Ok(target) = fs::read_link(&path) else {
             continue;
         };
-        if is_ram(&target.to_string_lossy())
-            && let Ok(metadata) = fs::metadata(&path)
-        {
-            found = true;
-            bytes += metadata.blocks() * 512;
+        if is_ram(&target.to_string_lossy()) {
+            files.push(path);
         }
     }
-    if found {
-        Ok(bytes)
-    } else {
-        Err(GuestError::NoRam(pid))
+    if files.is_empty() {
+        return Err(GuestError::NoRam(pid));
     }
+    Ok(files)
 }
 
 fn connect(paths: &Paths, child: &mut Child) -> Result<UnixStream, GuestError> {
@@ -432,7 +442,8 @@ fn connect(paths: &Paths, child: &mut Child) -> Result<UnixStream, GuestError> {
     }
 }
 
-fn end(child: &mut Child) {
+/// Kills a process, as a crash would, and waits for its end.
+pub(crate) fn end(child: &mut Child) {
     // An error means that it has ended already, and then there is nobody to wait for.
     if let Err(error) = child.kill() {
         eprintln!("guestkit: killing process {}: {error}", child.id());
@@ -465,7 +476,7 @@ pub fn tail(path: &Path, lines: usize) -> String {
     tail
 }
 
-fn file_error(path: &Path, source: io::Error) -> GuestError {
+pub(crate) fn file_error(path: &Path, source: io::Error) -> GuestError {
     GuestError::File {
         path: path.to_owned(),
         source,

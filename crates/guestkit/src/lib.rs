@@ -11,15 +11,18 @@
 //! crates it uses `sys` alone, for the memory of a [stand-in](stand_in) for a VMM.)
 
 pub mod adp_live;
+pub mod bare;
 pub mod borrowed;
 pub mod client;
 pub mod cpio;
 pub mod demo;
+pub mod dense;
 pub mod fio;
 pub mod guest;
 pub mod hostile;
 pub mod image;
 pub mod leaks;
+mod lines;
 pub mod modules;
 pub mod peer;
 pub mod plug;

@@ -125,7 +125,8 @@ impl Accel {
         }
     }
 
-    const fn argument(self) -> &'static str {
+    /// As QEMU's `-accel` has it.
+    pub(crate) const fn argument(self) -> &'static str {
         match self {
             Self::Kvm => "kvm",
             Self::Tcg => "tcg,thread=multi",
@@ -252,7 +253,7 @@ pub fn arguments(
     option("-cpu", "max".to_owned());
     option("-smp", spec.cpus.to_string());
     option("-m", memory_size(spec));
-    let (object, machine) = memory(spec);
+    let (object, machine) = memory(&spec.ram, spec.ram_bytes);
     if let Some(object) = object {
         option("-object", object);
     }
@@ -298,15 +299,16 @@ fn memory_size(spec: &GuestSpec) -> String {
     format!("{boot},slots=4,maxmem={}M", most >> 20)
 }
 
-fn memory(spec: &GuestSpec) -> (Option<String>, String) {
-    let kind = match &spec.ram {
+/// The memory object of so much RAM, if there is one, and the machine that uses it.
+pub(crate) fn memory(ram: &Ram, ram_bytes: u64) -> (Option<String>, String) {
+    let kind = match ram {
         Ram::SharedMemfd => "memfd,share=on".to_owned(),
         Ram::PrivateMemfd => "memfd,share=off".to_owned(),
         Ram::HugetlbMemfd => "memfd,share=on,hugetlb=on,hugetlbsize=2M".to_owned(),
         Ram::SharedFile(folder) => format!("file,share=on,mem-path={}", folder.display()),
         Ram::Anonymous => return (None, "q35".to_owned()),
     };
-    let object = format!("memory-backend-{kind},id=ram,size={}", spec.ram_bytes);
+    let object = format!("memory-backend-{kind},id=ram,size={ram_bytes}");
     (Some(object), "q35,memory-backend=ram".to_owned())
 }
 

@@ -23,7 +23,7 @@
 
 use crate::victims::UNMAPPED_MIN;
 use pagetide_addr::SectionNo;
-use std::{collections::HashMap, time::Duration};
+use std::{collections::HashMap, ops::Range, time::Duration};
 
 /// How long a section stands ready before it is looked at anew.
 pub const READY_MAX: Duration = Duration::from_secs(10);
@@ -75,6 +75,15 @@ impl Candidates {
     #[must_use]
     pub fn stands(&self, section: SectionNo) -> bool {
         matches!(self.stands.get(&section), Some(Stand::Unmapped { .. }))
+    }
+
+    /// From when to when what is unmapped of `section` may go, if it stands unmapped.
+    #[must_use]
+    pub fn ready_within(&self, section: SectionNo) -> Option<Range<Duration>> {
+        match self.stands.get(&section) {
+            Some(Stand::Unmapped { since }) => Some(*since + UNMAPPED_MIN..*since + READY_MAX),
+            Some(Stand::Tried) | None => None,
+        }
     }
 
     /// Sections that stand unmapped.
@@ -150,6 +159,9 @@ mod tests {
         all.unmapped(A, AT + UNMAPPED_MIN);
         assert_eq!(all.readiness(A, AT + UNMAPPED_MIN), Readiness::Resting);
         assert_eq!(all.unmapped_sections(), 1);
+        let within = all.ready_within(A).unwrap();
+        assert_eq!(within, AT + 2 * UNMAPPED_MIN..AT + UNMAPPED_MIN + READY_MAX);
+        assert_eq!(all.ready_within(B), None);
         // It is looked at anew after a while, and not sampled until then.
         assert_eq!(all.readiness(A, AT + 2 * READY_MAX), Readiness::Mapped);
         assert!(all.stands(A));

@@ -76,6 +76,12 @@ impl Evictor {
         }
     }
 
+    /// One for another thread.
+    #[must_use]
+    pub fn another(&self) -> Self {
+        Self::new(Arc::clone(&self.space), Arc::clone(&self.store))
+    }
+
     /// The space.
     #[must_use]
     pub fn space(&self) -> &Arc<PagedMemory> {

@@ -10,7 +10,8 @@
 //! - [`cgroup`]: what the memory cgroups of this process allow it; [`room`]: whether content may
 //!   still be stored within that.
 //! - [`evictor`]: one section out of memory; [`reclaim`]: which, and how many,
-//!   as `pagetide-policy` decides; [`heat`]: what is known of hot and cold, and what that costs.
+//!   as `pagetide-policy` decides; [`reserve`]: what stands ready for whoever needs room at once;
+//!   [`heat`]: what is known of hot and cold, and what that costs.
 
 pub mod cgroup;
 pub mod evictor;
@@ -18,6 +19,7 @@ pub mod heat;
 pub mod limit;
 pub mod pool;
 pub mod reclaim;
+pub mod reserve;
 pub mod room;
 pub mod slots;
 pub mod store;
@@ -28,5 +30,6 @@ pub use heat::{HeatCost, HeatReport};
 pub use limit::Limit;
 pub use pool::{Counter, Pool, PoolError, PoolWords};
 pub use reclaim::{AccessTracker, Reclaimer, Sampled, Touched};
+pub use reserve::{DirectReclaim, Reserve};
 pub use room::Room;
 pub use store::PoolStore;

@@ -15,15 +15,17 @@
 //! adds to; [`Limit::correct`] sets it right from what the kernel says, since a
 //! guest may also discard pages without a word.
 //!
-//! A fill that finds no headroom waits for the reclaimer, but not for ever:
+//! A fill that finds no headroom makes room itself, of what stands ready to go
+//! ([`MakeRoom`]). If nothing does it waits for the reclaimer, but not for ever:
 //! after [`ADMISSION_WAIT`] it goes ahead over the limit and is counted. A
 //! guest that stands still helps nobody, and the next rounds bring it back.
 
+use crate::reserve::Reserve;
 use pagetide_gmem::Admission;
 use pagetide_policy::marks::{HIGH_PERMILLE, LOW_PERMILLE};
 use std::{
     sync::{
-        Condvar, Mutex, MutexGuard, PoisonError,
+        Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicI64, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
@@ -34,10 +36,18 @@ pub const ADMISSION_WAIT: Duration = Duration::from_millis(100);
 /// Smallest limit that can work, in pages: a vCPU's instruction may need a handful of pages at
 /// once, each device queue its rings and a chain, and eviction goes by sections. 16 MiB.
 pub const LIMIT_PAGES_MIN: u64 = 4096;
+/// Times that a fill makes room before it waits: others may take what it made.
+const ROOM_TRIES: u32 = 4;
 const UNLIMITED: i64 = i64::MAX / 4;
 
+/// Who evicts what stands ready, on the thread of a fill that needs room.
+pub trait MakeRoom: Send + Sync {
+    /// Evicts some pages, `pages` at least if there are so many that may go at once; returns how many
+    /// went. Waits for nobody.
+    fn make_room(&self, pages: u64) -> u64;
+}
+
 /// See the module.
-#[derive(Debug)]
 pub struct Limit {
     pages: AtomicI64,
     headroom: AtomicI64,
@@ -45,6 +55,9 @@ pub struct Limit {
     state: Mutex<State>,
     wanted: Condvar,
     freed: Condvar,
+    reserve: Reserve,
+    /// Weak: what it evicts is the memory that this limit belongs to.
+    direct: OnceLock<Weak<dyn MakeRoom>>,
 }
 
 #[derive(Debug, Default)]
@@ -75,7 +88,21 @@ impl Limit {
             state: Mutex::default(),
             wanted: Condvar::new(),
             freed: Condvar::new(),
+            reserve: Reserve::default(),
+            direct: OnceLock::new(),
         }
+    }
+
+    /// What stands ready for fills that need room.
+    #[must_use]
+    pub fn reserve(&self) -> &Reserve {
+        &self.reserve
+    }
+
+    /// From now on fills that need room have it made by `direct`, as long as that lives. Only the first
+    /// one counts.
+    pub fn make_room_by(&self, direct: Weak<dyn MakeRoom>) {
+        self.direct.get_or_init(|| direct);
     }
 
     /// Sets the limit, in pages, given how many are present now; `None` lifts it.
@@ -233,6 +260,20 @@ impl Limit {
         self.lock().stopped
     }
 
+    /// Makes room for `pages`, as far as something stands ready to go.
+    fn make_headroom(&self, pages: i64) {
+        let Some(direct) = self.direct.get().and_then(Weak::upgrade) else {
+            return;
+        };
+        for _ in 0..ROOM_TRIES {
+            let short = pages - self.headroom.load(Relaxed);
+            let short = u64::try_from(short).unwrap_or(0);
+            if short == 0 || self.is_stopped() || direct.make_room(short) == 0 {
+                return;
+            }
+        }
+    }
+
     fn wait_for_headroom(&self, pages: i64) {
         self.want_reclaim();
         let state = self.lock();
@@ -250,6 +291,13 @@ impl Limit {
     }
 }
 
+impl std::fmt::Debug for Limit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (pages, headroom) = (self.pages.load(Relaxed), self.headroom.load(Relaxed));
+        write!(f, "Limit({pages} pages, room for {headroom})")
+    }
+}
+
 impl Default for Limit {
     fn default() -> Self {
         Self::new()
@@ -259,6 +307,11 @@ impl Default for Limit {
 impl Admission for Limit {
     fn admit(&self, pages: u64) {
         let pages = i64::try_from(pages).unwrap_or(0);
+        if self.headroom.load(Relaxed) < pages {
+            // More will be needed soon.
+            self.want_reclaim();
+            self.make_headroom(pages);
+        }
         if self.headroom.load(Relaxed) < pages {
             self.wait_for_headroom(pages);
         }
@@ -373,6 +426,55 @@ mod tests {
         limit.set(Some(5_000), 5_000);
         limit.admit(3);
         assert_eq!(limit.over_limit_fills(), 3);
+    }
+
+    /// Stands for what can go at once.
+    struct Stock {
+        limit: Arc<Limit>,
+        pages: AtomicU64,
+    }
+
+    impl MakeRoom for Stock {
+        fn make_room(&self, pages: u64) -> u64 {
+            let there = self.pages.load(Relaxed);
+            // One page more than asked for, as long as there is.
+            let made = there.min(pages + 1);
+            self.pages.store(there - made, Relaxed);
+            self.limit.evicted(made);
+            made
+        }
+    }
+
+    #[test]
+    fn fill_at_the_limit_makes_room_itself_and_goes_over_it_only_when_nothing_stands_ready() {
+        let limit = Arc::new(Limit::new());
+        limit.set(Some(5_000), 5_000);
+        let stock = Arc::new(Stock {
+            limit: Arc::clone(&limit),
+            pages: AtomicU64::new(4),
+        });
+        let weak: Weak<Stock> = Arc::downgrade(&stock);
+        limit.make_room_by(weak);
+        limit.admit(1);
+        assert_eq!(stock.pages.load(Relaxed), 2);
+        // Of the two that went one is left.
+        limit.admit(1);
+        assert_eq!(
+            (stock.pages.load(Relaxed), limit.over_limit_fills()),
+            (2, 0)
+        );
+        limit.admit(2);
+        assert_eq!(
+            (stock.pages.load(Relaxed), limit.over_limit_fills()),
+            (0, 0)
+        );
+        limit.admit(1);
+        assert_eq!(limit.over_limit_fills(), 1);
+        // A VM that is being let go evicts nothing.
+        stock.pages.store(9, Relaxed);
+        limit.stop();
+        limit.admit(1);
+        assert_eq!(stock.pages.load(Relaxed), 9);
     }
 
     #[test]

@@ -40,6 +40,7 @@ use crate::{
     evictor::Evictor,
     heat::{Heat, HeatCost, HeatReport, SAMPLE_BATCH},
     limit::Limit,
+    reserve::{After, DirectReclaim, Ready, Reserve, TellTaken},
     store::PutError,
 };
 use pagetide_addr::{PageSet, SectionNo};
@@ -50,11 +51,14 @@ use pagetide_policy::{
     sets::HotColdSets,
     victims::{Taken, Then, Victims},
 };
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
-mod taking;
+pub(crate) mod taking;
 
-use taking::{Memory, Warmth, is_warm};
+use taking::{Memory, is_warm};
 
 pub use pagetide_policy::victims::{Reach, UNMAPPED_MIN};
 
@@ -85,7 +89,7 @@ pub enum Took {
 }
 
 impl Took {
-    fn of(evicted_pages: u64, present_pages: u64) -> Self {
+    pub(crate) fn of(evicted_pages: u64, present_pages: u64) -> Self {
         if evicted_pages * 8 >= present_pages * WHOLE_EIGHTHS {
             Self::Whole
         } else {
@@ -118,7 +122,7 @@ pub struct Sampled {
 }
 
 /// How accesses are seen; the kernel decides which ways there are.
-pub trait AccessTracker: Send {
+pub trait AccessTracker: Send + Sync {
     /// What was accessed of a few pages of each section; then begins anew with others.
     ///
     /// # Errors
@@ -195,7 +199,7 @@ pub struct Reclaimer {
     /// How many times what is wanted is unmapped ahead.
     ahead_factor: u64,
     /// Told of each section that pages were taken of.
-    taken: Box<dyn Fn(SectionNo, Took) + Send>,
+    taken: TellTaken,
 }
 
 impl Reclaimer {
@@ -204,7 +208,7 @@ impl Reclaimer {
     pub fn new(
         evictor: Evictor,
         limit: Arc<Limit>,
-        tracker: Box<dyn AccessTracker>,
+        tracker: Arc<dyn AccessTracker>,
         cost: HeatCost,
     ) -> Self {
         let mut victims = Victims::default();
@@ -221,7 +225,7 @@ impl Reclaimer {
             },
             looked_at_empty: false,
             ahead_factor: 1,
-            taken: Box::new(|_, _| ()),
+            taken: Arc::new(|_, _| ()),
         }
     }
 
@@ -231,8 +235,25 @@ impl Reclaimer {
     }
 
     /// From now on `taken` is told of each section that pages were taken of, with how much went.
-    pub fn tell(&mut self, taken: impl Fn(SectionNo, Took) + Send + 'static) {
-        self.taken = Box::new(taken);
+    pub fn tell(&mut self, taken: impl Fn(SectionNo, Took) + Send + Sync + 'static) {
+        self.taken = Arc::new(taken);
+    }
+
+    /// What takes from the reserve of this one as it is now, by the same `clock`, and tells the same.
+    #[must_use]
+    pub fn direct(&self, clock: impl Fn() -> Duration + Send + Sync + 'static) -> DirectReclaim {
+        DirectReclaim {
+            protected: Arc::clone(&self.protected),
+            taken: Arc::clone(&self.taken),
+            clock: Box::new(clock),
+            workers: Mutex::default(),
+            pattern: self.memory.another(),
+        }
+    }
+
+    /// The sections that stand ready.
+    fn reserve(&self) -> &Reserve {
+        self.memory.limit.reserve()
     }
 
     /// Hot and cold as far as known; sections without pages are in no set.
@@ -285,6 +306,7 @@ impl Reclaimer {
             self.begin_sweep();
         }
         let began = clock();
+        self.hear();
         let (mut looks, mut standing) = (Vec::new(), Vec::new());
         let mut looked = 0;
         while looked < sections_max
@@ -325,14 +347,47 @@ impl Reclaimer {
         self.victims.follow(sections.iter().copied());
         let is_there = |section: SectionNo| !table.pages_of(section).is_empty();
         self.candidates.keep(is_there);
+        self.offer();
         self.heat.sampler.keep(is_there);
         self.heat.sampler.begin(sections);
+    }
+
+    /// What became of the sections that fills have taken by themselves.
+    fn hear(&mut self) {
+        for (section, after) in self.reserve().told() {
+            self.file(section, after);
+            if after == After::Warm {
+                self.victims.used([section]);
+            }
+        }
+    }
+
+    fn file(&mut self, section: SectionNo, after: After) {
+        match after {
+            After::Emptied => self.candidates.forget(section),
+            After::Tried | After::Warm => self.candidates.tried(section),
+        }
+    }
+
+    /// Offers what stands unmapped to fills that need room.
+    fn offer(&self) {
+        let standing = usize::try_from(self.candidates.unmapped_sections()).unwrap_or(usize::MAX);
+        let ready = |section| {
+            let within = self.candidates.ready_within(section)?;
+            Some(Ready { section, within })
+        };
+        let coldest = self.victims.sets().coldest_first();
+        let ready = coldest.filter_map(ready).take(standing);
+        let free = ready.filter(|ready| !self.protected.contains(ready.section));
+        self.reserve().offer(free);
     }
 
     /// A section that stands unmapped is in use if a good part of it is mapped again.
     fn look_at_reserve(&mut self, section: SectionNo) -> Result<(), TrackerError> {
         let mapped = self.memory.tracker.mapped(section)?;
-        if is_warm(&mapped, &self.memory.present(section)) {
+        let is_warm = is_warm(&mapped, &self.memory.present(section));
+        // What a fill is taking now stands as it does.
+        if is_warm && self.reserve().withdraw(section) {
             self.heat.sampler.touched(section);
             self.candidates.forget(section);
         }
@@ -357,6 +412,7 @@ impl Reclaimer {
     /// Memory has come or gone, and may have the numbers of other memory: no section stands unmapped as
     /// far as is known, and those that there are now are in the sets.
     pub fn ram_changed(&mut self) {
+        self.reserve().ram_changed();
         self.candidates.forget_all();
         self.heat.sampler.keep(|_| false);
         let sections = self.memory.evictor.space().table().sections();
@@ -382,6 +438,7 @@ impl Reclaimer {
         if reach == Reach::Protected && self.protected.is_empty() {
             return Reclaimed::default();
         }
+        self.hear();
         let (mut done, mut plan) = self.pass(clock(), pages, reach, &go_on);
         let is_short = reach == Reach::AllResting && done.evicted_pages < pages;
         if is_short && done.stopped.is_none() && plan.is_empty() && !self.looked_at_empty {
@@ -405,6 +462,7 @@ impl Reclaimer {
                 Err(error) => done.stopped = Some(ReclaimStop::Kernel(error.to_string())),
             }
         }
+        self.offer();
         done
     }
 
@@ -419,8 +477,11 @@ impl Reclaimer {
         pages: u64,
     ) -> Result<(), TrackerError> {
         let nobody = || false;
+        self.hear();
         let (_, plan) = self.pass(clock(), pages, Reach::ColdOnly, &nobody);
-        self.unmap(&plan.next, &clock)
+        let unmapped = self.unmap(&plan.next, &clock);
+        self.offer();
+        unmapped
     }
 
     fn unmap(
@@ -429,11 +490,14 @@ impl Reclaimer {
         clock: &impl Fn() -> Duration,
     ) -> Result<(), TrackerError> {
         for part in sections.chunks(UNMAP_BATCH) {
-            self.memory.tracker.look(part)?;
+            // What a fill is taking now has rested, and is not to be unmapped under its hands.
+            let free = |section: &SectionNo| self.reserve().withdraw(*section);
+            let part: Vec<SectionNo> = part.iter().copied().filter(free).collect();
+            self.memory.tracker.look(&part)?;
             // Only now: pages must rest from when the last of them was unmapped.
             let now = clock();
             for section in part {
-                self.candidates.unmapped(*section, now);
+                self.candidates.unmapped(section, now);
             }
         }
         Ok(())
@@ -451,6 +515,7 @@ impl Reclaimer {
         let mut plan = Plan::new(pages.saturating_mul(self.ahead_factor));
         let protected = |section| self.protected.contains(section);
         let (memory, tell, candidates) = (&mut self.memory, &self.taken, &mut self.candidates);
+        let limit = Arc::clone(&memory.limit);
         let mut standing = candidates.unmapped_sections();
         let evict = |section, left| {
             let readiness = candidates.readiness(section, now);
@@ -460,17 +525,25 @@ impl Reclaimer {
                 then: Then::Next,
             };
             if readiness == Readiness::Ready && go_on() {
-                offered += 1;
-                let outcome = memory.take(section, left);
-                if outcome.taken.pages > 0 {
-                    let took = Took::of(outcome.taken.pages, outcome.present.len());
-                    tell(section, took);
+                // What a fill is taking now, that fill will tell of.
+                if let Some(_hand) = limit.reserve().claim(section) {
+                    offered += 1;
+                    let outcome = memory.take(section, left, || true);
+                    if outcome.taken.pages > 0 {
+                        let took = Took::of(outcome.taken.pages, outcome.present.len());
+                        tell(section, took);
+                    }
+                    match outcome.after(left) {
+                        Some(After::Emptied) => candidates.forget(section),
+                        Some(After::Tried | After::Warm) => candidates.tried(section),
+                        None => {}
+                    }
+                    if is_warm(&outcome.mapped, &outcome.present) {
+                        warm.push(section);
+                    }
+                    taken = outcome.taken;
+                    stopped = outcome.stop;
                 }
-                if outcome.file(section, left, candidates) == Warmth::Warm {
-                    warm.push(section);
-                }
-                taken = outcome.taken;
-                stopped = outcome.stop;
             } else if !plan.is_full() {
                 plan.take(section, readiness, memory.present(section).len());
             }

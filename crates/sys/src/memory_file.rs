@@ -12,7 +12,7 @@ use pagetide_addr::FileKey;
 use rustix::fs::{FallocateFlags, FlockOperation, SeekFrom};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::OnceLock;
+use std::sync::{Arc, PoisonError, RwLock};
 
 /// File system type of tmpfs (and so of memfds), as `statfs` gives it.
 const TMPFS_MAGIC: i128 = 0x0102_1994;
@@ -73,15 +73,15 @@ pub enum Locked {
 #[derive(Debug)]
 pub struct GuestFile {
     file: OwnedFd,
-    /// Made when it is first asked.
-    presence: OnceLock<Presence>,
+    /// Made when it is asked for.
+    presence: RwLock<Option<Arc<Presence>>>,
 }
 
 impl From<OwnedFd> for GuestFile {
     fn from(file: OwnedFd) -> Self {
         Self {
             file,
-            presence: OnceLock::new(),
+            presence: RwLock::new(None),
         }
     }
 }
@@ -229,14 +229,24 @@ impl GuestFile {
     /// # Errors
     /// What `lseek` says.
     pub fn present_runs(&self, offset: u64, len_bytes: u64) -> Result<Vec<(u64, u64)>, FileError> {
-        let presence = match self.presence.get() {
-            Some(presence) => presence,
-            None => {
-                let made = Presence::of(self)?;
-                self.presence.get_or_init(|| made)
-            }
-        };
-        presence.runs(self, offset, len_bytes)
+        self.presence()?.runs(self, offset, len_bytes)
+    }
+
+    fn presence(&self) -> Result<Arc<Presence>, FileError> {
+        let known = self.presence.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(presence) = known.as_ref() {
+            return Ok(Arc::clone(presence));
+        }
+        drop(known);
+        let made = Arc::new(Presence::of(self)?);
+        let mut known = (self.presence.write()).unwrap_or_else(PoisonError::into_inner);
+        Ok(Arc::clone(known.get_or_insert(made)))
+    }
+
+    /// Gives up what was mapped of the file to answer [`Self::present_runs`], which maps it again.
+    pub fn unmap(&self) {
+        let mut known = (self.presence.write()).unwrap_or_else(PoisonError::into_inner);
+        *known = None;
     }
 
     /// Maximal runs `(offset, bytes)` of data within `offset .. offset + len_bytes`, ascending. The

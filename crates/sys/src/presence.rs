@@ -241,6 +241,22 @@ mod tests {
     }
 
     #[test]
+    fn file_that_was_asked_of_is_mapped_until_it_is_given_up() {
+        let file = GuestFile::new_memfd("presence-mapped", 4 * PAGE_BYTES).unwrap();
+        let is_mapped = || {
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            maps.contains("presence-mapped")
+        };
+        for _ in 0..2 {
+            assert!(!is_mapped());
+            assert_eq!(file.present_runs(0, 4 * PAGE_BYTES).unwrap(), []);
+            assert!(is_mapped());
+            file.unmap();
+        }
+        assert!(!is_mapped());
+    }
+
+    #[test]
     fn each_state_of_a_page_is_told_as_seek_data_tells_it() {
         let file = file(16);
         file.write_at(PAGE, &[1; 4096]).unwrap();

@@ -23,7 +23,7 @@
 //! 2. [`layout`]: where its RAM is, or the [`Refusal`] that says what to do.
 //! 3. [`hazards`]: who else touches the RAM; what forbids eviction now.
 //! 4. [`takeover`]: the userfaultfd.
-//! 5. [`reader`], [`place`], [`tracker`]: serving it.
+//! 5. [`reader`], [`servers`], [`place`], [`tracker`]: serving it.
 
 pub mod hazards;
 pub mod layout;
@@ -31,6 +31,7 @@ pub mod place;
 pub mod process;
 pub mod reader;
 mod refusal;
+pub mod servers;
 pub mod swap;
 pub mod takeover;
 pub mod threads;

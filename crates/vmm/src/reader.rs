@@ -2,7 +2,8 @@
 //! [`FaultReader`]: the one thread that reads a VM's faults.
 //!
 //! One per VM: several readers of one userfaultfd wake one another. It hands
-//! each fault to a [`FaultSink`], which serves it on this thread.
+//! each fault to a [`FaultSink`], which serves it on this thread if that takes no
+//! wait; if it does, or if many come together, others help ([`crate::servers`]).
 //!
 //! # Where
 //! A fault is cheapest when its reader runs where the faulting thread runs,
@@ -27,6 +28,7 @@
 
 use crate::layout::LiveLayout;
 use crate::process::VmmProcess;
+use crate::servers::{FaultServers, ServerCpus, words_of};
 use crate::threads::last_cpu;
 use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo};
 use pagetide_sys::cpu;
@@ -37,7 +39,6 @@ use pagetide_sys::uffd::{
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-use std::any::Any;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -73,17 +74,35 @@ pub struct VcpuFault {
     pub access: Access,
     /// The thread, of the VMM.
     pub thread: u32,
+    /// When it was read.
+    pub read_at: Instant,
+}
+
+/// What became of a fault that was to be served without waiting.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Served {
+    /// Its thread runs again, or will without anybody's doing.
+    Yes,
+    /// That would take a wait: [`FaultSink::fault`] is to be called.
+    WouldWait,
 }
 
 /// Who serves faults.
 pub trait FaultSink: Send + Sync {
-    /// A thread of the VMM waits. Called on the reader's thread, one at a time.
+    /// A thread of the VMM waits, and is to be served if that takes no wait: for room, for a lock that
+    /// is held long, for a device. Called on the reader's thread.
+    fn fault_at_once(&self, fault: VcpuFault) -> Served;
+
+    /// A thread of the VMM waits. Called on any of several threads, several at a time.
     fn fault(&self, fault: VcpuFault);
 
-    /// The VMM has ended; no fault comes any more. Called once, last.
+    /// A fault was served, and others are too that were read with it. Called where it was served.
+    fn served(&self, fault: VcpuFault);
+
+    /// The VMM has ended; no fault is read any more. Called once, last by the reader.
     fn vmm_gone(&self);
 
-    /// The reader had to give up; faults are not served any more. Called once, last.
+    /// The reader had to give up; faults are not served any more. Called once, last by the reader.
     fn reader_failed(&self, error: &ReaderError);
 }
 
@@ -104,13 +123,21 @@ pub struct ReaderConfig {
     /// After a fault: how long it looks for the next one before it sleeps, in microseconds. It
     /// uses its CPU fully meanwhile, so it must not be that of a vCPU.
     pub poll_us: u64,
+    /// Threads that serve beside it.
+    pub servers: usize,
 }
 
+/// Fewest and most threads that serve beside a reader.
+const SERVERS: std::ops::RangeInclusive<usize> = 2..=8;
+
 impl Default for ReaderConfig {
+    /// With as many servers as there are CPUs, within reason.
     fn default() -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             placement: Placement::FollowFaults,
             poll_us: 0,
+            servers: cpus.clamp(*SERVERS.start(), *SERVERS.end()),
         }
     }
 }
@@ -155,17 +182,18 @@ pub struct ReaderCounters {
     pub strays: AtomicU64,
 }
 
-/// The running reader; dropping it stops it.
+/// The running reader, with its servers; dropping it stops them.
 #[derive(Debug)]
 pub struct FaultReader {
     counters: Arc<ReaderCounters>,
-    stop: OwnedFd,
+    stop: Arc<OwnedFd>,
     watcher: Option<JoinHandle<()>>,
     thread: Option<JoinHandle<()>>,
+    servers: Arc<FaultServers>,
 }
 
 impl FaultReader {
-    /// Starts reading the faults of `vmm`.
+    /// Starts reading the faults of `vmm`. Whoever serves beside the reader runs on `cpus`.
     ///
     /// # Errors
     /// [`ReaderError`].
@@ -174,20 +202,21 @@ impl FaultReader {
         userfaultfd: Arc<Userfaultfd>,
         layout: Arc<LiveLayout>,
         sink: Arc<dyn FaultSink>,
-        config: ReaderConfig,
+        (config, cpus): (ReaderConfig, &Arc<ServerCpus>),
     ) -> Result<Self, ReaderError> {
         let kernel = |operation| move |source| ReaderError::Kernel { operation, source };
         interrupt::allow().map_err(kernel("sigaction"))?;
         set_waiting(&userfaultfd, config.poll_us == 0).map_err(kernel("fcntl"))?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| kernel("eventfd")(e.into()))?;
+        let stop = Arc::new(stop);
+        let servers = Self::start_servers(vmm.pid(), &sink, (config, cpus), &stop)
+            .map_err(kernel("starting a thread"))?;
         let counters = Arc::new(ReaderCounters::default());
         let told = Arc::new(Told::default());
         let watch = Watch {
             vmm: vmm.fd().try_clone()?,
-            stop: stop
-                .try_clone()
-                .map_err(kernel("duplicating a descriptor"))?,
+            stop: Arc::clone(&stop),
             told: Arc::clone(&told),
             counters: Arc::clone(&counters),
         };
@@ -198,6 +227,9 @@ impl FaultReader {
             told,
             counters: Arc::clone(&counters),
             config,
+            servers: Arc::clone(&servers),
+            faults: Vec::new(),
+            done: Vec::new(),
             here: None,
             next_look: 0,
             look_every: FAULTS_PER_LOOK,
@@ -211,6 +243,7 @@ impl FaultReader {
             stop,
             watcher: Some(watcher),
             thread: None,
+            servers,
         };
         let ended = Arc::clone(&reading.told);
         let spawned = std::thread::Builder::new()
@@ -235,6 +268,25 @@ impl FaultReader {
                 Err(kernel("starting a thread")(source))
             }
         }
+    }
+
+    fn start_servers(
+        pid: u32,
+        sink: &Arc<dyn FaultSink>,
+        (config, cpus): (ReaderConfig, &Arc<ServerCpus>),
+        stop: &Arc<OwnedFd>,
+    ) -> io::Result<Arc<FaultServers>> {
+        let stop = Arc::clone(stop);
+        // The reader then says why, as of a panic of its own.
+        let failed = move || signal(&stop);
+        let servers = FaultServers::start(config.servers, pid, sink, cpus, failed)?;
+        Ok(Arc::new(servers))
+    }
+
+    /// Faults that were served by others than the reader so far.
+    #[must_use]
+    pub fn handed_on(&self) -> u64 {
+        self.servers.taken()
     }
 
     /// What it has done so far.
@@ -263,9 +315,7 @@ impl FaultReader {
 
 impl Drop for FaultReader {
     fn drop(&mut self) {
-        // An eventfd's counter cannot be full after one write.
-        let told = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
-        debug_assert!(told.is_ok(), "{told:?}");
+        signal(&self.stop);
         let own = std::thread::current().id();
         if self.thread.as_ref().is_some_and(|t| t.thread().id() == own) {
             return;
@@ -276,6 +326,13 @@ impl Drop for FaultReader {
             }
         }
     }
+}
+
+/// Has the watcher end the reader.
+fn signal(stop: &OwnedFd) {
+    // An eventfd's counter cannot be full after a few writes.
+    let told = rustix::io::write(stop, &1_u64.to_ne_bytes());
+    debug_assert!(told.is_ok(), "{told:?}");
 }
 
 /// Makes `read` wait for a fault, or not. The flag belongs to the userfaultfd, not to our
@@ -318,7 +375,7 @@ impl Told {
 /// The thread that tells the reader when it is over.
 struct Watch {
     vmm: ProcessFd,
-    stop: OwnedFd,
+    stop: Arc<OwnedFd>,
     told: Arc<Told>,
     counters: Arc<ReaderCounters>,
 }
@@ -359,16 +416,6 @@ impl Watch {
     }
 }
 
-fn words_of(panic: &(dyn Any + Send)) -> String {
-    if let Some(text) = panic.downcast_ref::<&str>() {
-        (*text).to_owned()
-    } else if let Some(text) = panic.downcast_ref::<String>() {
-        text.clone()
-    } else {
-        "without words".to_owned()
-    }
-}
-
 enum End {
     Stopped,
     VmmGone,
@@ -381,6 +428,11 @@ struct Reading {
     told: Arc<Told>,
     counters: Arc<ReaderCounters>,
     config: ReaderConfig,
+    servers: Arc<FaultServers>,
+    /// What was read last.
+    faults: Vec<VcpuFault>,
+    /// What of it was served here.
+    done: Vec<VcpuFault>,
     here: Option<usize>,
     next_look: u64,
     look_every: u64,
@@ -407,7 +459,10 @@ impl Reading {
         loop {
             // Faults not read yet stay in the kernel for the next reader.
             if let Some(end) = self.told.end() {
-                return Ok(end);
+                return match self.servers.failure() {
+                    Some(what) => Err(ReaderError::Panicked { what }),
+                    None => Ok(end),
+                };
             }
             if self.userfaultfd.read_faults(&mut faults)? > 0 {
                 self.serve(&faults, sink)?;
@@ -444,30 +499,67 @@ impl Reading {
         }
     }
 
-    fn serve(&mut self, faults: &[FaultEvent], sink: &dyn FaultSink) -> Result<(), ReaderError> {
+    fn serve(&mut self, events: &[FaultEvent], sink: &dyn FaultSink) -> Result<(), ReaderError> {
         self.counters.batches.fetch_add(1, Ordering::Relaxed);
-        for event in faults {
+        let read_at = Instant::now();
+        self.faults.clear();
+        for event in events {
             let kind = match event.kind {
                 RawKind::Missing => Some(FaultKind::Missing),
                 RawKind::WriteProtected => Some(FaultKind::WriteProtected),
                 RawKind::Minor => None,
             };
             if let (Some(kind), Some(page)) = (kind, self.layout.look().page_at(event.address)) {
-                self.counters.faults.fetch_add(1, Ordering::Relaxed);
-                sink.fault(VcpuFault {
+                self.faults.push(VcpuFault {
                     page,
                     kind,
                     access: event.access,
                     thread: event.thread,
+                    read_at,
                 });
             } else {
                 self.stray(event.address)?;
             }
         }
-        if let Some(last) = faults.last() {
+        let count = self.faults.len() as u64;
+        self.counters.faults.fetch_add(count, Ordering::Relaxed);
+        self.serve_together(sink);
+        if let Some(last) = events.last() {
             self.follow(last.thread);
         }
         Ok(())
+    }
+
+    /// Serves what was read, together with the servers if it is more than one.
+    fn serve_together(&mut self, sink: &dyn FaultSink) {
+        let Some((first, others)) = self.faults.split_first() else {
+            return;
+        };
+        if !others.is_empty() {
+            self.servers.share(others);
+        }
+        let mut next = Some(*first);
+        while let Some(fault) = next {
+            if self.serve_one(fault, sink) == Served::Yes {
+                self.done.push(fault);
+            }
+            // What was shared before was taken to the last: what there is now has come with these.
+            next = match others {
+                [] => None,
+                [_, ..] => self.servers.take_back(),
+            };
+        }
+        self.done.drain(..).for_each(|fault| sink.served(fault));
+    }
+
+    fn serve_one(&self, fault: VcpuFault, sink: &dyn FaultSink) -> Served {
+        let served = sink.fault_at_once(fault);
+        if served == Served::WouldWait
+            && let Some(fault) = self.servers.hand_on(fault)
+        {
+            sink.fault(fault);
+        }
+        served
     }
 
     /// Somebody waits at an address that is no RAM of the layout, though it is watched (RAM that a
@@ -530,12 +622,27 @@ mod tests {
     use pagetide_sys::uffd::Features;
     use std::sync::mpsc::{Sender, channel};
 
-    struct Panics(Sender<String>);
+    #[derive(Clone, Copy)]
+    enum Where {
+        Reader,
+        Server,
+    }
+
+    struct Panics(Sender<String>, Where);
 
     impl FaultSink for Panics {
+        fn fault_at_once(&self, fault: VcpuFault) -> Served {
+            match self.1 {
+                Where::Reader => panic!("{} was not expected", fault.page),
+                Where::Server => Served::WouldWait,
+            }
+        }
+
         fn fault(&self, fault: VcpuFault) {
             panic!("{} was not expected", fault.page);
         }
+
+        fn served(&self, _fault: VcpuFault) {}
 
         fn vmm_gone(&self) {
             self.0.send("gone".to_owned()).unwrap();
@@ -548,6 +655,12 @@ mod tests {
 
     #[test]
     fn a_panic_while_a_fault_is_served_is_reported_with_its_words() {
+        for place in [Where::Reader, Where::Server] {
+            panics_in(place);
+        }
+    }
+
+    fn panics_in(place: Where) {
         let userfaultfd = match Userfaultfd::create_here() {
             Ok(userfaultfd) => Arc::new(userfaultfd),
             Err(e) => {
@@ -575,8 +688,8 @@ mod tests {
             &VmmProcess::open(std::process::id()).unwrap(),
             Arc::clone(&userfaultfd),
             layout,
-            Arc::new(Panics(told)),
-            ReaderConfig::default(),
+            Arc::new(Panics(told, place)),
+            (ReaderConfig::default(), &Arc::default()),
         )
         .unwrap();
         std::thread::scope(|scope| {
@@ -591,9 +704,15 @@ mod tests {
     struct NoFaults;
 
     impl FaultSink for NoFaults {
+        fn fault_at_once(&self, fault: VcpuFault) -> Served {
+            panic!("{} was not expected", fault.page);
+        }
+
         fn fault(&self, fault: VcpuFault) {
             panic!("{} was not expected", fault.page);
         }
+
+        fn served(&self, _fault: VcpuFault) {}
 
         fn vmm_gone(&self) {}
 
@@ -623,7 +742,7 @@ mod tests {
             Arc::clone(&userfaultfd),
             Arc::new(LiveLayout::new(RamLayout::default())),
             Arc::new(NoFaults),
-            ReaderConfig::default(),
+            (ReaderConfig::default(), &Arc::default()),
         )
         .unwrap();
         // Were it woken only, it would fault for ever.

@@ -23,7 +23,7 @@ use pagetide_vmm::layout::{LiveLayout, MapsChange, RamLayout, RamMapping, Strang
 use pagetide_vmm::place::{VcpuMmu, VmPlace};
 use pagetide_vmm::process::VmmProcess;
 use pagetide_vmm::reader::{
-    FaultKind, FaultReader, FaultSink, ReaderConfig, ReaderError, VcpuFault,
+    FaultKind, FaultReader, FaultSink, ReaderConfig, ReaderError, Served, VcpuFault,
 };
 use pagetide_vmm::takeover::{
     TakeOverError, TakenOver, abandon, find_inside, let_go, resume, take_over, watch,
@@ -55,6 +55,17 @@ struct Store {
 }
 
 impl FaultSink for Store {
+    /// Every other page is left to the servers.
+    fn fault_at_once(&self, fault: VcpuFault) -> Served {
+        if fault.page.0.is_multiple_of(2) {
+            return Served::WouldWait;
+        }
+        self.fault(fault);
+        Served::Yes
+    }
+
+    fn served(&self, _fault: VcpuFault) {}
+
     fn fault(&self, fault: VcpuFault) {
         let mut stored = self.stored.lock().unwrap();
         match fault.kind {
@@ -207,7 +218,7 @@ fn start_reader(
         Arc::clone(userfaultfd),
         live(layout),
         Arc::<Store>::clone(store),
-        ReaderConfig::default(),
+        (ReaderConfig::default(), &Arc::default()),
     )
     .unwrap()
 }
@@ -254,6 +265,7 @@ fn whole_way(more: &[&str]) {
     assert_eq!(counters.strays.load(Ordering::Relaxed), 0);
     assert!(!vm.store.failed.load(Ordering::Relaxed));
     assert!(counters.moves.load(Ordering::Relaxed) >= 1);
+    assert!(vm.reader.handed_on() > 0);
     let_go(&vm.vmm, &vm.layout, &vm.userfaultfd, vm.number).unwrap();
     vm.reader.stop();
     assert!(vm.qemu.is_running());

@@ -13,6 +13,7 @@ pub mod busy;
 mod daemon;
 pub mod fairness;
 pub mod fault;
+pub mod fault_parallel;
 mod figures;
 pub mod gmem_async;
 pub mod gmem_va;
@@ -103,7 +104,10 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::Adp => adp::run(&adp::AdpBenchOptions::default()),
         BenchName::AdpLive => adp_live::run(),
         BenchName::Fairness => fairness::run(&fairness::FairnessOptions::default()),
-        BenchName::Fault => fault::run(&fault::FaultBenchOptions::default()),
+        BenchName::Fault => fault::run(&fault::FaultBenchOptions::of_rounds(sizes.pairs)),
+        BenchName::FaultParallel => fault_parallel::run(
+            &fault_parallel::FaultParallelOptions::of_rounds(sizes.pairs),
+        ),
         BenchName::Blk => blk::run(),
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),

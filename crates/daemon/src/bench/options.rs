@@ -11,13 +11,13 @@ const SECONDS_MAX: u64 = 3600;
 /// More alternations than anybody waits for.
 const ROUNDS_MAX: u64 = 10_000;
 
-/// Of real-size, guest-cost and tracker; others take none.
+/// Of real-size, guest-cost and tracker, the rounds also of fault and fault-parallel; others take none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
     /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker)
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
-    /// Alternations of each cell (guest-cost: 30), rounds of each size (real-size: 3)
+    /// Alternations of each cell (guest-cost: 30), rounds (real-size: 3, fault: 6, fault-parallel: 8)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
     /// Length of a slice (guest-cost: 5), longest search for cold pages (tracker: 300)
@@ -69,10 +69,11 @@ impl SizeOptions {
     pub fn check(&self, name: BenchName) -> Result<(), String> {
         let (tracker, cost) = (name == BenchName::Tracker, name == BenchName::GuestCost);
         let sized = tracker || cost || name == BenchName::RealSize;
+        let faults = matches!(name, BenchName::Fault | BenchName::FaultParallel);
         let given = [
             ("--ram", !self.ram.is_empty(), sized),
             ("--setting", !self.settings.is_empty(), sized),
-            ("--pairs", self.pairs.is_some(), sized && !tracker),
+            ("--pairs", self.pairs.is_some(), faults || sized && !tracker),
             ("--seconds", self.seconds.is_some(), tracker || cost),
             ("--only", self.only.is_some(), tracker || cost),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
@@ -126,7 +127,8 @@ mod tests {
         assert_eq!(options.check(BenchName::RealSize), Ok(()));
         let error = options.check(BenchName::Tracker).unwrap_err();
         assert_eq!(error, "bench tracker has no --pairs");
-        options.check(BenchName::Fault).unwrap_err();
+        assert_eq!(options.check(BenchName::Fault), Ok(()));
+        options.check(BenchName::Blk).unwrap_err();
         let none = SizeOptions::default();
         assert_eq!(none.check(BenchName::Fault), Ok(()));
     }

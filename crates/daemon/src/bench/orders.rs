@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A process of a bench that takes orders: one line of JSON each on its input, answered by one line
-//! on its output. The end of input ends it.
+//! A process of a bench that takes orders: one line of JSON each on its input (other text, if that is what
+//! it understands), answered by one line on its output. The end of input ends it.
 //!
 //! It is in a process group of its own, so that a Ctrl-C reaches only the bench, which then ends it
 //! in order. Dropped, it is gone.
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Serialize, de::DeserializeOwned};
 use std::{
     io::{BufRead as _, BufReader, Write as _},
     os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    time::Duration,
 };
 
 /// A program is taken for a VMM by its name (or by KVM, which stand-ins do without).
@@ -76,14 +78,38 @@ impl Ordered {
     /// Gives it an order.
     pub(super) fn order<O: Serialize>(&mut self, order: &O) -> Result<(), String> {
         let line = serde_json::to_string(order).map_err(|error| error.to_string())?;
+        self.tell(&(line + "\n"))
+    }
+
+    /// Writes `text` to its input: for one that speaks no JSON.
+    pub(super) fn tell(&mut self, text: &str) -> Result<(), String> {
         let orders = self.orders.as_mut().ok_or("the guest has ended")?;
-        writeln!(orders, "{line}")
+        orders
+            .write_all(text.as_bytes())
             .and_then(|()| orders.flush())
             .map_err(|error| format!("the guest takes no orders: {error}"))
     }
 
     /// Waits for its next answer.
     pub(super) fn answer<A: DeserializeOwned>(&mut self) -> Result<A, String> {
+        let line = self.line()?;
+        serde_json::from_str(&line).map_err(|error| format!("the guest said {line:?}: {error}"))
+    }
+
+    /// Waits for the beginning of its next line for so long, and for the rest of that.
+    pub(super) fn line_within(&mut self, wait: Duration) -> Result<String, String> {
+        if self.answers.buffer().is_empty() {
+            let deadline = Timespec::try_from(wait).map_err(|error| error.to_string())?;
+            let mut heard = [PollFd::new(self.answers.get_ref(), PollFlags::IN)];
+            let ready = rustix::io::retry_on_intr(|| poll(&mut heard, Some(&deadline)));
+            if ready.map_err(|error| format!("the guest cannot be heard: {error}"))? == 0 {
+                return Err(format!("the guest says nothing for {} s", wait.as_secs()));
+            }
+        }
+        Ok(self.line()?.trim().to_owned())
+    }
+
+    fn line(&mut self) -> Result<String, String> {
         let mut line = String::new();
         let read = self
             .answers
@@ -92,7 +118,7 @@ impl Ordered {
         if read == 0 {
             return Err("the guest has ended; see its messages above".into());
         }
-        serde_json::from_str(&line).map_err(|error| format!("the guest said {line:?}: {error}"))
+        Ok(line)
     }
 }
 

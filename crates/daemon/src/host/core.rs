@@ -18,6 +18,7 @@ use pagetide_vmm::{
     hazards::{self, EvictionBar},
     layout::{LiveLayout, RamLayout},
     process::VmmProcess,
+    servers::ServerCpus,
 };
 use pagetide_vpri::{DmaMmu, IoSpaces, Latencies, Tenant};
 use std::{
@@ -68,6 +69,8 @@ pub(super) struct VmCore {
     pub(super) warnings: Mutex<Vec<String>>,
     pub(super) orders: Orders,
     pub(super) userfaultfd: Arc<Userfaultfd>,
+    /// Where those may run who serve its faults beside the reader.
+    pub(super) server_cpus: Arc<ServerCpus>,
 }
 
 /// What is known of how hot the VM's memory is.
@@ -159,6 +162,7 @@ impl VmCore {
 
     /// RAM has come or gone: what stopped eviction may have been that, and the limit counts anew.
     pub(super) fn ram_changed(&self) {
+        self.limit.reserve().ram_changed();
         if !self.detach_failed.load(Relaxed) {
             *lock(&self.suspended) = None;
         }
@@ -171,6 +175,7 @@ impl VmCore {
 
     /// Lets eviction rest; said once. The limit is not enforced meanwhile: a fill would only wait.
     pub(super) fn suspend(&self, why: String) {
+        self.limit.reserve().close();
         let mut suspended = lock(&self.suspended);
         if suspended.as_ref() != Some(&why) {
             tracing::warn!(vm = self.name, "not evicting for now: {why}");

@@ -3,7 +3,6 @@
 
 use super::{
     core::{Heat, lock},
-    tracker::Way,
     vm::Vm,
 };
 use crate::{
@@ -11,7 +10,7 @@ use crate::{
     figure::LatencyUs,
     protection::vm::{DeviceProtection, ProtectionReport},
 };
-use pagetide_addr::{PAGE_BYTES, PageRange};
+use pagetide_addr::{PAGE_BYTES, PageRange, SectionNo};
 use pagetide_gmem::State;
 use pagetide_policy::sets::Level;
 use pagetide_swap::Counter;
@@ -65,6 +64,8 @@ impl Vm {
             neighbour_pages: count(Counter::NeighbourPages),
             discarded_pages: count(Counter::DiscardedPages),
             over_limit_fills: count(Counter::OverLimitFills),
+            directly_evicted_pages: core.limit.reserve().direct_pages(),
+            handed_on_faults: self.handed_on_faults(),
             wp_cancels: count(Counter::CancelledPages),
             alias_faults: count(Counter::AliasFaults),
             poisoned_pages: count(Counter::PoisonedPages),
@@ -84,18 +85,20 @@ impl Vm {
             warnings: lock(&core.warnings).clone(),
             restarts: core.pool.restarts(),
             reader_cpu_seconds: self.reader_cpu_seconds(),
+            tracker: core.tracker.name().to_owned(),
             regions,
             ..VmReport::default()
         };
-        with_protection(
-            with_heat(report, heat, core.tracker),
-            core.protection.report(),
-        )
+        with_protection(with_heat(report, heat), core.protection.report())
     }
 
     fn region(&self, file: &RamFile) -> RegionReport {
         let table = self.core.memory.table();
-        let stored = |(section, pages): (_, PageRange)| {
+        let stored = |(section, pages): (SectionNo, PageRange)| {
+            if table.pages_of(section) == pages {
+                return table.stored_pages(section);
+            }
+            // A section that files share: those of a VM that was attached before RAM could come and go.
             let set = table.pages_in_state(section, |state| matches!(state, State::Stored(_)));
             let within = set.pages(section).filter(|page| pages.contains(*page));
             within.count() as u64
@@ -111,10 +114,9 @@ impl Vm {
 }
 
 /// The report with what is known of how hot the VM's memory is.
-fn with_heat(report: VmReport, heat: Heat, tracker: Way) -> VmReport {
+fn with_heat(report: VmReport, heat: Heat) -> VmReport {
     VmReport {
         sections: set_reports(heat.sets),
-        tracker: tracker.name().to_owned(),
         heat_age_seconds: heat.swept_at.map(|at| at.elapsed().as_secs_f64()),
         sweeps: heat.report.sweeps,
         sampled_sections: heat.report.sampled_sections,

@@ -30,6 +30,7 @@ use pagetide_sys::cpu;
 use pagetide_vmm::{layout::RamLayout, threads};
 use pagetide_vpri::{TenantCpus, VcpuPlace};
 use std::{
+    collections::BTreeSet,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -65,13 +66,19 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
-    pub(super) fn new(vm: Arc<VmCore>, reclaimer: Reclaimer, hotplug: Hotplug) -> Self {
+    /// Times are told from `started` on.
+    pub(super) fn new(
+        vm: Arc<VmCore>,
+        reclaimer: Reclaimer,
+        hotplug: Hotplug,
+        started: Instant,
+    ) -> Self {
         Self {
             layout: vm.layout.now(),
             vm,
             hotplug,
             reclaimer,
-            started: Instant::now(),
+            started,
             looked_at: None,
             synced_at: None,
             reserved_at: None,
@@ -115,7 +122,8 @@ impl Rounds {
     }
 
     fn look_for_hazards(&mut self) {
-        self.looked_at = Some(Instant::now());
+        let now = Instant::now();
+        self.looked_at = Some(now);
         let bars = self.hotplug.follow();
         let layout = self.vm.layout.now();
         if !Arc::ptr_eq(&layout, &self.layout) {
@@ -124,13 +132,20 @@ impl Rounds {
             self.reclaimer.ram_changed();
         }
         self.vm.look_for_hazards(bars);
+        let reserve = self.vm.limit.reserve();
+        match self.vm.may_evict() {
+            true => reserve.open(now.duration_since(self.started) + HAZARDS_HOLD),
+            false => reserve.close(),
+        }
     }
 
     fn sync(&mut self) {
         self.synced_at = Some(Instant::now());
         self.vm.enforce_limit();
         self.vm.sync_counters();
-        self.vm.tenant.set_cpus(cpus_of(self.vm.vmm.pid()));
+        let vcpus = threads::vcpus(self.vm.vmm.pid());
+        self.vm.server_cpus.set(&allowed_of(&vcpus));
+        self.vm.tenant.set_cpus(cpus_of(vcpus));
         if let Err(error) = self.reclaimer.trim_store() {
             tracing::warn!(vm = self.vm.name, %error, "memory of the pool could not be given back");
         }
@@ -319,13 +334,22 @@ fn turn_of(step: Step, so_far: &Reclaimed, limit: &Limit) -> Turn {
     }
 }
 
-/// The CPUs of the VM's vCPUs, by the VMM's threads as they are now.
-fn cpus_of(pid: u32) -> TenantCpus {
+/// Where vCPUs may run, ascending.
+fn allowed_of(vcpus: &[threads::VcpuThread]) -> Vec<usize> {
+    let all: BTreeSet<usize> = vcpus
+        .iter()
+        .flat_map(|vcpu| vcpu.allowed.iter().copied())
+        .collect();
+    all.into_iter().collect()
+}
+
+/// The CPUs of the VM's vCPUs.
+fn cpus_of(vcpus: Vec<threads::VcpuThread>) -> TenantCpus {
     let place = |vcpu: threads::VcpuThread| VcpuPlace {
         allowed: vcpu.allowed,
         last: vcpu.last,
     };
-    let vcpus: Vec<_> = threads::vcpus(pid).into_iter().map(place).collect();
+    let vcpus: Vec<_> = vcpus.into_iter().map(place).collect();
     match cpu::online_count() {
         Ok(host_cpus) => TenantCpus::of_vcpus(&vcpus, host_cpus),
         Err(error) => {

@@ -7,7 +7,7 @@ use pagetide_gmem::{AddressSpace, Fault, Incidents, PlaceError, StoreError};
 use pagetide_swap::{Counter, Pool};
 use pagetide_vmm::{
     process::{VmmIdentity, VmmProcess},
-    reader::{FaultSink, ReaderError, VcpuFault},
+    reader::{FaultSink, ReaderError, Served, VcpuFault},
 };
 use pagetide_vpri::Latencies;
 use rustix::process::Signal;
@@ -17,10 +17,9 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
 };
 
-/// Serves the faults of one VM's vCPUs, on the reader's thread.
+/// Serves the faults of one VM's vCPUs, on the reader's thread and its servers'.
 pub(super) struct VmSink {
     pub(super) vmm: VmmIdentity,
     pub(super) space: Arc<AddressSpace>,
@@ -29,22 +28,44 @@ pub(super) struct VmSink {
     pub(super) janitor: JanitorBell,
 }
 
-impl FaultSink for VmSink {
-    fn fault(&self, fault: VcpuFault) {
-        let begun = Instant::now();
-        let page = fault.page;
-        let fault = Fault {
-            device: DeviceId::VCPUS,
-            pages: fault.page.single(),
-            access: fault.access,
-        };
-        self.space.fault(&fault, None);
-        self.latencies.record(begun.elapsed());
+impl VmSink {
+    /// It took from when the fault was read until now.
+    fn count(&self, fault: VcpuFault) {
+        self.latencies.record(fault.read_at.elapsed());
         self.pool
             .counter(Counter::VcpuFaults)
             .fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+fn of_vcpu(fault: VcpuFault) -> Fault {
+    Fault {
+        device: DeviceId::VCPUS,
+        pages: fault.page.single(),
+        access: fault.access,
+    }
+}
+
+impl FaultSink for VmSink {
+    fn fault_at_once(&self, fault: VcpuFault) -> Served {
+        // How it ends is told to incidents where it matters; the vCPU learns it by trying again.
+        match self.space.fault_without_waiting(&of_vcpu(fault)) {
+            Some(_outcome) => {
+                self.count(fault);
+                Served::Yes
+            }
+            None => Served::WouldWait,
+        }
+    }
+
+    fn fault(&self, fault: VcpuFault) {
+        self.space.fault(&of_vcpu(fault), None);
+        self.count(fault);
+    }
+
+    fn served(&self, fault: VcpuFault) {
         if let Some(memory) = self.space.memory() {
-            memory.bring_neighbours(page);
+            memory.bring_neighbours(fault.page);
         }
     }
 

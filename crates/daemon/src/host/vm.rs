@@ -32,7 +32,8 @@ use crate::{
 use pagetide_addr::{Access, PageNo, PageRange, PageSet};
 use pagetide_gmem::{Fault, FaultOutcome, Incidents, MemoryParts, PageTable, PagedMemory, State};
 use pagetide_swap::{
-    Evictor, HeatCost, Limit, Pool, PoolStore, PoolWords, Reclaimer, Room, reclaim::Took,
+    DirectReclaim, Evictor, HeatCost, Limit, Pool, PoolStore, PoolWords, Reclaimer, Room,
+    reclaim::Took,
 };
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
@@ -45,7 +46,7 @@ use pagetide_vmm::{
 use pagetide_vpri::{DPU, DmaMmu, FaultService, IoSpaces, Latencies};
 use std::{
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, Weak,
         atomic::{AtomicBool, Ordering::Relaxed},
         mpsc,
     },
@@ -94,6 +95,8 @@ pub(super) struct Vm {
 struct Threads {
     reader: Option<FaultReader>,
     rounds: Option<JoinHandle<Rounds>>,
+    /// What fills that need room take themselves: the limit has it only as long as this.
+    direct: Option<Arc<DirectReclaim>>,
 }
 
 /// What an attach or a recovery brings to [`Vm::start`]. Words that there are are true, all bits of the
@@ -186,6 +189,7 @@ impl Vm {
             warnings: Mutex::default(),
             orders: Orders::default(),
             userfaultfd: prepared.userfaultfd,
+            server_cpus: Arc::default(),
         });
         let vm = Self {
             core,
@@ -218,12 +222,14 @@ impl Vm {
                 Placement::FollowFaults
             },
             poll_us: shared.reader_poll_us,
+            ..ReaderConfig::default()
         };
         let (userfaultfd, layout) = (Arc::clone(&core.userfaultfd), Arc::clone(&core.layout));
-        let reader = FaultReader::start(&core.vmm, userfaultfd, layout, Arc::new(sink), config)
+        let served = (config, &core.server_cpus);
+        let reader = FaultReader::start(&core.vmm, userfaultfd, layout, Arc::new(sink), served)
             .map_err(failed)?;
         let evictor = Evictor::new(Arc::clone(&core.memory), Arc::clone(&core.store));
-        let looks = Box::new(tracker);
+        let looks = Arc::new(tracker);
         let limit = Arc::clone(&core.limit);
         let mut reclaimer = Reclaimer::new(evictor, limit, looks, shared.heat_cost);
         reclaimer.spare(Arc::clone(core.protection.protected()));
@@ -234,11 +240,16 @@ impl Vm {
             }
         });
         let hotplug = Hotplug::new(Arc::clone(core), shared);
-        let rounds = Rounds::new(Arc::clone(core), reclaimer, hotplug);
+        let started = Instant::now();
+        let direct = Arc::new(reclaimer.direct(move || started.elapsed()));
+        let weak: Weak<DirectReclaim> = Arc::downgrade(&direct);
+        core.limit.make_room_by(weak);
+        let rounds = Rounds::new(Arc::clone(core), reclaimer, hotplug, started);
         let thread = self.start_rounds(rounds)?;
         *lock(&self.threads) = Threads {
             reader: Some(reader),
             rounds: Some(thread),
+            direct: Some(direct),
         };
         Ok(())
     }
@@ -292,7 +303,10 @@ impl Vm {
     fn stop_rounds(&self) -> Option<Rounds> {
         self.core.limit.stop();
         let thread = lock(&self.threads).rounds.take()?;
-        match thread.join() {
+        let rounds = thread.join();
+        // Nobody opens it any more, and no fill makes room since the limit was stopped.
+        self.core.limit.reserve().shut();
+        match rounds {
             Ok(rounds) => Some(rounds),
             Err(_) => {
                 tracing::error!(vm = self.core.name, "the rounds ended by a panic");
@@ -388,8 +402,15 @@ impl Vm {
         shared.feed.remove(&core.protection);
         self.free_domains(shared);
         // Its thread is waited for with nothing locked: reports go on meanwhile.
-        let reader = lock(&self.threads).reader.take();
-        drop(reader);
+        let (reader, direct) = {
+            let mut threads = lock(&self.threads);
+            (threads.reader.take(), threads.direct.take())
+        };
+        drop((reader, direct));
+        // Whoever holds this VM for a moment longer must not keep the next daemon from it.
+        for file in core.layout.now().files() {
+            file.file().unmap();
+        }
         core.sync_counters();
         if let Err(error) = core.pool.remove() {
             tracing::warn!(vm = core.name, %error, "the pool of a VM that is no more stays behind; a next start removes it");
@@ -528,6 +549,14 @@ impl Vm {
                 run.start, run.end, self.core.name
             ))),
         }
+    }
+
+    /// Faults that others served than the reader.
+    pub(super) fn handed_on_faults(&self) -> u64 {
+        lock(&self.threads)
+            .reader
+            .as_ref()
+            .map_or(0, FaultReader::handed_on)
     }
 
     /// CPU time of the fault reader so far.

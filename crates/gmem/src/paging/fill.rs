@@ -138,7 +138,7 @@ impl PagedMemory {
     /// caller is by that.
     pub(super) fn install(&self, claimed: PageRange, bytes: &[u8]) -> (PageRange, Resolved) {
         let installed = if claimed.len() == 1 {
-            self.install_one(claimed.start, bytes)
+            self.install_claimed(claimed.start, bytes)
         } else {
             self.place.install_run(claimed, bytes)
         };
@@ -174,6 +174,17 @@ impl PagedMemory {
             Err(error) => self.failed(done, &error),
         };
         (installed, resolved)
+    }
+
+    /// Installs the one page that was claimed. That it is not all zeros is known from its word.
+    fn install_claimed(&self, page: PageNo, bytes: &[u8]) -> Result<u64, PlaceError> {
+        match (self.table.word(page).state(), bytes.try_into()) {
+            (State::Filling(content), Ok(bytes)) if !content.is_zero() => {
+                let installed = self.place.install(page, bytes)?;
+                Ok(u64::from(installed == Installed::Installed))
+            }
+            _ => self.install_one(page, bytes),
+        }
     }
 
     pub(super) fn install_one(&self, page: PageNo, bytes: &[u8]) -> Result<u64, PlaceError> {

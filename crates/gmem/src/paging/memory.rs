@@ -127,14 +127,15 @@ impl PagedMemory {
         neighbours::bring_along(self, page);
     }
 
-    /// Serves a fault if that needs neither an eviction nor another thread: `None` if it does, and
-    /// then [`Self::fault`] must be called.
+    /// Serves a fault if that needs neither an eviction, nor content that is not at hand, nor another
+    /// thread: `None` if it does, and then [`Self::fault`] must be called. A vCPU that finds its page
+    /// being filled is served by that: the kernel wakes it with the fill.
     #[must_use]
     pub fn fault_without_waiting(&self, fault: &Fault) -> Option<FaultOutcome> {
         if !self.table.contains(fault.pages) {
             return Some(FaultOutcome::OutOfRange);
         }
-        let absent = self.absent_pages(fault.pages);
+        let absent = self.absent_at_hand(fault.pages)?;
         if absent > AT_ONCE_PAGES_MAX || (absent > 0 && !self.admission.try_admit(absent)) {
             return None;
         }
@@ -166,6 +167,12 @@ impl PagedMemory {
                     still += 1;
                     if still > STILL_MAX {
                         return Some(self.without_progress(page));
+                    }
+                }
+                Resolved::BeingFilled if fault.device == DeviceId::VCPUS => {
+                    if self.table.mark_waited(page) {
+                        self.counters.joined_faults.fetch_add(1, Relaxed);
+                        (page, still) = (PageNo(page.0 + 1), 0);
                     }
                 }
                 Resolved::BeingFilled => return None,
@@ -256,6 +263,20 @@ impl PagedMemory {
     pub(super) fn absent_pages(&self, pages: PageRange) -> u64 {
         let is_stored = |page: &PageNo| matches!(self.table.word(*page).state(), State::Stored(_));
         pages.iter().filter(is_stored).count() as u64
+    }
+
+    /// How many of `pages` are absent; `None` if the content of one is not at hand.
+    pub(super) fn absent_at_hand(&self, pages: PageRange) -> Option<u64> {
+        let mut absent = 0;
+        for page in pages.iter() {
+            if let State::Stored(content) = self.table.word(page).state() {
+                if !content.is_zero() && !self.store.is_at_hand(content) {
+                    return None;
+                }
+                absent += 1;
+            }
+        }
+        Some(absent)
     }
 
     /// Looks at `page`, and fills it and what follows in the fault's range if it is absent. The

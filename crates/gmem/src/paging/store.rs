@@ -41,6 +41,13 @@ pub trait ContentStore: Send + Sync {
     /// word names it. Never called for [`Content::ZERO`].
     fn free(&self, content: Content);
 
+    /// True if [`Self::load`] has the content at once, by computing alone. If not, whoever must not
+    /// wait leaves the page to others. Never called for [`Content::ZERO`].
+    fn is_at_hand(&self, content: Content) -> bool {
+        let _unread = content;
+        true
+    }
+
     /// In which tier the content is, for accounts. Never called for [`Content::ZERO`].
     fn tier(&self, content: Content) -> Tier {
         let _unread = content;

@@ -50,6 +50,8 @@ pub(crate) struct Section {
     /// How many of its pages, from the first, are in a region. As `leaving`, not one of the model
     /// checker's: it changes only under the lock, and who reads it without has a hint.
     pages: std::sync::atomic::AtomicU64,
+    /// How many of its pages are stored. Who reads it without the lock has a hint.
+    stored: std::sync::atomic::AtomicU64,
     /// Its removal has begun: devices lose it, and no fault in it is served any more.
     leaving: std::sync::atomic::AtomicBool,
     /// Pages that the round under way may still evict.
@@ -60,22 +62,47 @@ pub(crate) struct Section {
     pub(crate) next_expected: std::sync::atomic::AtomicU64,
     /// How many neighbours the last fault here brought along.
     pub(crate) window: std::sync::atomic::AtomicU32,
+    /// Faults in each block since the last round, four bits each.
+    faults: [std::sync::atomic::AtomicU64; FAULT_WORDS],
 }
 
+/// Pages of which faults are counted together.
+pub(crate) const BLOCK_PAGES: u64 = 16;
+/// Bits of a count, and the highest one.
+const COUNT_BITS: u64 = 4;
+const COUNT_MAX: u64 = (1 << COUNT_BITS) - 1;
+const COUNTS_PER_WORD: u64 = 64 / COUNT_BITS;
+const FAULT_WORDS: usize = 2;
+const _: () = assert!(FAULT_WORDS as u64 * COUNTS_PER_WORD * BLOCK_PAGES == SECTION_PAGES);
 const SET_WORDS: usize = 8;
 const _: () = assert!(SET_WORDS as u64 * 64 == SECTION_PAGES);
 
 impl Section {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             lock: RwLock::new(()),
             pages: std::sync::atomic::AtomicU64::new(0),
+            stored: std::sync::atomic::AtomicU64::new(0),
             leaving: std::sync::atomic::AtomicBool::new(false),
             candidates: std::array::from_fn(|_| AtomicU64::new(0)),
             round: std::sync::atomic::AtomicU64::new(0),
             next_expected: std::sync::atomic::AtomicU64::new(u64::MAX),
             window: std::sync::atomic::AtomicU32::new(0),
+            faults: std::array::from_fn(|_| std::sync::atomic::AtomicU64::new(0)),
         }
+    }
+
+    /// Counts a fault in the block of `page`; returns how many there were since the last round, up
+    /// to 15.
+    pub(crate) fn count_fault(&self, page: PageNo) -> u64 {
+        let block = page.0 % SECTION_PAGES / BLOCK_PAGES;
+        let shift = block % COUNTS_PER_WORD * COUNT_BITS;
+        let word = &self.faults[PageNo(block / COUNTS_PER_WORD).index()];
+        let count = |word: u64| (word >> shift) & COUNT_MAX;
+        let counted = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |word| {
+            (count(word) < COUNT_MAX).then(|| word + (1 << shift))
+        });
+        counted.map_or(COUNT_MAX, |before| count(before) + 1)
     }
 
     /// True from the beginning of its removal until that is over.
@@ -101,6 +128,9 @@ impl Section {
     /// What round there may be is over; candidates set from now on are of this number. The section's
     /// lock is held exclusively.
     pub(crate) fn next_round(&self) -> u64 {
+        for counts in &self.faults {
+            counts.store(0, Ordering::Relaxed);
+        }
         self.round.fetch_add(1, Ordering::Relaxed) + 1
     }
 
@@ -129,6 +159,10 @@ impl Section {
             .iter()
             .any(|word| word.load(Ordering::Relaxed) != 0)
     }
+}
+
+fn is_stored(state: State) -> bool {
+    matches!(state, State::Stored(_))
 }
 
 /// Sections that are made together: 128 MiB of pages.
@@ -257,6 +291,8 @@ impl PageTable {
         let state = self.made_section(section);
         // Release pairs with the Acquire in `word`: who sees the page sees its word.
         let before = state.pages.swap(pages, Ordering::AcqRel);
+        let stored = self.pages_in_state(section, is_stored).len();
+        state.stored.store(stored, Ordering::Relaxed);
         if pages == 0 {
             state.leaving.store(false, Ordering::Relaxed);
         }
@@ -325,7 +361,10 @@ impl PageTable {
                 Ordering::AcqRel,
                 Ordering::Acquire,
             ) {
-                Ok(_) => return Some(current),
+                Ok(_) => {
+                    self.count_stored(page, current.state(), next.state());
+                    return Some(current);
+                }
                 Err(bits) => {
                     // Another state, or damage: either way not the word that was seen.
                     match PageWord::from_bits(bits) {
@@ -357,7 +396,29 @@ impl PageTable {
 
     /// Writes a word outright: only while nobody else uses the table.
     pub(crate) fn set_initial(&self, page: PageNo, word: PageWord) {
-        self.words.cell(page).store(word.bits(), Ordering::Release);
+        let bits = self.words.cell(page).swap(word.bits(), Ordering::AcqRel);
+        if let Ok(before) = PageWord::from_bits(bits) {
+            self.count_stored(page, before.state(), word.state());
+        }
+    }
+
+    fn count_stored(&self, page: PageNo, before: State, after: State) {
+        let (was, is) = (is_stored(before), is_stored(after));
+        let Some(section) = (was != is).then(|| self.section(page.section())).flatten() else {
+            return;
+        };
+        if is {
+            section.stored.fetch_add(1, Ordering::Relaxed);
+        } else {
+            section.stored.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// How many pages of `section` are stored: known without a look at each.
+    #[must_use]
+    pub fn stored_pages(&self, section: SectionNo) -> u64 {
+        let stored = |section: &Section| section.stored.load(Ordering::Relaxed);
+        self.section(section).map_or(0, stored)
     }
 
     /// The bits of a word, unchecked: for opening a table that a dead process left.

@@ -5,13 +5,11 @@ use super::{AccessTracker, ReclaimStop};
 use crate::{
     evictor::{Evictor, EvictorError},
     limit::Limit,
+    reserve::After,
 };
 use pagetide_addr::{PageSet, SectionNo};
 use pagetide_gmem::{EvictionError, PlaceError, State};
-use pagetide_policy::{
-    candidates::Candidates,
-    victims::{Taken, Then},
-};
+use pagetide_policy::victims::{Taken, Then};
 use std::sync::Arc;
 
 /// A section of whose pages more than this share came back while it stood unmapped is in use.
@@ -23,7 +21,7 @@ pub(super) fn is_warm(mapped: &PageSet, present: &PageSet) -> bool {
 }
 
 /// What became of a section.
-pub(super) struct Outcome {
+pub(crate) struct Outcome {
     pub taken: Taken,
     /// Why nothing more can go at all, if that is so.
     pub stop: Option<ReclaimStop>,
@@ -33,46 +31,45 @@ pub(super) struct Outcome {
     pub mapped: PageSet,
 }
 
-/// Whether a section was found in use.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Warmth {
-    Warm,
-    Cold,
-}
-
 impl Outcome {
-    /// Notes how `section` stands now, of which `left` pages were wanted.
-    pub fn file(&self, section: SectionNo, left: u64, candidates: &mut Candidates) -> Warmth {
+    /// How the section stands now, of which `left` pages were wanted; `None`: as before.
+    pub fn after(&self, left: u64) -> Option<After> {
         match self.taken.then {
-            Then::Emptied => candidates.forget(section),
+            Then::Emptied => Some(After::Emptied),
             // Nothing was found out about it.
-            Then::Stop => {}
+            Then::Stop => None,
             // There was enough: the rest of it stands as before.
-            Then::Next if self.taken.pages >= left => {}
-            Then::Next | Then::Busy => candidates.tried(section),
-        }
-        match is_warm(&self.mapped, &self.present) {
-            true => Warmth::Warm,
-            false => Warmth::Cold,
+            Then::Next if self.taken.pages >= left => None,
+            Then::Next | Then::Busy if is_warm(&self.mapped, &self.present) => Some(After::Warm),
+            Then::Next | Then::Busy => Some(After::Tried),
         }
     }
 }
 
 /// The VM's pages, to be taken a section at a time.
-pub(super) struct Memory {
+pub(crate) struct Memory {
     pub evictor: Evictor,
     pub limit: Arc<Limit>,
-    pub tracker: Box<dyn AccessTracker>,
+    pub tracker: Arc<dyn AccessTracker>,
 }
 
 impl Memory {
+    /// The same for another thread.
+    pub fn another(&self) -> Self {
+        Self {
+            evictor: self.evictor.another(),
+            limit: Arc::clone(&self.limit),
+            tracker: Arc::clone(&self.tracker),
+        }
+    }
+
     pub fn present(&self, section: SectionNo) -> PageSet {
         let table = self.evictor.space().table();
         table.pages_in_state(section, |state| state == State::Present)
     }
 
-    /// Evicts up to `pages` pages of `section`.
-    pub fn take(&mut self, section: SectionNo, pages: u64) -> Outcome {
+    /// Evicts up to `pages` pages of `section`, unless it is another by now as `holds` has it.
+    pub fn take(&mut self, section: SectionNo, pages: u64, holds: impl Fn() -> bool) -> Outcome {
         let there = self.section_pages(section);
         let present = self.present(section);
         let mut outcome = Outcome {
@@ -84,7 +81,7 @@ impl Memory {
             present,
             mapped: PageSet::EMPTY,
         };
-        match self.evict(section, pages, &mut outcome) {
+        match self.evict((section, pages), holds, &mut outcome) {
             Ok(then) => outcome.taken.then = then,
             // Memory that was taken out of the VM meanwhile is no trouble.
             Err(ReclaimStop::Kernel(_)) if self.section_pages(section) < there => {}
@@ -102,8 +99,8 @@ impl Memory {
 
     fn evict(
         &mut self,
-        section: SectionNo,
-        pages: u64,
+        (section, pages): (SectionNo, u64),
+        holds: impl Fn() -> bool,
         outcome: &mut Outcome,
     ) -> Result<Then, ReclaimStop> {
         let present = outcome.present;
@@ -120,7 +117,10 @@ impl Memory {
             return Ok(Then::Next);
         }
         let (tracker, limit) = (&self.tracker, &self.limit);
-        let touched = || tracker.mapped(section);
+        let touched = || match holds() {
+            true => tracker.mapped(section),
+            false => Ok(present),
+        };
         let result = self
             .evictor
             .evict(section, &wanted, pages, touched, |batch| {

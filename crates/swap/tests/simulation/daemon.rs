@@ -18,8 +18,9 @@ use pagetide_gmem::{
 };
 use pagetide_policy::protect::{Protector, Touch};
 use pagetide_swap::{
-    Evictor, HeatCost, Limit, Pool, PoolStore, PoolWords, Reclaimer,
+    DirectReclaim, Evictor, HeatCost, Limit, Pool, PoolStore, PoolWords, Reclaimer,
     evictor::EvictorError,
+    limit::MakeRoom as _,
     reclaim::{Reach, ReclaimStop, Took, UNMAPPED_MIN},
     store::PutError,
     tier::PAGE,
@@ -60,6 +61,14 @@ pub enum Task {
     Reclaim {
         pages: u64,
         reach: Reach,
+    },
+    /// Sections are to stand ready.
+    KeepReady {
+        pages: u64,
+    },
+    /// A fill makes room of what stands ready.
+    MakeRoom {
+        pages: u64,
     },
     Trim,
     CorrectLimit,
@@ -130,6 +139,7 @@ pub struct Daemon {
     pub store: Arc<PoolStore>,
     pub limit: Arc<Limit>,
     reclaimer: Mutex<Reclaimer>,
+    direct: DirectReclaim,
     protector: Mutex<Protector>,
     /// Sections that the reclaimer has taken pages of.
     taken: Arc<Mutex<Vec<(SectionNo, Took)>>>,
@@ -199,11 +209,13 @@ impl Daemon {
         let vcpus = Device::with_id(DeviceId::VCPUS, Arc::new(VcpuMmu(life.clone())));
         attach_to_the_end(&life, &whole, &vcpus);
         let evictor = Evictor::new(space.clone(), store.clone());
-        let tracker = Box::new(Tracker(life.clone()));
+        let tracker = Arc::new(Tracker(life.clone()));
         let mut reclaimer = Reclaimer::new(evictor, limit.clone(), tracker, HeatCost::default());
         let choice = POLICY.parse().expect("a policy");
         let protector = Protector::new(&choice, POLICY_SECTIONS);
         reclaimer.spare(protector.protected().clone());
+        let clock = life.clone();
+        let direct = reclaimer.direct(move || now_of(&clock));
         let taken: Arc<Mutex<Vec<(SectionNo, Took)>>> = Arc::default();
         let told = taken.clone();
         reclaimer.tell(move |section, took| {
@@ -212,6 +224,7 @@ impl Daemon {
         });
         let daemon = Arc::new(Self {
             reclaimer: Mutex::new(reclaimer),
+            direct,
             protector: Mutex::new(protector),
             taken,
             hogs: Mutex::new(Vec::new()),
@@ -308,6 +321,8 @@ impl Daemon {
             }
             Task::Scan => self.scan(),
             Task::Reclaim { pages, reach } => self.reclaim_rested(pages, reach),
+            Task::KeepReady { pages } => self.keep_ready(pages),
+            Task::MakeRoom { pages } => self.take_directly(pages),
             Task::Trim => self.store.trim().expect("a pool that can be punched"),
             Task::CorrectLimit => {
                 let resident = self.life.world.lock().resident_pages();
@@ -428,6 +443,26 @@ impl Daemon {
         }
     }
 
+    fn keep_ready(&self, pages: u64) {
+        let Ok(mut reclaimer) = self.reclaimer.try_lock() else {
+            return;
+        };
+        let _frame = self.life.frame(Frame::Evict);
+        let now = self.now();
+        if let Err(error) = reclaimer.keep_ready(|| now, pages) {
+            self.life.expect_trouble(&*error);
+        }
+    }
+
+    /// Beside the reclaimer, and beside others that do the same.
+    fn take_directly(&self, pages: u64) {
+        let _frame = self.life.frame(Frame::Evict);
+        // Nothing here forbids eviction.
+        self.limit.reserve().open(Duration::MAX);
+        let evicted = self.direct.make_room(pages);
+        self.life.world.lock().coverage.directly_evicted_pages += evicted;
+    }
+
     /// A device touches a section, as its policy has it.
     fn protect_some_section(&self) {
         let at = self.now();
@@ -468,6 +503,11 @@ impl Daemon {
 
     /// Room for `pages` more, made by whoever needs it.
     fn make_room(&self, pages: u64) {
+        let directly = self.life.world.lock().random.coin();
+        if directly {
+            self.take_directly(pages);
+            return;
+        }
         if self.life.world.lock().knobs.eviction == Eviction::Reclaimer {
             self.scan();
             let wait_ms = u64::try_from(UNMAPPED_MIN.as_millis()).expect("some milliseconds");
@@ -483,8 +523,12 @@ impl Daemon {
     }
 
     fn now(&self) -> Duration {
-        Duration::from_millis(self.life.world.lock().now_ms)
+        now_of(&self.life)
     }
+}
+
+fn now_of(life: &Life) -> Duration {
+    Duration::from_millis(life.world.lock().now_ms)
 }
 
 fn begin_life(world: &Arc<World>) -> Life {

@@ -339,7 +339,15 @@ fn choose(state: &mut State) -> Option<Task> {
     match state.random.below(20) {
         0..=10 => Task::next_fault(state),
         11..=14 if state.knobs.eviction == Eviction::AtRandom => Task::random_eviction(state),
-        11 => Some(Task::Scan),
+        11 => Some(match state.random.below(3) {
+            0 => Task::Scan,
+            1 => Task::KeepReady {
+                pages: state.random.pick(&[1, 512]),
+            },
+            _ => Task::MakeRoom {
+                pages: state.random.pick(&[1, 8, 512]),
+            },
+        }),
         12..=14 => {
             let pages = state.random.pick(&[1, 8, 512]);
             let reaches = [Reach::ColdOnly, Reach::AllResting, Reach::Protected];

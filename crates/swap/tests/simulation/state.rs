@@ -92,6 +92,7 @@ coverage! {
     evicted_pages
     evicted_beside_protected
     evicted_though_protected
+    directly_evicted_pages
     sections_taken_whole
     sections_taken_in_part
     cancelled_pages

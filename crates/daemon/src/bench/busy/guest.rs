@@ -221,9 +221,13 @@ fn ns_of(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Page faults of this process so far.
 fn faults() -> Result<u64, String> {
-    let stat = std::fs::read_to_string("/proc/self/stat").map_err(|error| error.to_string())?;
+    faults_of("/proc/self/stat")
+}
+
+/// Page faults so far of the process of which `path` is the `stat`.
+pub(super) fn faults_of(path: &str) -> Result<u64, String> {
+    let stat = std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))?;
     // Fields after the name, which is in parentheses: state is the third, minor faults are the
     // tenth, major ones the twelfth.
     let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
@@ -231,7 +235,7 @@ fn faults() -> Result<u64, String> {
     field(10)
         .zip(field(12))
         .map(|(minor, major)| minor + major)
-        .ok_or_else(|| format!("/proc/self/stat is not understood: {stat}"))
+        .ok_or_else(|| format!("{path} is not understood: {stat}"))
 }
 
 impl Guest {

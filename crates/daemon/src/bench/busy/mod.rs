@@ -12,7 +12,7 @@
 //!                      ◄─stdout── Answer         vCPUs: choose a hot page, check or write it, count
 //! ```
 //! [`ram`] has the memory and what each page must hold, [`pattern`] which pages are hot, [`guest`]
-//! the process, [`process`] the bench's side of it.
+//! the process, [`process`] the bench's side of it. [`kvm`] is a guest under KVM instead.
 //!
 //! # What a page must hold
 //! A function of its number and its version ([`content`]). A write raises the version, which is
@@ -22,6 +22,7 @@
 
 pub mod content;
 pub mod guest;
+pub(super) mod kvm;
 pub mod pattern;
 pub(super) mod process;
 pub mod ram;

@@ -82,13 +82,13 @@ impl BusyGuest {
             )),
         }
     }
+}
 
-    /// Bytes of its RAM that its page tables map by huge pages.
-    pub(in crate::bench) fn huge_bytes(&self) -> Result<u64, String> {
-        let path = format!("/proc/{}/smaps", self.pid());
-        let smaps = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
-        Ok(huge_bytes_of(&smaps))
-    }
+/// Bytes of shared memory that the page tables of `pid` map by huge pages.
+pub(in crate::bench) fn huge_bytes(pid: u32) -> Result<u64, String> {
+    let path = format!("/proc/{pid}/smaps");
+    let smaps = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+    Ok(huge_bytes_of(&smaps))
 }
 
 fn huge_bytes_of(smaps: &str) -> u64 {

@@ -10,14 +10,14 @@ use pagetide_addr::PageNo;
 use pagetide_swap::tier::{Packer, STORED_BYTES_MAX, Seed};
 
 /// Bytes of a page.
-pub(super) const PAGE: usize = 4096;
+pub(in crate::bench) const PAGE: usize = 4096;
 /// Bytes of the stamp, at the start of each page.
 const STAMP: usize = 8;
 /// Most pages of the program that are used; beyond that they repeat, apart from their stamps.
 const MODELS_MAX: usize = 4096;
 
 /// Pages to fill a guest with.
-pub(super) struct Content {
+pub(in crate::bench) struct Content {
     models: Vec<u8>,
     stored_bytes: u64,
 }
@@ -27,7 +27,7 @@ impl Content {
     ///
     /// # Errors
     /// It cannot be read, or none of its pages will do.
-    pub(super) fn of_this_program() -> Result<Self, String> {
+    pub(in crate::bench) fn of_this_program() -> Result<Self, String> {
         let program = std::fs::read("/proc/self/exe")
             .map_err(|error| format!("cannot read this program: {error}"))?;
         let mut packer = Packer::default();
@@ -57,12 +57,12 @@ impl Content {
     }
 
     /// Compressed size over size.
-    pub(super) fn lz4_ratio(&self) -> f64 {
+    pub(in crate::bench) fn lz4_ratio(&self) -> f64 {
         super::samples::ratio(self.stored_bytes, self.models.len() as u64)
     }
 
     /// Content of page `page`.
-    pub(super) fn page(&self, page: PageNo) -> [u8; PAGE] {
+    pub(in crate::bench) fn page(&self, page: PageNo) -> [u8; PAGE] {
         let models = self.models.len() / PAGE;
         let model = page.index() % models * PAGE;
         let mut bytes = [0; PAGE];
@@ -73,12 +73,12 @@ impl Content {
 }
 
 /// First word of page `page`.
-pub(super) const fn stamp(page: PageNo) -> u64 {
+pub(in crate::bench) const fn stamp(page: PageNo) -> u64 {
     (page.0 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 /// A reproducible order of `pages` pages in which no page tells where the next one is.
-pub(super) fn random_order(pages: u64, seed: u64) -> Vec<PageNo> {
+pub(in crate::bench) fn random_order(pages: u64, seed: u64) -> Vec<PageNo> {
     let mut order: Vec<PageNo> = (0..pages).map(PageNo).collect();
     let mut state = stamp(PageNo(seed)) | 1;
     for left in (1..pages).rev() {

@@ -8,7 +8,10 @@
 //! called as QEMU calls its vCPUs, on one CPU. Orders come as lines of JSON,
 //! each is answered by one line; the end of input ends the process.
 
-use super::content::{Content, PAGE, random_order, stamp};
+use super::{
+    content::{Content, PAGE, random_order},
+    touch::{Pattern, together, touch},
+};
 use crate::bench::orders::say;
 use pagetide_addr::{PAGE_BYTES, PageNo};
 use pagetide_sys::{cpu, lent::LentMemory};
@@ -32,14 +35,26 @@ const REQUEST_WAIT: Duration = Duration::from_secs(10);
 
 /// What the bench asks of the guest.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub(super) enum Order {
-    /// Read each page once in random order, timing each.
-    TouchRandomly {
+pub(in crate::bench) enum Order {
+    /// Read all pages in the order of a pattern, timing each.
+    Touch {
+        /// The pattern.
+        pattern: Pattern,
         /// Of the order.
         seed: u64,
     },
-    /// Read each page once from the first to the last, timing each.
-    TouchInSequence,
+    /// Read each page but the last once, by several threads at a time, timing each. Their parts have
+    /// equal size, their orders are random.
+    TouchTogether {
+        /// How many.
+        threads: u64,
+        /// Of their orders.
+        seed: u64,
+        /// What is read beside.
+        beside: Beside,
+    },
+    /// Begin, now that the last page is being read.
+    Go,
     /// Have a device read a block into each page in random order, timing each from available to
     /// used. All blocks are zeros.
     ReadByDevice {
@@ -54,9 +69,18 @@ pub(super) enum Order {
     Verify,
 }
 
+/// What is read beside what is timed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(in crate::bench) enum Beside {
+    /// Nothing.
+    Nothing,
+    /// The last page, first of all; the others are begun with by [`Order::Go`].
+    LastPage,
+}
+
 /// What the guest answers.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub(super) enum Answer {
+pub(in crate::bench) enum Answer {
     /// The memory is filled.
     Ready {
         /// Its address.
@@ -66,6 +90,13 @@ pub(super) enum Answer {
     Took {
         /// In the order of the accesses.
         ns: Vec<u32>,
+    },
+    /// It took so long for each page, and for all together.
+    TookTogether {
+        /// Nanoseconds of each.
+        ns: Vec<u32>,
+        /// Nanoseconds from the first to the last.
+        wall_ns: u64,
     },
     /// It is done, and every byte that was looked at is right.
     Done,
@@ -94,6 +125,9 @@ pub fn run(pages: u64, cpu: usize) -> Result<(), String> {
         .map_err(|_| "the vCPU has panicked".to_owned())?
 }
 
+/// Orders still to come.
+type Orders<'a> = dyn Iterator<Item = Result<Order, String>> + 'a;
+
 struct Vcpu {
     memory: LentMemory,
     content: Content,
@@ -117,10 +151,12 @@ impl Vcpu {
     }
 
     fn serve(&mut self) -> Result<(), String> {
-        for line in std::io::stdin().lock().lines() {
+        let mut orders = std::io::stdin().lock().lines().map(|line| {
             let line = line.map_err(|error| error.to_string())?;
-            let order: Order = serde_json::from_str(&line).map_err(|error| error.to_string())?;
-            let answer = match self.obey(&order) {
+            serde_json::from_str(&line).map_err(|error| error.to_string())
+        });
+        while let Some(order) = orders.next() {
+            let answer = match self.obey(&order?, &mut orders) {
                 Ok(answer) => answer,
                 Err(reason) => Answer::Failed { reason },
             };
@@ -129,10 +165,15 @@ impl Vcpu {
         Ok(())
     }
 
-    fn obey(&mut self, order: &Order) -> Result<Answer, String> {
+    fn obey(&mut self, order: &Order, orders: &mut Orders) -> Result<Answer, String> {
         match order {
-            Order::TouchRandomly { seed } => self.touch(&random_order(self.pages, *seed)),
-            Order::TouchInSequence => self.touch(&(0..self.pages).map(PageNo).collect::<Vec<_>>()),
+            Order::Touch { pattern, seed } => self.touch(&pattern.order(self.pages, *seed)),
+            Order::TouchTogether {
+                threads,
+                seed,
+                beside,
+            } => self.touch_together((*threads, *seed), *beside, orders),
+            Order::Go => Err("nobody waits to go".to_owned()),
             Order::ReadByDevice { socket, seeds } => self.read_by_device(socket, seeds),
             Order::Fill => self.fill(),
             Order::Verify => self.verify(),
@@ -148,15 +189,43 @@ impl Vcpu {
     fn touch(&mut self, order: &[PageNo]) -> Result<Answer, String> {
         let mut ns = Vec::with_capacity(order.len());
         for page in order {
-            let bytes = self.bytes(*page)?;
-            let begun = Instant::now();
-            let first = std::hint::black_box(bytes.first_chunk::<8>().copied());
-            ns.push(ns_since(begun));
-            if first.map(u64::from_ne_bytes) != Some(stamp(*page)) {
-                return Err(format!("{page} came back with wrong content"));
-            }
+            ns.push(touch(*page, self.bytes(*page)?)?);
         }
         Ok(Answer::Took { ns })
+    }
+
+    /// The answer is said before the page that is read beside has come.
+    fn touch_together(
+        &mut self,
+        (threads, seed): (u64, u64),
+        beside: Beside,
+        orders: &mut Orders,
+    ) -> Result<Answer, String> {
+        let last = PageNo(self.pages - 1);
+        let all = self.memory.bytes_mut(0, self.pages * PAGE_BYTES);
+        let all: &[u8] = all.ok_or("the memory is shorter than it was")?;
+        let (others, held) = all.split_at(last.index() * PAGE);
+        let timed = || {
+            let done = together(others, PageNo(0), threads, seed)?;
+            Ok(Answer::TookTogether {
+                ns: done.ns,
+                wall_ns: done.wall_ns,
+            })
+        };
+        if beside == Beside::Nothing {
+            return timed();
+        }
+        std::thread::scope(|scope| {
+            let reading = scope.spawn(|| touch(last, held));
+            match orders.next() {
+                Some(Ok(Order::Go)) => say(&timed()?)?,
+                other => return Err(format!("{other:?} instead of an order to go")),
+            }
+            reading
+                .join()
+                .map_err(|_| "a vCPU has panicked".to_owned())??;
+            Ok(Answer::Done)
+        })
     }
 
     fn fill(&mut self) -> Result<Answer, String> {

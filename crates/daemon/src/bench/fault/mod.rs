@@ -11,7 +11,11 @@
 //! | device | a virtio queue, a 4 KiB read into the page | `pagetide run`: software DPU, I/O page fault |
 //! | device, present | the same on present pages that no device has used since they are | the same without a fault |
 //! | device, again | the same once more | the same, without a first DMA |
-//! | sequential | its vCPU, in order | `pagetide run`, with and without neighbours |
+//! | sequential | its vCPU, in order | both; `pagetide run` with and without neighbours |
+//! | zipf | its vCPU, few pages most often | both |
+//!
+//! `retouch_…_over_zram` compares the whole times in which the vCPU has all of its evicted working set
+//! again, touches of pages that are back already included.
 //!
 //! Evicting is done by the commands a user has (`vm reclaim`; `MADV_PAGEOUT`
 //! for the peer), and a phase begins only when all pages are out. The daemon is
@@ -29,18 +33,20 @@
 //! The device's image is one hole: what storage costs is the same with and
 //! without a fault, but its variance would hide the fault's.
 
-mod content;
+pub(super) mod content;
 mod floor;
 pub mod guest;
-mod process;
-mod samples;
-mod zram;
+pub(super) mod process;
+pub(super) mod samples;
+pub(super) mod touch;
+pub(super) mod zram;
 
 use self::{
     content::Content,
     guest::{Answer, Order},
     process::{Guest, add_blk, evict_all, remove_blk},
     samples::{Samples, ratio},
+    touch::Pattern,
     zram::ZramSwap,
 };
 use super::{
@@ -64,6 +70,18 @@ pub struct FaultBenchOptions {
     pub rounds: u64,
     /// Pages of the guest; each phase fetches each once. At least 4,096, as a VM's RAM has.
     pub pages: u64,
+}
+
+impl FaultBenchOptions {
+    /// With so many rounds, or as many as make figures worth having.
+    #[must_use]
+    pub fn of_rounds(rounds: Option<u64>) -> Self {
+        let default = Self::default();
+        Self {
+            rounds: rounds.unwrap_or(default.rounds),
+            ..default
+        }
+    }
 }
 
 impl Default for FaultBenchOptions {
@@ -111,6 +129,9 @@ struct Measured {
     faults: u64,
     reader_cpu_us: f64,
     daemon_cpu_ns: u64,
+    zram_sequential: Samples,
+    zipf: Samples,
+    zram_zipf: Samples,
     device_faults: u64,
     device_cpu_ns: u64,
     sequential_faults: u64,
@@ -184,9 +205,22 @@ impl Bench {
     }
 
     fn zram_phase(&mut self, seed: u64) -> Result<(), String> {
+        if let Some(took) = self.touch_on_zram(Pattern::Random, seed)? {
+            self.measured.zram.add(took);
+        }
+        if let Some(took) = self.touch_on_zram(Pattern::Sequential, seed)? {
+            self.measured.zram_sequential.add(took);
+        }
+        if let Some(took) = self.touch_on_zram(Pattern::Zipf, seed)? {
+            self.measured.zram_zipf.add(took);
+        }
+        Ok(())
+    }
+
+    fn touch_on_zram(&mut self, pattern: Pattern, seed: u64) -> Result<Option<Vec<u32>>, String> {
         let pages = self.options.pages;
         let Ok(zram) = &mut self.zram else {
-            return Ok(());
+            return Ok(None);
         };
         zram.switch_on()?;
         self.guest.page_out()?;
@@ -197,9 +231,9 @@ impl Bench {
             ));
         }
         self.measured.zram_left_pages += left;
-        let took = self.guest.time(&Order::TouchRandomly { seed })?;
-        self.measured.zram.add(took);
-        zram.switch_off()
+        let took = self.guest.time(&Order::Touch { pattern, seed })?;
+        zram.switch_off()?;
+        Ok(Some(took))
     }
 
     fn product_phases(&mut self, seed: u64) -> Result<(), String> {
@@ -207,16 +241,19 @@ impl Bench {
         self.cpu_phase(seed)?;
         self.device_phase(seed)?;
         let before = evict_all(&self.daemon, self.options.pages)?;
-        let took = self.guest.time(&Order::TouchInSequence)?;
+        let took = self.touch(Pattern::Sequential, seed)?;
         self.measured.sequential.add(took);
         self.measured.sequential_faults += self.daemon.vm()?.vcpu_faults - before.vcpu_faults;
+        evict_all(&self.daemon, self.options.pages)?;
+        let took = self.touch(Pattern::Zipf, seed)?;
+        self.measured.zipf.add(took);
         self.daemon.detach().map(|_| ())
     }
 
     fn cpu_phase(&mut self, seed: u64) -> Result<(), String> {
         let before = evict_all(&self.daemon, self.options.pages)?;
         let cpu_ns = self.daemon.cpu_ns()?;
-        let took = self.guest.time(&Order::TouchRandomly { seed: seed + 1 })?;
+        let took = self.touch(Pattern::Random, seed + 1)?;
         let measured = &mut self.measured;
         measured.daemon_cpu_ns += self.daemon.cpu_ns()? - cpu_ns;
         measured.cpu.add(took);
@@ -246,6 +283,10 @@ impl Bench {
         self.have_done(&Order::Fill)
     }
 
+    fn touch(&mut self, pattern: Pattern, seed: u64) -> Result<Vec<u32>, String> {
+        self.guest.time(&Order::Touch { pattern, seed })
+    }
+
     fn read_by_device(&mut self, seeds: &[u64]) -> Result<Vec<u32>, String> {
         self.guest.time(&Order::ReadByDevice {
             socket: self.socket.clone(),
@@ -256,7 +297,7 @@ impl Bench {
     fn alone_phase(&mut self, _seed: u64) -> Result<(), String> {
         self.daemon_alone.attach(self.guest.pid(), None)?;
         evict_all(&self.daemon_alone, self.options.pages)?;
-        let took = self.guest.time(&Order::TouchInSequence)?;
+        let took = self.touch(Pattern::Sequential, 0)?;
         self.measured.sequential_alone.add(took);
         self.daemon_alone.detach().map(|_| ())
     }
@@ -373,6 +414,18 @@ impl Bench {
             );
             let cpu = measured.cpu.us(permille) / zram_us;
             ratios.insert(format!("cpu_over_zram_{name}"), rounded(cpu).into());
+        }
+        for (name, ours, zram) in [
+            (
+                "sequential",
+                &measured.sequential,
+                &measured.zram_sequential,
+            ),
+            ("zipf", &measured.zipf, &measured.zram_zipf),
+            ("random", &measured.cpu, &measured.zram),
+        ] {
+            let ratio = rounded(ours.whole_over(zram));
+            ratios.insert(format!("retouch_{name}_over_zram"), ratio.into());
         }
     }
 }

@@ -19,7 +19,7 @@ use std::{path::Path, process::Command};
 const RECLAIMS_MAX: u32 = 20;
 
 /// The guest.
-pub(super) struct Guest {
+pub(in crate::bench) struct Guest {
     process: Ordered,
     address: Hva,
     bytes: u64,
@@ -27,7 +27,7 @@ pub(super) struct Guest {
 
 impl Guest {
     /// Starts it with `pages` filled pages, its vCPU on `cpu`. `dir` takes its program.
-    pub(super) fn start(dir: &Path, pages: u64, cpu: usize) -> Result<Self, String> {
+    pub(in crate::bench) fn start(dir: &Path, pages: u64, cpu: usize) -> Result<Self, String> {
         let mut command = Command::new(vmm_program(dir)?);
         command.args(["bench-part", "fault-guest"]).args([
             "--pages",
@@ -47,13 +47,23 @@ impl Guest {
     }
 
     /// Its process id.
-    pub(super) fn pid(&self) -> u32 {
+    pub(in crate::bench) fn pid(&self) -> u32 {
         self.process.pid()
     }
 
     /// Has it do `order`.
-    pub(super) fn obey(&mut self, order: &Order) -> Result<Answer, String> {
-        self.process.order(order)?;
+    pub(in crate::bench) fn obey(&mut self, order: &Order) -> Result<Answer, String> {
+        self.begin(order)?;
+        self.answer()
+    }
+
+    /// Has it begin with `order`.
+    pub(in crate::bench) fn begin(&mut self, order: &Order) -> Result<(), String> {
+        self.process.order(order)
+    }
+
+    /// Waits for its next answer.
+    pub(in crate::bench) fn answer(&mut self) -> Result<Answer, String> {
         match self.process.answer()? {
             Answer::Failed { reason } => Err(format!("the guest: {reason}")),
             answer => Ok(answer),
@@ -61,7 +71,7 @@ impl Guest {
     }
 
     /// Has it do `order`, which is to be timed.
-    pub(super) fn time(&mut self, order: &Order) -> Result<Vec<u32>, String> {
+    pub(in crate::bench) fn time(&mut self, order: &Order) -> Result<Vec<u32>, String> {
         match self.obey(order)? {
             Answer::Took { ns } => Ok(ns),
             other => Err(format!("the guest answered {other:?} to {order:?}")),
@@ -69,7 +79,7 @@ impl Guest {
     }
 
     /// Asks the kernel to take its memory out, to swap.
-    pub(super) fn page_out(&self) -> Result<(), String> {
+    pub(in crate::bench) fn page_out(&self) -> Result<(), String> {
         let process = ProcessFd::open(self.pid()).map_err(|error| error.to_string())?;
         process
             .page_out(&[(self.address, self.bytes)])
@@ -79,7 +89,7 @@ impl Guest {
 }
 
 /// Evicts all of the guest; returns its figures then, with every page stored.
-pub(super) fn evict_all(daemon: &Daemon, pages: u64) -> Result<VmReport, String> {
+pub(in crate::bench) fn evict_all(daemon: &Daemon, pages: u64) -> Result<VmReport, String> {
     for _ in 0..RECLAIMS_MAX {
         daemon.reclaim(None)?;
         let vm = daemon.vm()?;
@@ -97,7 +107,11 @@ pub(super) fn evict_all(daemon: &Daemon, pages: u64) -> Result<VmReport, String>
 }
 
 /// Adds a block device.
-pub(super) fn add_blk(daemon: &Daemon, socket: &Path, image: &Path) -> Result<(), String> {
+pub(in crate::bench) fn add_blk(
+    daemon: &Daemon,
+    socket: &Path,
+    image: &Path,
+) -> Result<(), String> {
     let body = BlkRequest {
         socket: socket.to_owned(),
         image: image.to_owned(),
@@ -122,7 +136,7 @@ pub(super) fn add_blk(daemon: &Daemon, socket: &Path, image: &Path) -> Result<()
 }
 
 /// Removes a block device.
-pub(super) fn remove_blk(daemon: &Daemon, socket: &Path) -> Result<(), String> {
+pub(in crate::bench) fn remove_blk(daemon: &Daemon, socket: &Path) -> Result<(), String> {
     let path = device_path(&socket.to_string_lossy());
     daemon
         .ask::<serde_json::Value>(Method::DELETE, &path)

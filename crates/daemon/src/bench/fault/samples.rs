@@ -6,24 +6,24 @@ use serde_json::{Value, json};
 
 /// Latencies in nanoseconds, kept apart by round.
 #[derive(Default)]
-pub(super) struct Samples {
+pub(in crate::bench) struct Samples {
     rounds: Vec<Vec<u32>>,
 }
 
 impl Samples {
     /// Takes those of one more round.
-    pub(super) fn add(&mut self, mut round_ns: Vec<u32>) {
+    pub(in crate::bench) fn add(&mut self, mut round_ns: Vec<u32>) {
         round_ns.sort_unstable();
         self.rounds.push(round_ns);
     }
 
     /// How many there are.
-    pub(super) fn count(&self) -> usize {
+    pub(in crate::bench) fn count(&self) -> usize {
         self.rounds.iter().map(Vec::len).sum()
     }
 
     /// The mean of a round in microseconds, of the middle one: a disturbed round is left out.
-    pub(super) fn mean_us(&self) -> f64 {
+    pub(in crate::bench) fn mean_us(&self) -> f64 {
         let mean = |round: &Vec<u32>| {
             let sum: u64 = round.iter().map(|ns| u64::from(*ns)).sum();
             ratio(sum, round.len() as u64) / 1e3
@@ -31,15 +31,22 @@ impl Samples {
         median(self.rounds.iter().map(mean))
     }
 
+    /// How long all of a round took over how long all of one of `peer` did, the median of the rounds.
+    pub(in crate::bench) fn whole_over(&self, peer: &Self) -> f64 {
+        let sum = |round: &Vec<u32>| round.iter().map(|ns| u64::from(*ns)).sum();
+        let rounds = self.rounds.iter().zip(&peer.rounds);
+        median(rounds.map(|(ours, theirs)| ratio(sum(ours), sum(theirs))))
+    }
+
     /// The value that `permille` thousandths are not above, in microseconds.
-    pub(super) fn us(&self, permille: usize) -> f64 {
+    pub(in crate::bench) fn us(&self, permille: usize) -> f64 {
         let mut all: Vec<u32> = self.rounds.iter().flatten().copied().collect();
         all.sort_unstable();
         at(&all, permille)
     }
 
     /// The same of each round.
-    pub(super) fn us_by_round(&self, permille: usize) -> Vec<f64> {
+    pub(in crate::bench) fn us_by_round(&self, permille: usize) -> Vec<f64> {
         self.rounds
             .iter()
             .map(|round| at(round, permille))
@@ -47,7 +54,7 @@ impl Samples {
     }
 
     /// `{p50, p90, p99, n}` in microseconds, less `base_us`.
-    pub(super) fn report(&self, base_us: f64) -> Value {
+    pub(in crate::bench) fn report(&self, base_us: f64) -> Value {
         let us = |permille| rounded(self.us(permille) - base_us);
         json!({ "p50": us(500), "p90": us(900), "p99": us(990), "n": self.count() })
     }
@@ -58,7 +65,7 @@ fn at(sorted: &[u32], permille: usize) -> f64 {
 }
 
 /// `part` over `whole`.
-pub(super) fn ratio(part: u64, whole: u64) -> f64 {
+pub(in crate::bench) fn ratio(part: u64, whole: u64) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "counts far below 2^53")]
     let ratio = part as f64 / whole as f64;
     ratio
@@ -78,5 +85,8 @@ mod tests {
         assert_eq!(samples.us_by_round(1000), [50.0, 100.0]);
         assert_eq!(samples.report(10.0)["p90"], 80.0);
         assert_eq!(samples.count(), 100);
+        let mut peer = Samples::default();
+        peer.add(vec![2_550_000]);
+        assert_eq!(samples.whole_over(&peer), 0.5);
     }
 }

@@ -15,7 +15,7 @@ const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
 const PRIORITY: &str = "32767";
 
 /// A zram device that can be switched on as swap.
-pub(super) struct ZramSwap {
+pub(in crate::bench) struct ZramSwap {
     number: String,
     device: PathBuf,
     is_on: bool,
@@ -27,7 +27,7 @@ impl ZramSwap {
     ///
     /// # Errors
     /// A sentence that says why there is none.
-    pub(super) fn prepare(bytes: u64) -> Result<Self, String> {
+    pub(in crate::bench) fn prepare(bytes: u64) -> Result<Self, String> {
         if !Path::new(CONTROL).exists()
             && let Err(error) = run("modprobe", &["zram"])
         {
@@ -49,21 +49,21 @@ impl ZramSwap {
     }
 
     /// Switches it on.
-    pub(super) fn switch_on(&mut self) -> Result<(), String> {
+    pub(in crate::bench) fn switch_on(&mut self) -> Result<(), String> {
         run("swapon", &["-p", PRIORITY, &self.device_name()])?;
         self.is_on = true;
         Ok(())
     }
 
     /// Switches it off; what is left in it is read back.
-    pub(super) fn switch_off(&mut self) -> Result<(), String> {
+    pub(in crate::bench) fn switch_off(&mut self) -> Result<(), String> {
         run("swapoff", &[&self.device_name()])?;
         self.is_on = false;
         Ok(())
     }
 
     /// Pages in it now.
-    pub(super) fn used_pages(&self) -> Result<u64, String> {
+    pub(in crate::bench) fn used_pages(&self) -> Result<u64, String> {
         let swaps = read(Path::new("/proc/swaps"))?;
         let name = self.device_name();
         swaps

@@ -284,11 +284,12 @@ mod tests {
 
     #[test]
     fn every_ratio_is_there_after_a_short_run() {
-        let options = GmemAsyncBenchOptions {
-            rounds: 1,
-            slice: Duration::from_millis(10),
-        };
-        let report = run(&options).unwrap();
+        // On a busy machine a flow may not run at all in a slice as short as the first.
+        let reports = [10, 40, 160, 640].map(Duration::from_millis).into_iter();
+        let report = reports
+            .map(|slice| run(&GmemAsyncBenchOptions { rounds: 1, slice }).unwrap())
+            .find(|report| invalidations(report, "sync", "flows_4").is_some())
+            .unwrap();
         let costs = COSTS.map(|(cost, _)| format!("async_over_sync_throughput_{cost}"));
         let others = [
             "async_over_sync_throughput",
@@ -302,8 +303,12 @@ mod tests {
             // How large it is, slices this short do not say.
             assert!(report.ratios.contains_key(ratio), "{ratio}");
         }
-        let invalidations = &report.figures["invalidations_per_unmap"][DEFAULT_COST];
-        assert_eq!(invalidations["sync"]["flows_4"], 1.0);
-        assert!(invalidations["caller"]["flows_1"].as_f64().unwrap() < 0.1);
+        assert_eq!(invalidations(&report, "sync", "flows_4"), Some(1.0));
+        let of_caller = invalidations(&report, "caller", "flows_1");
+        assert!(of_caller.is_none_or(|per_unmap| per_unmap < 0.1));
+    }
+
+    fn invalidations(report: &BenchReport, way: &str, flows: &str) -> Option<f64> {
+        report.figures["invalidations_per_unmap"][DEFAULT_COST][way][flows].as_f64()
     }
 }

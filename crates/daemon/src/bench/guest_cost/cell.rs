@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One cell: a stand-in, a daemon, and slices in alternation.
+//! One cell: a stand-in or a guest, a daemon, and slices in alternation.
 
 use crate::bench::{
     busy::{
         guest::{BusyGuestOptions, Counted, Order},
+        kvm::{self, KvmGuest},
         pattern::Pattern,
-        process::BusyGuest,
+        process::{BusyGuest, huge_bytes},
         ram::HugePages,
     },
     daemon::{Daemon, directory_in},
@@ -26,21 +27,35 @@ const SQUEEZE_LOOK: Duration = Duration::from_millis(50);
 /// Least limit that a VM can have.
 const LIMIT_BYTES_MIN: u64 = 16 << 20;
 
-/// How the stand-in is attached.
+/// What is attached, and how.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
     Free,
     Limited,
     Huge,
+    Kvm,
 }
 
 impl Kind {
+    /// All.
+    pub(super) const ALL: [Self; 4] = [Self::Free, Self::Limited, Self::Huge, Self::Kvm];
+
+    /// How many vCPUs are tried.
+    pub(super) const fn vcpus(self) -> &'static [u32] {
+        match self {
+            Self::Free | Self::Limited | Self::Huge => &[1, 2],
+            // It starts no other.
+            Self::Kvm => &[1],
+        }
+    }
+
     /// Name of its ratio.
     pub(super) const fn ratio_name(self) -> &'static str {
         match self {
             Self::Free => "attached_over_free",
             Self::Limited => "limited_over_free",
             Self::Huge => "huge_over_free",
+            Self::Kvm => "kvm_over_free",
         }
     }
 }
@@ -101,6 +116,7 @@ impl Cell {
             Kind::Free => "free",
             Kind::Limited => "limited",
             Kind::Huge => "huge",
+            Kind::Kvm => "kvm",
         };
         format!("{kind}_hot_{}_8_vcpus_{}", self.hot_eighths, self.vcpus)
     }
@@ -108,7 +124,7 @@ impl Cell {
     fn limit_bytes(&self, ram_bytes: u64) -> Option<u64> {
         let hot_bytes = ram_bytes / 8 * u64::from(self.hot_eighths);
         match self.kind {
-            Kind::Free => None,
+            Kind::Free | Kind::Kvm => None,
             Kind::Limited => {
                 let above = hot_bytes + hot_bytes / 50 * 3 + (4 << 20);
                 Some(above.clamp(LIMIT_BYTES_MIN, ram_bytes))
@@ -126,8 +142,62 @@ impl Cell {
             },
             huge_pages: match self.kind {
                 Kind::Huge => HugePages::Advised,
-                Kind::Free | Kind::Limited => HugePages::NotAdvised,
+                Kind::Free | Kind::Limited | Kind::Kvm => HugePages::NotAdvised,
             },
+        }
+    }
+
+    /// The RAM, of so much that there is room for.
+    pub(super) fn ram_bytes(&self, fitting_bytes: u64) -> u64 {
+        match self.kind {
+            Kind::Free | Kind::Limited | Kind::Huge => fitting_bytes,
+            Kind::Kvm => fitting_bytes.min(kvm::RAM_BYTES_MAX),
+        }
+    }
+
+    fn start_guest(&self, dir: &Path, fitting_bytes: u64) -> Result<Guest, String> {
+        let ram_bytes = self.ram_bytes(fitting_bytes);
+        match self.kind {
+            Kind::Free | Kind::Limited | Kind::Huge => {
+                BusyGuest::start(dir, &self.guest_options(ram_bytes)).map(Guest::StandIn)
+            }
+            Kind::Kvm => KvmGuest::start(dir, ram_bytes, self.hot_eighths * 125).map(Guest::Kvm),
+        }
+    }
+}
+
+/// What works, and is attached.
+enum Guest {
+    StandIn(BusyGuest),
+    Kvm(KvmGuest),
+}
+
+impl Guest {
+    fn pid(&self) -> u32 {
+        match self {
+            Self::StandIn(guest) => guest.pid(),
+            Self::Kvm(guest) => guest.pid(),
+        }
+    }
+
+    fn count(&mut self) -> Result<Counted, String> {
+        match self {
+            Self::StandIn(guest) => guest.count(),
+            Self::Kvm(guest) => guest.count(),
+        }
+    }
+
+    /// What its vCPUs do in `time` from now.
+    fn count_for(&mut self, time: Duration) -> Result<Counted, String> {
+        self.count()?;
+        std::thread::sleep(time);
+        self.count()
+    }
+
+    fn verify_all(&mut self) -> Result<(), String> {
+        match self {
+            Self::StandIn(guest) => guest.obey(&Order::VerifyAll).map(|_time| ()),
+            Self::Kvm(guest) => guest.verify_all(),
         }
     }
 }
@@ -160,7 +230,7 @@ pub(super) fn measure(
         pairs.push(pair);
     }
     rig.bring(Side::Released)?;
-    rig.guest.obey(&Order::VerifyAll)?;
+    rig.guest.verify_all()?;
     Ok(pairs)
 }
 
@@ -173,7 +243,7 @@ enum Side {
 /// What a cell holds. Fields are dropped in this order.
 struct Rig<'a> {
     daemon: Daemon,
-    guest: BusyGuest,
+    guest: Guest,
     side: Side,
     cell: Cell,
     plan: &'a Plan,
@@ -184,7 +254,7 @@ impl<'a> Rig<'a> {
     fn start(cell: Cell, plan: &'a Plan) -> Result<Self, String> {
         let in_memory = directory_in(Path::new("/dev/shm"))?;
         let on_disk = directory_in(&std::env::temp_dir())?;
-        let guest = BusyGuest::start(on_disk.path(), &cell.guest_options(plan.ram_bytes))?;
+        let guest = cell.start_guest(on_disk.path(), plan.ram_bytes)?;
         let state_dir = in_memory.path().join("daemon");
         let rig = Self {
             daemon: Daemon::start_for(&state_dir, &flags(&plan.settings), plan.ram_bytes)?,
@@ -199,11 +269,12 @@ impl<'a> Rig<'a> {
     }
 
     fn with_new_guest(mut self) -> Result<Self, String> {
-        self.guest.obey(&Order::VerifyAll)?;
+        self.guest.verify_all()?;
         // There is memory for one.
         drop(self.guest);
-        let options = self.cell.guest_options(self.plan.ram_bytes);
-        let guest = BusyGuest::start(self.dirs[1].path(), &options)?;
+        let guest = self
+            .cell
+            .start_guest(self.dirs[1].path(), self.plan.ram_bytes)?;
         std::thread::sleep(SETTLE);
         Ok(Self { guest, ..self })
     }
@@ -255,7 +326,8 @@ impl<'a> Rig<'a> {
         pair.attached = self.guest.count_for(self.plan.slice)?;
         let spent_ns = self.daemon.cpu_ns()?.saturating_sub(cpu_ns);
         pair.daemon_cpu_share = to_f64(spent_ns) / 1e9 / begun.elapsed().as_secs_f64();
-        pair.huge_share = to_f64(self.guest.huge_bytes()?) / to_f64(self.plan.ram_bytes);
+        let ram_bytes = self.cell.ram_bytes(self.plan.ram_bytes);
+        pair.huge_share = to_f64(huge_bytes(self.guest.pid())?) / to_f64(ram_bytes);
         Ok(())
     }
 }

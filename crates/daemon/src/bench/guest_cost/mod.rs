@@ -21,10 +21,15 @@
 //! | `free_hot_1_8_vcpus_1` … | without a limit |
 //! | `limited_…` | with one just above the hot part: six in a hundred and 4 MiB more, since the daemon keeps 4.5 % free |
 //! | `huge_…` | with one as large as the RAM, in huge pages |
+//! | `kvm_…` | without a limit, and a guest under KVM instead of the stand-in, on one vCPU, with 2 GiB at most |
 //!
 //! A detach does not make huge pages of small ones, so in `huge` cells each pair is a stand-in of its
 //! own, released first. They need huge pages in shared memory, which the host's `shmem_enabled` must
 //! allow for memory that asks (`advise`) or for all: the bench changes no setting of the host.
+//!
+//! The guest of `kvm` cells comes from the test kit ([`super::busy::kvm`]). Where KVM has no hardware
+//! behind it and emulates the guest, that does some ten thousand operations a second and hardly notices what a
+//! fault costs: then only a loss that is large is seen there.
 //!
 //! Ratios are attached over released of one pair; a cell has their median, and the mean with its lower 95 %
 //! bound ([`overall`]). `ratios` has the worst bound of each kind.
@@ -34,6 +39,8 @@ mod cell;
 use super::{
     BenchError, BenchReport,
     blk::stats::{PairedRatios, overall},
+    busy::kvm::KvmGuest,
+    daemon::directory_in,
     figures::{midpoint, thousandths},
     interrupt::Interrupted,
     memory::{fitting, ram_key},
@@ -59,15 +66,14 @@ fn failed(reason: String) -> BenchError {
 /// All cells, those of one kind together.
 fn cells() -> Vec<Cell> {
     let mut cells = Vec::new();
-    for kind in [Kind::Free, Kind::Limited, Kind::Huge] {
+    for kind in Kind::ALL {
         for hot_eighths in [1, 7] {
-            for vcpus in [1, 2] {
-                cells.push(Cell {
-                    kind,
-                    hot_eighths,
-                    vcpus,
-                });
-            }
+            let of = |vcpus: &u32| Cell {
+                kind,
+                hot_eighths,
+                vcpus: *vcpus,
+            };
+            cells.extend(kind.vcpus().iter().map(of));
         }
     }
     cells
@@ -87,10 +93,24 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
         slice: options.time(SLICE_SECONDS),
         settings: options.settings.clone(),
     };
+    let cells = || {
+        let all = cells().into_iter();
+        all.filter(|cell| options.includes(&cell.name()))
+    };
     let no_huge = huge_pages_are_given().err();
+    let no_kvm = if cells().any(|cell| cell.kind == Kind::Kvm) {
+        kvm_runs_guests().err()
+    } else {
+        None
+    };
     let mut measured = Vec::new();
     for cell in cells() {
-        if !options.includes(&cell.name()) || (cell.kind == Kind::Huge && no_huge.is_some()) {
+        let lacking = match cell.kind {
+            Kind::Free | Kind::Limited => &None,
+            Kind::Huge => &no_huge,
+            Kind::Kvm => &no_kvm,
+        };
+        if lacking.is_some() {
             continue;
         }
         eprintln!("bench {NAME}: {}", cell.name());
@@ -103,12 +123,18 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
     figures.insert("smaller".into(), json!(smaller));
     figures.insert("slice_s".into(), plan.slice.as_secs_f64().into());
     describe(&measured, &mut report);
-    if let Some(reason) = no_huge {
-        report
-            .figures
-            .insert("huge_unavailable".into(), json!(reason));
+    for (name, lacking) in [("huge_unavailable", no_huge), ("kvm_unavailable", no_kvm)] {
+        if let Some(reason) = lacking {
+            report.figures.insert(name.into(), json!(reason));
+        }
     }
     Ok(report)
+}
+
+/// Fails with a sentence if this machine's KVM does not run our guest.
+fn kvm_runs_guests() -> Result<(), String> {
+    let dir = directory_in(&std::env::temp_dir())?;
+    KvmGuest::try_one(dir.path())
 }
 
 /// Fails with a sentence if the host gives shared memory no huge pages.
@@ -160,7 +186,7 @@ fn describe(measured: &[(Cell, Vec<Pair>)], report: &mut BenchReport) {
             lows.push((cell.kind, midpoint(ratios()), low));
         }
     }
-    for kind in [Kind::Free, Kind::Limited, Kind::Huge] {
+    for kind in Kind::ALL {
         let of_kind = lows.iter().filter(|(of, ..)| *of == kind);
         let worst = |read: fn(&(Kind, f64, f64)) -> f64| {
             let least = of_kind.clone().map(read).reduce(f64::min);
@@ -225,7 +251,8 @@ mod tests {
     #[test]
     fn cells_have_names_of_their_own() {
         let names: std::collections::BTreeSet<_> = cells().iter().map(Cell::name).collect();
-        assert_eq!(names.len(), 12);
+        assert_eq!(names.len(), 14);
         assert!(names.contains("limited_hot_7_8_vcpus_2"));
+        assert!(names.contains("kvm_hot_1_8_vcpus_1") && !names.contains("kvm_hot_1_8_vcpus_2"));
     }
 }

@@ -313,6 +313,76 @@ fn loom_removal_under_an_eviction_frees_stored_content_once() {
     });
 }
 
+/// A vCPU's fault as its reader serves it, or whoever the reader hands it to because it would wait.
+fn serve_as_reader(space: &PagedMemory) {
+    if space
+        .fault_without_waiting(&fault(DeviceId::VCPUS))
+        .is_none()
+    {
+        space.fault(&fault(DeviceId::VCPUS), None);
+    }
+}
+
+#[test]
+fn loom_faults_served_by_reader_and_server_fill_once() {
+    check(|| {
+        let (kernel, state) = stored();
+        let (model, space) = space(kernel, state);
+        let server = {
+            let space = space.clone();
+            loom::thread::spawn(move || serve_as_reader(&space))
+        };
+        serve_as_reader(&space);
+        server.join().unwrap();
+        // Nobody's vCPU is left to sleep: whoever joined was woken by the fill.
+        assert_eq!(space.table().word(PAGE).state(), State::Present);
+        assert_eq!(final_content(&model, &space), OLD);
+        assert_eq!(model.with(|k| k.frees), 1);
+    });
+}
+
+#[test]
+fn loom_store_served_without_waiting_survives_an_eviction() {
+    check(|| {
+        let (model, space) = space(present(), State::Present);
+        let evictor = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || evict(&model, &space))
+        };
+        loop {
+            let stored = model.with(|k| {
+                let can = k.present.is_some() && !k.write_protected;
+                if can {
+                    k.present = Some(NEW);
+                }
+                can
+            });
+            if stored {
+                break;
+            }
+            serve_as_reader(&space);
+            loom::thread::yield_now();
+        }
+        evictor.join().unwrap();
+        assert_eq!(final_content(&model, &space), NEW);
+    });
+}
+
+#[test]
+fn loom_fault_without_waiting_against_a_removal_is_served_before_or_refused() {
+    check(|| {
+        let (kernel, state) = stored();
+        let (model, space) = space(kernel, state);
+        let remover = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || remove(&model, &space))
+        };
+        serve_as_reader(&space);
+        remover.join().unwrap();
+        assert_eq!(model.with(|k| (k.frees, k.stored)), (1, None));
+    });
+}
+
 fn stored() -> (Kernel, State) {
     let kernel = Kernel {
         stored: Some(OLD),

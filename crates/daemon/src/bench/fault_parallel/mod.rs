@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `bench fault-parallel`: several vCPUs fault at a time.
+//!
+//! Two questions, each with 1, 2, 4 and 8 threads of a stand-in that fetch all of their evicted pages:
+//!
+//! | question | ours | beside |
+//! |---|---|---|
+//! | how many pages a second | `pagetide run`, lz4 tier | kernel zram, the same threads and pages |
+//! | what one fault that is held does to the others | the same while it is held, see [`held`] | without it |
+//!
+//! The threads stay on the CPUs there are, in turns. `rate_over_zram_N` is the median of the rounds'
+//! ratios, `p99_beside_held_over_quiet` the worst number of threads'.
+
+mod held;
+
+use self::held::HeldRig;
+use super::{
+    BenchError, BenchReport,
+    daemon::{Daemon, directory_in},
+    fault::{
+        guest::{Answer, Beside, Order},
+        process::{Guest, evict_all},
+        zram::ZramSwap,
+    },
+    figures::{at_permille, median, rounded, to_f64},
+    interrupt::Interrupted,
+};
+use pagetide_addr::PAGE_BYTES;
+use serde_json::{Map, Value, json};
+use std::path::Path;
+
+const NAME: &str = "fault-parallel";
+/// Numbers of threads that fault at a time.
+const THREADS: [u64; 4] = [1, 2, 4, 8];
+
+/// How much is measured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FaultParallelOptions {
+    /// Rounds of all cells.
+    pub rounds: u64,
+    /// Pages of the guest. At least 4,096, as a VM's RAM has.
+    pub pages: u64,
+}
+
+impl FaultParallelOptions {
+    /// With so many rounds, or as many as make figures worth having.
+    #[must_use]
+    pub fn of_rounds(rounds: Option<u64>) -> Self {
+        let default = Self::default();
+        Self {
+            rounds: rounds.unwrap_or(default.rounds),
+            ..default
+        }
+    }
+}
+
+impl Default for FaultParallelOptions {
+    fn default() -> Self {
+        Self {
+            rounds: 8,
+            pages: 8192,
+        }
+    }
+}
+
+/// What one turn took.
+pub(super) struct Turn {
+    /// Each page, sorted, in nanoseconds.
+    ns: Vec<u32>,
+    wall_ns: u64,
+}
+
+impl Turn {
+    /// Has `guest` touch its pages.
+    pub(super) fn take(guest: &mut Guest, order: &Order) -> Result<Self, String> {
+        let answer = guest.obey(order)?;
+        Self::of(answer)
+    }
+
+    /// What the guest has said.
+    pub(super) fn of(answer: Answer) -> Result<Self, String> {
+        match answer {
+            Answer::TookTogether { mut ns, wall_ns } => {
+                ns.sort_unstable();
+                Ok(Self { ns, wall_ns })
+            }
+            other => Err(format!("the guest answered {other:?}")),
+        }
+    }
+
+    fn us(&self, permille: usize) -> f64 {
+        at_permille(&self.ns, permille).map_or(f64::NAN, |ns| f64::from(ns) / 1e3)
+    }
+
+    fn pages_per_s(&self) -> f64 {
+        to_f64(self.ns.len() as u64) * 1e9 / to_f64(self.wall_ns.max(1))
+    }
+}
+
+/// The turns of one number of threads.
+#[derive(Default)]
+struct Cell {
+    ours: Vec<Turn>,
+    zram: Vec<Turn>,
+    quiet: Vec<Turn>,
+    held: Vec<Turn>,
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn run(options: &FaultParallelOptions) -> Result<BenchReport, BenchError> {
+    let interrupted = Interrupted::listen().map_err(failed)?;
+    let unable = |reason| BenchError::Unable { name: NAME, reason };
+    let mut bench = Bench::prepare(*options).map_err(unable)?;
+    let mut cells = THREADS.map(|threads| (threads, Cell::default()));
+    for round in 0..options.rounds {
+        for (threads, cell) in &mut cells {
+            interrupted.check().map_err(failed)?;
+            bench.turns(*threads, round, cell).map_err(failed)?;
+        }
+        tracing::info!(round = round + 1, of = options.rounds, "bench {NAME}");
+    }
+    bench.guest.obey(&Order::Verify).map_err(failed)?;
+    Ok(report(&cells, bench.zram.as_ref().err()))
+}
+
+fn failed(reason: String) -> BenchError {
+    BenchError::Failed { name: NAME, reason }
+}
+
+/// What one run holds. Fields are dropped in this order: nothing is taken away that is in use.
+struct Bench {
+    daemon: Daemon,
+    held: HeldRig,
+    guest: Guest,
+    zram: Result<ZramSwap, String>,
+    options: FaultParallelOptions,
+    _dirs: [tempfile::TempDir; 2],
+}
+
+impl Bench {
+    fn prepare(options: FaultParallelOptions) -> Result<Self, String> {
+        let in_memory = directory_in(Path::new("/dev/shm"))?;
+        let on_disk = directory_in(&std::env::temp_dir())?;
+        let cpus = pagetide_sys::cpu::affinity().map_err(|error| error.to_string())?;
+        let cpu = cpus.last().copied().unwrap_or(0);
+        let none: [&str; 0] = [];
+        Ok(Self {
+            daemon: Daemon::start(&in_memory.path().join("daemon"), &none)?,
+            held: HeldRig::new(in_memory.path()),
+            guest: Guest::start(on_disk.path(), options.pages, cpu)?,
+            zram: ZramSwap::prepare(2 * options.pages * PAGE_BYTES),
+            options,
+            _dirs: [in_memory, on_disk],
+        })
+    }
+
+    fn turns(&mut self, threads: u64, round: u64, cell: &mut Cell) -> Result<(), String> {
+        let touch = |beside| Order::TouchTogether {
+            threads,
+            seed: round,
+            beside,
+        };
+        let alone = touch(Beside::Nothing);
+        if let Ok(zram) = &mut self.zram {
+            zram.switch_on()?;
+            self.guest.page_out()?;
+            cell.zram.push(Turn::take(&mut self.guest, &alone)?);
+            zram.switch_off()?;
+        }
+        self.daemon.attach(self.guest.pid(), None)?;
+        evict_all(&self.daemon, self.options.pages)?;
+        cell.ours.push(Turn::take(&mut self.guest, &alone)?);
+        self.daemon.detach()?;
+        // Which is first changes from round to round.
+        let mut both = [Beside::Nothing, Beside::LastPage];
+        if round % 2 == 1 {
+            both.reverse();
+        }
+        for beside in both {
+            let turn = self.held.turn(&mut self.guest, &touch(beside))?;
+            match beside {
+                Beside::Nothing => cell.quiet.push(turn),
+                Beside::LastPage => cell.held.push(turn),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn report(cells: &[(u64, Cell)], no_zram: Option<&String>) -> BenchReport {
+    let mut report = BenchReport::new(NAME);
+    let mut worst = f64::NAN;
+    for (threads, cell) in cells {
+        let key = format!("threads_{threads}");
+        let turns = [
+            ("ours", &cell.ours),
+            ("quiet", &cell.quiet),
+            ("held", &cell.held),
+        ];
+        let ours = turns.map(|(name, turns)| (name.to_owned(), figures_of(turns)));
+        report
+            .figures
+            .insert(key.clone(), Map::from_iter(ours).into());
+        if no_zram.is_none() {
+            report.peers.insert(key, figures_of(&cell.zram));
+            let rate = ratio(&cell.ours, &cell.zram, Turn::pages_per_s);
+            report
+                .ratios
+                .insert(format!("rate_over_zram_{threads}"), rounded(rate).into());
+            let p90 = ratio(&cell.ours, &cell.zram, |turn| turn.us(900));
+            report
+                .ratios
+                .insert(format!("p90_over_zram_{threads}"), rounded(p90).into());
+        }
+        let beside = ratio(&cell.held, &cell.quiet, |turn| turn.us(990));
+        let name = format!("p99_beside_held_over_quiet_{threads}");
+        report.ratios.insert(name, rounded(beside).into());
+        worst = worst.max(beside);
+    }
+    let worst = rounded(worst);
+    report
+        .ratios
+        .insert("p99_beside_held_over_quiet".into(), worst.into());
+    if let Some(reason) = no_zram {
+        report.peers.insert("zram".into(), json!(reason));
+    }
+    report
+}
+
+/// The median over the rounds of what `figure` says of one over what it says of the other.
+fn ratio(ours: &[Turn], theirs: &[Turn], figure: impl Fn(&Turn) -> f64) -> f64 {
+    median(
+        ours.iter()
+            .zip(theirs)
+            .map(|(ours, theirs)| figure(ours) / figure(theirs)),
+    )
+}
+
+fn figures_of(turns: &[Turn]) -> Value {
+    let of = |figure: &dyn Fn(&Turn) -> f64| rounded(median(turns.iter().map(figure)));
+    json!({
+        "pages_per_s": of(&Turn::pages_per_s),
+        "p50_us": of(&|turn| turn.us(500)),
+        "p90_us": of(&|turn| turn.us(900)),
+        "p99_us": of(&|turn| turn.us(990)),
+    })
+}

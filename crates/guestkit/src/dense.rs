@@ -1,0 +1,462 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A VMM of real density, taken over, squeezed and let go: what a large VM notices of it.
+//!
+//! A guest of some GiB takes minutes to fill its memory. The stand-in of the product's benches (`pagetide
+//! bench-part busy-guest`) does it in seconds: all of its RAM is filled, and its vCPU never rests and checks
+//! what it reads. Here it is taken over once, as a person would do it:
+//!
+//! ```text
+//!   fill ─► count ─► attach ─► count ─► limit = half ─► detach ─► verify each byte
+//!           before   time      attached MiB/s
+//! ```
+//! Where memory is short it is smaller, and says why.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::guest::end;
+use crate::lines::listen;
+use crate::product::{Product, ProductError};
+use crate::report::mib;
+use crate::stand_in::StandIn;
+
+/// RAM if there is room for it.
+const RAM_BYTES: u64 = 4 << 30;
+/// Less is not worth the name.
+const RAM_BYTES_MIN: u64 = 64 << 20;
+/// Left to others, whatever they do meanwhile.
+const RESERVE_BYTES: u64 = 1 << 30;
+/// Of its RAM, what its vCPU touches, in thousandths.
+const HOT_PERMILLE: u64 = 125;
+/// After a start or an attach, before counts.
+const SETTLE: Duration = Duration::from_secs(1);
+/// How long counts are taken.
+const COUNTED: Duration = Duration::from_secs(5);
+/// Between two looks at how far the squeeze is.
+const LOOK: Duration = Duration::from_millis(20);
+/// Longest wait for filling, a squeeze, or verifying.
+const PATIENCE: Duration = Duration::from_secs(300);
+const NAME: &str = "dense";
+
+/// The stand-in could not be taken over, squeezed or verified.
+#[derive(Debug, thiserror::Error)]
+pub enum DenseError {
+    /// There is no memory for it.
+    #[error("there is no memory for a dense stand-in of {least}: {free}")]
+    NoRoom {
+        /// The smallest.
+        least: String,
+        /// What is free.
+        free: String,
+    },
+    /// A file or its process.
+    #[error("{path}: {source}", path = path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// It did not answer as it should: it may have read a wrong byte.
+    #[error("the dense stand-in, asked for {asked}: {said}")]
+    Said {
+        /// The order.
+        asked: String,
+        /// Its answer, or that there was none.
+        said: String,
+    },
+    /// The daemon.
+    #[error(transparent)]
+    Product(#[from] ProductError),
+    /// The limit was not reached.
+    #[error(
+        "{resident} of the dense stand-in are resident {seconds} s after the limit of {limit}; eviction \
+         bars: {bars}"
+    )]
+    NotSqueezed {
+        /// Resident now.
+        resident: String,
+        /// Time given.
+        seconds: u64,
+        /// The limit.
+        limit: String,
+        /// What the daemon says forbids eviction.
+        bars: String,
+    },
+}
+
+/// What became of the dense stand-in.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct DenseReport {
+    /// Its RAM, all of it filled.
+    pub ram_bytes: u64,
+    /// Why that is less than it should be.
+    pub smaller: Option<String>,
+    /// From the order to its being attached.
+    pub attach_s: f64,
+    /// How long one of its threads stood still for that.
+    pub attach_pause_us: f64,
+    /// Pages touched a second before the attach.
+    pub counts_per_s_before: f64,
+    /// Pages touched a second while attached, without a limit.
+    pub counts_per_s_attached: f64,
+    /// How much fewer that are, in percent; below zero if more.
+    pub slow_down_percent: f64,
+    /// From all resident to half of it, beside the vCPU.
+    pub squeeze_mib_per_s: f64,
+    /// From the order to its being let go, with half of it away.
+    pub detach_s: f64,
+    /// What it verified after that.
+    pub verified_bytes: u64,
+}
+
+/// Takes a dense stand-in over by `product`, squeezes it and lets it go; `folder` takes its program, and
+/// `say` what happens.
+///
+/// # Errors
+/// A step failed; or a byte of it is wrong.
+pub fn run(
+    product: &Product,
+    folder: &Path,
+    mut say: impl FnMut(&str),
+) -> Result<DenseReport, DenseError> {
+    let room = Room::now()?;
+    let (ram_bytes, smaller) = room.fit(RAM_BYTES)?;
+    let mut report = DenseReport {
+        ram_bytes,
+        smaller,
+        ..DenseReport::default()
+    };
+    if let Some(why) = &report.smaller {
+        say(&format!("memory is short, so the dense stand-in is {why}"));
+    }
+    let mut vmm = Dense::start(folder, ram_bytes)?;
+    say(&format!(
+        "filled a stand-in for a VMM, with {} of RAM and a vCPU that never rests, as process {}",
+        mib(ram_bytes),
+        vmm.child.id()
+    ));
+    report.counts_per_s_before = vmm.counts_per_s()?;
+    let begin = Instant::now();
+    let vm = product.attach(vmm.child.id(), NAME)?;
+    report.attach_s = begin.elapsed().as_secs_f64();
+    report.attach_pause_us = vm["attach_pause_us"].as_f64().unwrap_or_default();
+    report.counts_per_s_attached = vmm.counts_per_s()?;
+    report.slow_down_percent =
+        (1.0 - report.counts_per_s_attached / report.counts_per_s_before) * 100.0;
+    say(&format!(
+        "took it over in {:.2} s; {:.2} million touches a second before, {:.2} attached ({:+.1} %)",
+        report.attach_s,
+        report.counts_per_s_before / 1e6,
+        report.counts_per_s_attached / 1e6,
+        -report.slow_down_percent
+    ));
+    report.squeeze_mib_per_s = squeeze(product, ram_bytes / 2)?;
+    say(&format!(
+        "squeezed it to half of that at {:.0} MiB/s",
+        report.squeeze_mib_per_s
+    ));
+    let begin = Instant::now();
+    product.detach(NAME)?;
+    report.detach_s = begin.elapsed().as_secs_f64();
+    vmm.verify()?;
+    report.verified_bytes = ram_bytes;
+    say(&format!(
+        "let it go in {:.1} s; each of its bytes is right",
+        report.detach_s
+    ));
+    Ok(report)
+}
+
+/// Limits the VM, and returns how fast it shrinks, in MiB a second.
+fn squeeze(product: &Product, limit_bytes: u64) -> Result<f64, DenseError> {
+    let resident = |vm: &Value| vm["resident_bytes"].as_u64().unwrap_or(u64::MAX);
+    let before = resident(&product.show(NAME)?);
+    let begin = Instant::now();
+    product.limit(NAME, limit_bytes)?;
+    loop {
+        let vm = product.show(NAME)?;
+        let (now, time) = (resident(&vm), begin.elapsed());
+        if now <= limit_bytes {
+            return Ok(to_f64(before.saturating_sub(now) >> 20) / time.as_secs_f64());
+        }
+        if time > PATIENCE {
+            return Err(DenseError::NotSqueezed {
+                resident: mib(now),
+                seconds: PATIENCE.as_secs(),
+                limit: mib(limit_bytes),
+                bars: vm["eviction_bars"].to_string(),
+            });
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// The stand-in's process. Dropped, it is killed and waited for.
+struct Dense {
+    child: Child,
+    orders: ChildStdin,
+    answers: Receiver<String>,
+    /// Falls after the process.
+    _own: OwnFolder,
+}
+
+/// A folder for its program alone, so that no link of an earlier run is written through; gone on drop.
+struct OwnFolder(PathBuf);
+
+impl OwnFolder {
+    fn new(parent: &Path) -> Result<Self, DenseError> {
+        let path = parent.join(format!("dense-{}", std::process::id()));
+        fs::create_dir(&path).map_err(|source| file_error(&path, source))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for OwnFolder {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.0) {
+            eprintln!("guestkit: {} stays: {error}", self.0.display());
+        }
+    }
+}
+
+impl Dense {
+    fn start(folder: &Path, ram_bytes: u64) -> Result<Self, DenseError> {
+        let built = Product::binary()?;
+        let own = OwnFolder::new(folder)?;
+        let program =
+            StandIn::program(&built, &own.0).map_err(|source| file_error(&own.0, source))?;
+        let mut child = Command::new(&program)
+            .args(["bench-part", "busy-guest", "--vcpus", "1"])
+            .args(["--ram-mib", &(ram_bytes >> 20).to_string()])
+            .args(["--pattern", &format!("part:{HOT_PERMILLE}")])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|source| file_error(&program, source))?;
+        let (Some(orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
+            end(&mut child);
+            return Err(file_error(&program, io::ErrorKind::BrokenPipe.into()));
+        };
+        let mut dense = Self {
+            child,
+            orders,
+            answers: listen(answers),
+            _own: own,
+        };
+        dense.answer("its RAM", "Ready")?;
+        Ok(dense)
+    }
+
+    fn counts_per_s(&mut self) -> Result<f64, DenseError> {
+        thread::sleep(SETTLE);
+        self.ask("Count", "Counted")?;
+        thread::sleep(COUNTED);
+        let counted = self.ask("Count", "Counted")?;
+        let number = |name: &str| to_f64(counted[name].as_u64().unwrap_or_default());
+        Ok(number("operations") * 1e9 / number("ns").max(1.0))
+    }
+
+    fn verify(&mut self) -> Result<(), DenseError> {
+        self.ask("VerifyAll", "Done").map(|_time| ())
+    }
+
+    fn ask(&mut self, order: &str, wanted: &str) -> Result<Value, DenseError> {
+        let told = writeln!(self.orders, "\"{order}\"").and_then(|()| self.orders.flush());
+        told.map_err(|error| said(order, &error.to_string()))?;
+        self.answer(order, wanted)
+    }
+
+    fn answer(&mut self, asked: &str, wanted: &str) -> Result<Value, DenseError> {
+        let line = match self.answers.recv_timeout(PATIENCE) {
+            Ok(line) => line,
+            Err(RecvTimeoutError::Timeout) => {
+                let seconds = PATIENCE.as_secs();
+                return Err(said(asked, &format!("nothing for {seconds} s")));
+            }
+            Err(RecvTimeoutError::Disconnected) => return Err(said(asked, "it has ended")),
+        };
+        answer_in(&line, wanted).ok_or_else(|| said(asked, &line))
+    }
+}
+
+impl Drop for Dense {
+    fn drop(&mut self) {
+        end(&mut self.child);
+    }
+}
+
+/// What `{"WANTED": …}` holds.
+fn answer_in(line: &str, wanted: &str) -> Option<Value> {
+    match serde_json::from_str::<Value>(line) {
+        Ok(mut answer) => answer.get_mut(wanted).map(Value::take),
+        Err(_no_json) => None,
+    }
+}
+
+/// How much memory is free for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Room {
+    free_bytes: u64,
+    shm_bytes: u64,
+}
+
+impl Room {
+    fn now() -> Result<Self, DenseError> {
+        let path = Path::new("/proc/meminfo");
+        let meminfo = fs::read_to_string(path).map_err(|source| file_error(path, source))?;
+        let available = available_bytes(&meminfo).unwrap_or(0);
+        let shm = Path::new("/dev/shm");
+        let stat = rustix::fs::statvfs(shm).map_err(|error| file_error(shm, error.into()))?;
+        let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        Ok(Self {
+            free_bytes: available.min(free_in_groups(&groups)),
+            shm_bytes: stat.f_bavail * stat.f_frsize,
+        })
+    }
+
+    /// It needs its RAM, tables for it, what is on its way, and half of it in the store.
+    fn holds(self, ram_bytes: u64) -> bool {
+        ram_bytes + ram_bytes / 8 + RESERVE_BYTES <= self.free_bytes
+            && ram_bytes / 2 <= self.shm_bytes
+    }
+
+    /// `wanted_bytes`, or half of it until there is room, and why it is less.
+    fn fit(self, wanted_bytes: u64) -> Result<(u64, Option<String>), DenseError> {
+        let free = format!(
+            "{} are free, and {} on /dev/shm",
+            mib(self.free_bytes),
+            mib(self.shm_bytes)
+        );
+        let mut bytes = wanted_bytes;
+        while bytes >= RAM_BYTES_MIN {
+            if self.holds(bytes) {
+                let why = || format!("{} instead of {}: {free}", mib(bytes), mib(wanted_bytes));
+                return Ok((bytes, (bytes < wanted_bytes).then(why)));
+            }
+            bytes /= 2;
+        }
+        Err(DenseError::NoRoom {
+            least: mib(RAM_BYTES_MIN),
+            free,
+        })
+    }
+}
+
+fn available_bytes(meminfo: &str) -> Option<u64> {
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib = line.split_whitespace().next()?.parse::<u64>();
+    kib.map_or(None, |kib| Some(kib << 10))
+}
+
+/// The least that a memory cgroup of this process, as `/proc/self/cgroup` names them, has free.
+fn free_in_groups(groups: &str) -> u64 {
+    let mut least = u64::MAX;
+    for line in groups.lines() {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(group)) = (fields.next(), fields.next()) else {
+            continue;
+        };
+        let (root, limit, usage) = match controllers {
+            "" => ("/sys/fs/cgroup", "memory.max", "memory.current"),
+            names if names.split(',').any(|name| name == "memory") => (
+                "/sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            ),
+            _ => continue,
+        };
+        for level in Path::new(group.trim_start_matches('/')).ancestors() {
+            let level = Path::new(root).join(level);
+            // `max`, and a level that is not to be seen from here, are no bounds.
+            if let (Some(limit), Some(usage)) =
+                (number_in(&level.join(limit)), number_in(&level.join(usage)))
+            {
+                least = least.min(limit.saturating_sub(usage));
+            }
+        }
+    }
+    least
+}
+
+fn number_in(path: &Path) -> Option<u64> {
+    match fs::read_to_string(path) {
+        Ok(text) => text.trim().parse().ok(),
+        Err(_not_there) => None,
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "figures for people")]
+fn to_f64(number: u64) -> f64 {
+    number as f64
+}
+
+fn said(asked: &str, said: &str) -> DenseError {
+    DenseError::Said {
+        asked: asked.to_owned(),
+        said: said.to_owned(),
+    }
+}
+
+fn file_error(path: &Path, source: io::Error) -> DenseError {
+    DenseError::File {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn room(free_mib: u64, shm_mib: u64) -> Room {
+        Room {
+            free_bytes: free_mib << 20,
+            shm_bytes: shm_mib << 20,
+        }
+    }
+
+    #[test]
+    fn stand_in_is_halved_until_there_is_room_and_says_why() {
+        assert_eq!(room(8192, 8192).fit(RAM_BYTES).unwrap(), (RAM_BYTES, None));
+        let (bytes, why) = room(4096, 8192).fit(RAM_BYTES).unwrap();
+        assert_eq!(bytes, 2 << 30);
+        let why = why.unwrap();
+        assert!(
+            why.contains("2048.0 MiB instead of 4096.0 MiB: 4096.0 MiB are free"),
+            "{why}"
+        );
+        assert_eq!(room(8192, 600).fit(RAM_BYTES).unwrap().0, 1 << 30);
+        assert!(matches!(
+            room(1024, 8192).fit(RAM_BYTES),
+            Err(DenseError::NoRoom { .. })
+        ));
+    }
+
+    #[test]
+    fn answers_are_taken_by_their_names_alone() {
+        let counted = answer_in(r#"{"Counted":{"operations":7}}"#, "Counted").unwrap();
+        assert_eq!(counted["operations"], 7);
+        assert_eq!(answer_in(r#"{"Failed":{"reason":"x"}}"#, "Counted"), None);
+        assert_eq!(answer_in("Counted", "Counted"), None);
+    }
+
+    #[test]
+    fn group_without_a_bound_or_out_of_sight_bounds_nothing() {
+        assert_eq!(free_in_groups(""), u64::MAX);
+        assert_eq!(
+            free_in_groups("0::/no/such/group/at-all\n1:cpu:/x\n"),
+            free_in_groups("0::/\n")
+        );
+    }
+}
