@@ -78,6 +78,18 @@ pub enum IopfPreempt {
     Off,
 }
 
+/// How samples tell what a VM's memory is used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TrackerChoice {
+    /// The cheapest that this kernel has.
+    Auto,
+    /// Pages are unmapped, and it is seen which come back.
+    Unmap,
+    /// By the kernel's idle page tracking.
+    Idle,
+}
+
 /// Form of the log on stderr.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -236,6 +248,8 @@ settings! {
     reader_poll_us: u32 = "0",
     /// Most pages that a vCPU's fault brings along when it reads in sequence, or when much around it comes back too, at most 16; 0 for none
     neighbours: u32 = "16",
+    /// How it is learnt which memory is hot: unmap (pages are unmapped, and it is seen which come back), idle (the kernel's idle page tracking, which it must have), or auto for the cheapest that the kernel has
+    tracker: TrackerChoice = "auto",
     /// What learning how hot its memory is may cost a VM: share of the CPU time of its VMM, and as much of a CPU of the daemon's
     tracker_cost: Percent = "0.5%",
     /// Policy that keeps sections which devices are about to touch from being evicted, of VMs attached from now on: none, lru, adp or adaptive, with parameters such as adp:promote-after=120s
@@ -368,6 +382,14 @@ impl std::str::FromStr for LogFormat {
 }
 
 impl std::str::FromStr for IopfHandling {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        <Self as ValueEnum>::from_str(text, false)
+    }
+}
+
+impl std::str::FromStr for TrackerChoice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {

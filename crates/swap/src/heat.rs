@@ -18,7 +18,8 @@ pub struct HeatCost {
     /// Share of the VMM's CPU time that its guest may lose by it, in millionths; and as much of a CPU
     /// of ours.
     pub share_ppm: u32,
-    /// What the guest pays for a page that it uses again.
+    /// What the guest pays for a page that it uses again; nothing if samples take no page out of the
+    /// page tables.
     pub refault: Duration,
 }
 
@@ -92,7 +93,7 @@ impl Heat {
                 self.sampler.touched(look.section);
             }
             // The first time nothing had been unmapped before.
-            if look.asked != look.next {
+            if look.asked != look.next && !self.refault.is_zero() {
                 back += touched.cpu.len();
             }
         }

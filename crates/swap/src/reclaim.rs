@@ -129,7 +129,9 @@ pub trait AccessTracker: Send + Sync {
     /// Its own.
     fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError>;
 
-    /// What was accessed since the last look, for each of `sections` as a whole; then begins anew.
+    /// What was accessed since the last look, for each of `sections` as a whole; then begins anew. They
+    /// are to be evicted: pages of them may be punched one by one afterwards, if they are not
+    /// [`AccessTracker::mapped`].
     ///
     /// # Errors
     /// Its own.

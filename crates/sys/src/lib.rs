@@ -20,6 +20,8 @@
 //! | [`sigbus`] | a mapping whose file is cut short under us |
 //! | [`process`] | another process by pidfd; page-out, descriptors, same-memory |
 //! | [`pagemap`] | which pages a process has mapped |
+//! | [`page_idle`] | which page frames were used since they were marked |
+//! | [`page_flags`] | page frames, and the folios that they are parts of |
 //! | [`volatile`] | that mapping as volatile slices, for virtio |
 //! | [`ptrace`] | one thread of another process stopped, system calls run in it |
 //! | [`lent`] | memory that a device of another process works on |
@@ -42,6 +44,8 @@ pub mod lent;
 pub mod mapping;
 pub mod membarrier;
 pub mod memory_file;
+pub mod page_flags;
+pub mod page_idle;
 pub mod pagemap;
 mod presence;
 pub mod process;

@@ -42,6 +42,18 @@ pub enum ProcessError {
     },
 }
 
+/// How a merge of small pages ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Merge {
+    /// There is one huge page, and it is mapped as such where it was mapped before.
+    Done,
+    /// There is one huge page, if the kernel could have one here at all; it is not mapped by one
+    /// translation. So it answers for memory under a userfaultfd's write protection.
+    NotMapped,
+    /// A page was missing or in use, or there is no memory for it.
+    NotNow,
+}
+
 /// A process held by a pidfd: its pid may be used again, this descriptor is not.
 #[derive(Debug)]
 pub struct ProcessFd {
@@ -166,19 +178,44 @@ impl ProcessFd {
         Ok(advised)
     }
 
-    fn advise_once(&self, vectors: &[libc::iovec]) -> Result<usize, ProcessError> {
+    /// Has the kernel make one huge page of the 2 MiB of shared memory at `start` (`MADV_COLLAPSE`,
+    /// Linux 6.1), all of which is in its file. The content stays.
+    ///
+    /// # Errors
+    /// [`ProcessError`], if not for what [`Merge`] names.
+    pub fn merge(&self, start: Hva, len_bytes: u64) -> Result<Merge, ProcessError> {
+        let vector = libc::iovec {
+            iov_base: std::ptr::without_provenance_mut(crate::to_usize(start.0)),
+            iov_len: crate::to_usize(len_bytes),
+        };
+        if self.advise(&[vector], libc::MADV_COLLAPSE) >= 0 {
+            return Ok(Merge::Done);
+        }
+        let source = std::io::Error::last_os_error();
+        match source.raw_os_error() {
+            Some(libc::EINVAL) => Ok(Merge::NotMapped),
+            Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM) => Ok(Merge::NotNow),
+            _ => Err(explain("process_madvise(COLLAPSE)", self.pid(), source)),
+        }
+    }
+
+    fn advise(&self, vectors: &[libc::iovec], advice: i32) -> libc::c_long {
         // SAFETY: the vectors are a live slice and only read; their addresses belong to the
-        // other process, and PAGEOUT changes no content there.
-        let done = unsafe {
+        // other process, and neither PAGEOUT nor COLLAPSE changes content there.
+        unsafe {
             libc::syscall(
                 libc::SYS_process_madvise,
                 self.fd.as_raw_fd(),
                 vectors.as_ptr(),
                 vectors.len(),
-                libc::MADV_PAGEOUT,
+                advice,
                 0,
             )
-        };
+        }
+    }
+
+    fn advise_once(&self, vectors: &[libc::iovec]) -> Result<usize, ProcessError> {
+        let done = self.advise(vectors, libc::MADV_PAGEOUT);
         match usize::try_from(done) {
             Ok(0) if !vectors.is_empty() => Err(ProcessError::Kernel {
                 operation: "process_madvise(PAGEOUT)",

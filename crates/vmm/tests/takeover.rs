@@ -4,6 +4,7 @@
 //! What gmem and swap do with care is done here in the simplest way that is
 //! right for one reader and one evictor: a lock around everything.
 
+mod huge;
 mod qemu;
 
 use pagetide_addr::{
@@ -12,6 +13,7 @@ use pagetide_addr::{
 use pagetide_gmem::{Backing, Installed, Mmu, Place, PlaceError, Restrict, Restricted, TableId};
 use pagetide_sys::mapping::SharedMapping;
 use pagetide_sys::memory_file::GuestFile;
+use pagetide_sys::page_idle::IdleBitmap;
 use pagetide_sys::pagemap::Pagemap;
 use pagetide_sys::ptrace::{PtraceError, run_inside};
 use pagetide_sys::uffd::{Features, UffdError, Userfaultfd};
@@ -26,10 +28,13 @@ use pagetide_vmm::reader::{
 use pagetide_vmm::takeover::{
     TakeOverError, TakenOver, abandon, find_inside, let_go, resume, take_over, watch,
 };
-use pagetide_vmm::tracker::{AccessTracker, DmaLook, NoDma, Sample, UnmapAndLook, refault_cost};
+use pagetide_vmm::tracker::{
+    AccessTracker, DmaLook, IdlePages, NoDma, Sample, UnmapAndLook, refault_cost,
+};
 use qemu::{Qemu, RAM_MIB, can_run};
 use std::collections::HashMap;
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
@@ -699,6 +704,70 @@ fn sample_tells_of_the_pages_it_asks_about_and_takes_only_the_next_ones_out() {
     // And the content is what it was.
     vm.qemu.guest_memory(PATTERN.start, 2 * MIB);
     assert!(!refault_cost().unwrap().is_zero());
+}
+
+#[test]
+fn idle_pages_are_told_by_the_marks_of_the_kernel_and_nothing_is_unmapped() {
+    if !can_run() {
+        return;
+    }
+    let mut vm = attach(Qemu::with_shared_ram(&[]));
+    vm.qemu.ask(r#"{"execute":"stop"}"#);
+    vm.qemu.guest_memory(PATTERN.start, 4 * MIB);
+    let section = SectionNo(16);
+    let pages = section.pages(u64::MAX / 2);
+    let piece = vm.layout.pieces(pages).next().unwrap();
+    let frames = || {
+        let mut frames = Vec::new();
+        let map = Pagemap::of_process(vm.vmm.pid()).unwrap();
+        map.visit(piece.hva, 512, |_, entry| frames.push(entry.frame()))
+            .unwrap();
+        frames
+    };
+    // A file stands in for the kernel's bitmap: a bit that was set stays so until it is cleared here.
+    let bitmap = tempfile::NamedTempFile::new().unwrap();
+    let last = frames().into_iter().flatten().max().unwrap();
+    bitmap.as_file().set_len(last.0 / 8 + 8).unwrap();
+    let use_page = |page: usize| {
+        let frame = frames()[page].unwrap();
+        let (byte, bit) = (frame.0 / 8, 1_u8 << (frame.0 % 8));
+        let mut entry = [0];
+        bitmap.as_file().read_exact_at(&mut entry, byte).unwrap();
+        assert_ne!(entry[0] & bit, 0, "page {page} was not marked");
+        entry[0] &= !bit;
+        bitmap.as_file().write_all_at(&entry, byte).unwrap();
+    };
+    let whole = UnmapAndLook::new(&vm.vmm, live(&vm.layout), Arc::new(NoDma)).unwrap();
+    let bits = IdleBitmap::at(bitmap.path()).unwrap();
+    let tracker = IdlePages::new(whole, bits).unwrap();
+    let set = |of: &[u64]| {
+        let mut set = PageSet::EMPTY;
+        of.iter()
+            .for_each(|page| set.insert(PageNo(pages.start.0 + page)));
+        set
+    };
+    let sample = |asked, next| {
+        let look = Sample {
+            section,
+            asked,
+            next,
+        };
+        let sampled = tracker.sample(&[look]).unwrap();
+        assert_eq!(sampled.unmapped_pages, 0);
+        sampled.touched[0].cpu
+    };
+    let (one, other) = (set(&[0, 5, 77, 300, 511]), set(&[1, 5, 500]));
+    assert_eq!(sample(one, one), one, "nothing was marked yet");
+    use_page(77);
+    use_page(511);
+    assert_eq!(sample(one, other), set(&[77, 511]));
+    use_page(1);
+    assert_eq!(sample(other, one), set(&[1]));
+    assert_eq!(tracker.is_mapped(section).unwrap().len(), 512);
+    // What is to go is unmapped, and what is not mapped was not used.
+    tracker.take_out(&[section]).unwrap();
+    assert!(tracker.is_mapped(section).unwrap().len() < 128);
+    assert!(sample(one, one).len() < one.len());
 }
 
 #[test]

@@ -5,6 +5,7 @@ use super::{
     identity::{self, Identity},
     sink::VmIncidents,
     space::VmSpace,
+    tracker::Way,
 };
 use crate::{control::ControlError, protection::vm::VmProtection};
 use pagetide_addr::PAGE_BYTES;
@@ -51,6 +52,8 @@ pub(super) struct VmCore {
     pub(super) mmu: Arc<DmaMmu>,
     pub(super) spaces: Arc<dyn IoSpaces>,
     pub(super) tenant: Arc<Tenant>,
+    /// How its heat is learnt.
+    pub(super) tracker: Way,
     /// What keeps sections that devices are about to touch from being chosen.
     pub(super) protection: Arc<VmProtection>,
     pub(super) latencies: Arc<Latencies>,

@@ -81,6 +81,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
     };
     let feed = Arc::new(Feed::start(Arc::clone(devices.log()), &feed)?);
     let (janitor, bell) = Janitor::new()?;
+    let way = tracker::Way::choose(settings.tracker)?;
     let shared = Shared {
         service: Arc::clone(devices.service()),
         spaces,
@@ -90,7 +91,8 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         feed,
         protector: settings.dma_protector.clone(),
         room: Arc::new(Room::of_this_process()),
-        heat_cost: tracker::heat_cost(settings.tracker_cost),
+        tracker: way,
+        heat_cost: tracker::heat_cost(way, settings.tracker_cost),
     };
     room::warn_if_smaller(&shared.room, &state_dir);
     let host = Arc::new(Host {

@@ -3,7 +3,6 @@
 
 use super::{
     core::{Heat, lock},
-    tracker::TRACKER,
     vm::Vm,
 };
 use crate::{
@@ -86,6 +85,7 @@ impl Vm {
             warnings: lock(&core.warnings).clone(),
             restarts: core.pool.restarts(),
             reader_cpu_seconds: self.reader_cpu_seconds(),
+            tracker: core.tracker.name().to_owned(),
             regions,
             ..VmReport::default()
         };
@@ -117,7 +117,6 @@ impl Vm {
 fn with_heat(report: VmReport, heat: Heat) -> VmReport {
     VmReport {
         sections: set_reports(heat.sets),
-        tracker: TRACKER.to_owned(),
         heat_age_seconds: heat.swept_at.map(|at| at.elapsed().as_secs_f64()),
         sweeps: heat.report.sweeps,
         sampled_sections: heat.report.sampled_sections,

@@ -1,16 +1,86 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The VMM's access tracker as the reclaimer wants it.
 
+use super::vm::failed;
+use crate::control::ControlError;
 use crate::percent::Percent;
+use crate::settings::TrackerChoice;
 use pagetide_addr::{FileKey, Marks, PageNo, PageRange, PageSet, SectionNo};
 use pagetide_policy::sampling::Look;
 use pagetide_swap::{AccessTracker, HeatCost, Sampled, Touched, reclaim::TrackerError};
-use pagetide_vmm::tracker::{DmaLook, Sample};
+use pagetide_sys::{page_idle::IdleBitmap, pagemap::PagemapWay};
+use pagetide_vmm::layout::LiveLayout;
+use pagetide_vmm::process::VmmProcess;
+use pagetide_vmm::tracker::{DmaLook, IdlePages, Sample, UnmapAndLook, idle};
 use pagetide_vpri::DmaMmu;
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-/// How accesses are told.
-pub(super) const TRACKER: &str = "unmap-and-look, sampled";
+/// How samples are taken on this host.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Way {
+    Unmap,
+    Idle,
+}
+
+impl Way {
+    /// The one that is set.
+    ///
+    /// # Errors
+    /// The kernel does not have it.
+    pub(super) fn choose(choice: TrackerChoice) -> Result<Self, ControlError> {
+        let (way, why) = decide(choice, idle::is_available)?;
+        tracing::info!(
+            tracker = way.name(),
+            page_tables = PagemapWay::of_this_kernel().name(),
+            why,
+            "how it is learnt which memory is hot"
+        );
+        Ok(way)
+    }
+
+    /// Its name.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Unmap => "unmap-and-look, sampled",
+            Self::Idle => "idle page tracking, sampled",
+        }
+    }
+
+    /// The tracker of a VM.
+    pub(super) fn tracker(
+        self,
+        vmm: &VmmProcess,
+        layout: Arc<LiveLayout>,
+        mmu: &Arc<DmaMmu>,
+    ) -> Result<Looks, TrackerError> {
+        let devices = Arc::new(Dma(Arc::clone(mmu)));
+        let whole = UnmapAndLook::new(vmm, layout, devices)?;
+        Ok(match self {
+            Self::Unmap => Looks(Box::new(whole)),
+            Self::Idle => Looks(Box::new(IdlePages::new(whole, IdleBitmap::open()?)?)),
+        })
+    }
+}
+
+/// What is taken, and why.
+fn decide(
+    choice: TrackerChoice,
+    idle: impl Fn() -> Result<(), String>,
+) -> Result<(Way, String), ControlError> {
+    match choice {
+        TrackerChoice::Unmap => Ok((Way::Unmap, "it is set".to_owned())),
+        TrackerChoice::Idle => match idle() {
+            Ok(()) => Ok((Way::Idle, "it is set".to_owned())),
+            Err(reason) => Err(failed(format!(
+                "the setting tracker is idle, and {reason}; auto or unmap works on every kernel"
+            ))),
+        },
+        TrackerChoice::Auto => Ok(match idle() {
+            Ok(()) => (Way::Idle, "its samples cost the guest no faults".to_owned()),
+            Err(reason) => (Way::Unmap, reason),
+        }),
+    }
+}
 
 /// What the devices of a VM touch.
 pub(super) struct Dma(pub(super) Arc<DmaMmu>);
@@ -34,11 +104,16 @@ impl DmaLook for Dma {
 }
 
 /// Hands looks on to a tracker of `pagetide-vmm`.
-pub(super) struct Looks<T>(pub(super) T);
+pub(super) struct Looks(Box<dyn pagetide_vmm::tracker::AccessTracker>);
 
 /// What learning a VM's heat may cost it, with what a small fault costs on this host.
-pub(super) fn heat_cost(share: Percent) -> HeatCost {
-    let refault = match pagetide_vmm::tracker::refault_cost() {
+pub(super) fn heat_cost(way: Way, share: Percent) -> HeatCost {
+    let measured = match way {
+        Way::Unmap => pagetide_vmm::tracker::refault_cost(),
+        // Samples unmap nothing.
+        Way::Idle => Ok(Duration::ZERO),
+    };
+    let refault = match measured {
         Ok(refault) => refault,
         Err(error) => {
             tracing::warn!(%error, "what a small fault costs cannot be measured; 2 us are assumed");
@@ -46,7 +121,7 @@ pub(super) fn heat_cost(share: Percent) -> HeatCost {
         }
     };
     tracing::info!(
-        tracker = TRACKER,
+        tracker = way.name(),
         refault_ns = refault.as_nanos(),
         cost = %share,
         "how hot memory is is learnt from samples"
@@ -57,7 +132,7 @@ pub(super) fn heat_cost(share: Percent) -> HeatCost {
     }
 }
 
-impl<T: pagetide_vmm::tracker::AccessTracker> AccessTracker for Looks<T> {
+impl AccessTracker for Looks {
     fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError> {
         let samples: Vec<_> = looks
             .iter()
@@ -76,7 +151,7 @@ impl<T: pagetide_vmm::tracker::AccessTracker> AccessTracker for Looks<T> {
     }
 
     fn look(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
-        let touched = self.0.look_many(sections)?;
+        let touched = self.0.take_out(sections)?;
         Ok(touched.into_iter().map(touched_of).collect())
     }
 
@@ -89,5 +164,36 @@ fn touched_of(touched: pagetide_vmm::tracker::Touched) -> Touched {
     Touched {
         cpu: touched.cpu,
         dma: touched.dma,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tracker_is_the_one_that_is_set_or_the_cheapest_there_is() {
+        let there = || Ok(());
+        let absent = || Err("this kernel has none".to_owned());
+        let way = |choice, idle: &dyn Fn() -> Result<(), String>| {
+            decide(choice, idle).map(|(way, why)| (way, why.contains("kernel has none")))
+        };
+        let unmap = Some((Way::Unmap, false));
+        assert_eq!(way(TrackerChoice::Unmap, &there).ok(), unmap);
+        assert_eq!(way(TrackerChoice::Unmap, &absent).ok(), unmap);
+        assert_eq!(
+            way(TrackerChoice::Idle, &there).ok(),
+            Some((Way::Idle, false))
+        );
+        assert_eq!(
+            way(TrackerChoice::Auto, &there).ok(),
+            Some((Way::Idle, false))
+        );
+        assert_eq!(
+            way(TrackerChoice::Auto, &absent).ok(),
+            Some((Way::Unmap, true))
+        );
+        let refused = decide(TrackerChoice::Idle, absent).unwrap_err().to_string();
+        assert!(refused.contains("this kernel has none"), "{refused}");
     }
 }

@@ -19,7 +19,7 @@ use super::{
     rounds::Rounds,
     sink::{VmIncidents, VmSink},
     space::VmSpace,
-    tracker::{Dma, Looks},
+    tracker::{Looks, Way},
 };
 use crate::{
     control::{ControlError, ErrorKind, VmState},
@@ -42,7 +42,6 @@ use pagetide_vmm::{
     process::VmmProcess,
     reader::{FaultReader, Placement, ReaderConfig},
     takeover,
-    tracker::UnmapAndLook,
 };
 use pagetide_vpri::{DPU, DmaMmu, FaultService, IoSpaces, Latencies};
 use std::{
@@ -78,7 +77,9 @@ pub(super) struct Shared {
     pub(super) protector: ProtectorChoice,
     /// What the memory cgroup leaves for pools.
     pub(super) room: Arc<Room>,
-    /// What learning a VM's heat may cost it.
+    /// How a VM's heat is learnt.
+    pub(super) tracker: Way,
+    /// What that may cost it.
     pub(super) heat_cost: HeatCost,
 }
 
@@ -138,8 +139,7 @@ impl Vm {
         ));
         let limit = Arc::new(Limit::new());
         let table = take_table(&mut prepared);
-        let neighbours_max = shared.neighbours_max;
-        let parts = space_parts(&prepared, &limit, &incidents, table, neighbours_max);
+        let parts = space_parts(&prepared, &limit, &incidents, table, shared.neighbours_max);
         let vcpus = VcpuMmu::new(
             Arc::clone(&prepared.userfaultfd),
             Arc::clone(&prepared.layout),
@@ -153,7 +153,7 @@ impl Vm {
         // From now on a successor takes the VM up again.
         prepared.pool.set_attached();
         let (space, memory) = (Arc::clone(&whole.space), Arc::clone(&whole.memory));
-        let tracker = tracker_of(&prepared).map_err(failed)?;
+        let tracker = tracker_of(&prepared, shared)?;
         let tenant = shared
             .service
             .add_tenant(Arc::clone(&space), Arc::clone(&prepared.mmu))
@@ -163,9 +163,9 @@ impl Vm {
             limit: Arc::clone(&limit),
             tenant: Arc::clone(&tenant),
         };
-        let mmu = Arc::clone(&prepared.mmu);
         let core = Arc::new(VmCore {
-            protection: protection(shared, mmu, &layout, limbs),
+            protection: protection(shared, Arc::clone(&prepared.mmu), &layout, limbs),
+            tracker: shared.tracker,
             name: identity.name.clone(),
             identity,
             vmm: prepared.vmm,
@@ -205,7 +205,7 @@ impl Vm {
         Ok(vm)
     }
 
-    fn start_threads(&self, tracker: UnmapAndLook, shared: &Shared) -> Result<(), ControlError> {
+    fn start_threads(&self, tracker: Looks, shared: &Shared) -> Result<(), ControlError> {
         let core = &self.core;
         let sink = VmSink {
             vmm: core.identity.process(),
@@ -229,7 +229,7 @@ impl Vm {
         let reader = FaultReader::start(&core.vmm, userfaultfd, layout, Arc::new(sink), served)
             .map_err(failed)?;
         let evictor = Evictor::new(Arc::clone(&core.memory), Arc::clone(&core.store));
-        let looks = Arc::new(Looks(tracker));
+        let looks = Arc::new(tracker);
         let limit = Arc::clone(&core.limit);
         let mut reclaimer = Reclaimer::new(evictor, limit, looks, shared.heat_cost);
         reclaimer.spare(Arc::clone(core.protection.protected()));
@@ -580,9 +580,10 @@ fn protection(
     Arc::new(VmProtection::new(choice, mmu, ram, Some(limbs)))
 }
 
-fn tracker_of(prepared: &Prepared) -> Result<UnmapAndLook, pagetide_vmm::tracker::TrackerError> {
-    let devices = Arc::new(Dma(Arc::clone(&prepared.mmu)));
-    UnmapAndLook::new(&prepared.vmm, Arc::clone(&prepared.layout), devices)
+fn tracker_of(prepared: &Prepared, shared: &Shared) -> Result<Looks, ControlError> {
+    let layout = Arc::clone(&prepared.layout);
+    let tracker = shared.tracker.tracker(&prepared.vmm, layout, &prepared.mmu);
+    tracker.map_err(failed)
 }
 
 fn space_parts(

@@ -185,7 +185,7 @@ pub(super) fn unreadable(pid: u32, error: &FileError) -> Refusal {
     }
 }
 
-/// Shared memory in huge pages can be evicted, but a 4 KiB touch may bring 2 MiB back.
+/// Shared memory in huge pages can be evicted, in pages of 4 KiB.
 pub(super) fn huge_page_warning(flags: &[VmFlags]) -> Option<String> {
     let path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
     // Absent from kernels without huge pages.
@@ -198,8 +198,9 @@ pub(super) fn huge_page_warning(flags: &[VmFlags]) -> Option<String> {
     let advised = setting.contains("[advise]") && flags.iter().any(|f| f.contains(VmFlags::HG));
     (on || advised).then(|| {
         format!(
-            "shared memory is in huge pages here (shmem_enabled {}): eviction works on 4 KiB \
-             pages and splits them; set it to never for guests under Pagetide",
+            "shared memory is in huge pages here (shmem_enabled {}): they stay whole while they are \
+             watched, what is to be evicted is split to pages of 4 KiB, and one that cannot be \
+             split stays",
             setting.trim()
         )
     })

@@ -1,0 +1,479 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`UnmapAndLook`]: pages are taken out of the page tables, and it is seen which come back.
+//!
+//! Works on any kernel since 5.10, for memory that cannot go to
+//! swap. The idea: a page that is in its file but in nobody's page table costs
+//! its next user a small fault that the kernel resolves alone, and leaves a
+//! trace: the present bit. So
+//!
+//! ```text
+//!   look:   1. the devices' marks          → what DMA touched since the last look
+//!           2. and they drop their own translations (pages mapped by two processes would be skipped)
+//!           3. the VMM's present bits      → what CPUs touched since the last look
+//!           4. MADV_PAGEOUT on the VMM's   out of every page table, kept in the file
+//! ```
+//!
+//! Step 4 passes over files on a tmpfs mounted with `noswap`, whose pages are
+//! unevictable. For those a thread of the VMM is borrowed (see
+//! [`pagetide_sys::ptrace`]) to drop its own translations, which is 0.2 ms of that
+//! thread's time a run of [`RUN_BYTES_MAX`] and some more for pages.
+//!
+//! `MADV_DONTNEED` on anything but a shared file would lose content. So the
+//! mappings are compared with the layout right before each run, with the thread
+//! stopped, and a run is short. What remains: the VMM's other threads go on, and
+//! one of them might, between that look and the end of its run (about a
+//! millisecond), unmap RAM, map private memory in its place, and write there; that
+//! write would be lost. A VMM that unplugs RAM does so on one thread, after its
+//! guest was told; and what it maps next comes there only if the kernel chooses
+//! the very addresses. No other call takes translations away and spares private
+//! memory. `MADV_PAGEOUT` loses nothing in any case: who wants no such window keeps
+//! RAM on a file system that is not `noswap`.
+//!
+//! Nothing of a file is held between two looks but how it is unmapped, so that RAM
+//! that was unplugged goes back to the host whether or not anybody looks again.
+//!
+//! An access between steps 1 and 4 is lost to the tracker: such a page looks
+//! colder than it is, once. Some ten pages per CPU stay mapped because they are
+//! in the kernel's batches: they look warmer, once.
+//!
+//! Memory in huge pages is unmapped as a whole, and looks touched as a whole; see [`super::huge`].
+
+use super::huge::{HUGE_BYTES, HugePages, Kept};
+use super::ranges::{Ranges, RangesByWay, Way, Ways};
+use super::{AccessTracker, DmaLook, Sample, Sampled, Touched, TrackerError};
+use crate::layout::{LiveLayout, Piece, RamLayout};
+use crate::process::VmmProcess;
+use crate::swap;
+use pagetide_addr::{FileKey, Hva, Marks, PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_sys::mapping::SharedMapping;
+use pagetide_sys::memory_file::GuestFile;
+use pagetide_sys::pagemap::{Pagemap, PagemapError, Translation};
+use pagetide_sys::process::{Merge, ProcessFd};
+use pagetide_sys::ptrace::run_inside;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Its name.
+pub const NAME: &str = "unmap-and-look";
+/// Most bytes whose translations a thread of the VMM drops after one look at its mappings: some
+/// hundred nanoseconds a page that is mapped, so a millisecond or two.
+const RUN_BYTES_MAX: u64 = 32 << 20;
+/// Most calls for that.
+const RUN_CALLS_MAX: usize = 32;
+/// Most bytes that are unmapped in one call from outside: the VMM's address space is locked meanwhile,
+/// for some microseconds a page.
+const CALL_BYTES_MAX: u64 = 1 << 20;
+/// Most ranges in such a call.
+const CALL_RANGES_MAX: usize = 256;
+/// The same of huge pages, each of which takes a few microseconds.
+const CALL_HUGE_BYTES_MAX: u64 = 8 * HUGE_BYTES;
+/// A huge page that is to go must have been left alone for so long before it is split.
+const SPLIT_AFTER: Duration = Duration::from_millis(50);
+
+/// See the module.
+pub struct UnmapAndLook {
+    layout: Arc<LiveLayout>,
+    vmm: VmmProcess,
+    vmm_map: Pagemap,
+    devices: Arc<dyn DmaLook>,
+    ways: Mutex<Ways>,
+    huge: HugePages,
+}
+
+/// The files of a layout, in their order, for one look.
+pub(super) struct Files {
+    layout: Arc<RamLayout>,
+    ways: Vec<Way>,
+    /// Some memory may be in large folios.
+    may_be_large: bool,
+}
+
+/// What is mapped of a piece.
+struct Mapped {
+    touched: Touched,
+    by: Translation,
+}
+
+/// What a sample leads to.
+#[derive(Default)]
+struct Round {
+    sampled: Sampled,
+    ranges: RangesByWay,
+    /// Huge pages that are mapped 4 KiB at a time.
+    in_pieces: Ranges,
+    /// A section that was a huge page, and can be one.
+    merge: Option<Hva>,
+}
+
+/// What the VMM needs to have a page mapped again that is in its file: the least of several tries, in
+/// this process, with memory like a guest's.
+///
+/// # Errors
+/// What the kernel says.
+pub fn refault_cost() -> Result<Duration, TrackerError> {
+    const PAGES: u32 = 256;
+    const TRIES: u32 = 5;
+    let failed = |error: &dyn std::fmt::Display| io::Error::other(error.to_string());
+    let bytes = PageNo(PAGES.into()).byte_offset();
+    let file = GuestFile::new_memfd("refault", bytes).map_err(|error| failed(&error))?;
+    let mapping = SharedMapping::new(file.as_fd(), bytes).map_err(|error| failed(&error))?;
+    let own = ProcessFd::open(std::process::id())?;
+    let mut least = Duration::MAX;
+    for _ in 0..=TRIES {
+        let begun = Instant::now();
+        for page in 0..PAGES {
+            let at = PageNo(page.into()).byte_offset();
+            mapping.copy_to(at, &[1]).map_err(|error| failed(&error))?;
+        }
+        // The first time makes the pages.
+        if least == Duration::MAX {
+            least = Duration::from_secs(1);
+        } else {
+            least = least.min(begun.elapsed());
+        }
+        own.page_out(&[(Hva(mapping.address() as u64), bytes)])?;
+    }
+    Ok(least / PAGES)
+}
+
+impl UnmapAndLook {
+    /// For the RAM of `vmm`. `devices` tell what their DMA touched.
+    ///
+    /// # Errors
+    /// [`TrackerError`].
+    pub fn new(
+        vmm: &VmmProcess,
+        layout: Arc<LiveLayout>,
+        devices: Arc<dyn DmaLook>,
+    ) -> Result<Self, TrackerError> {
+        let vmm_map = Pagemap::of_process(vmm.pid())?;
+        let huge = HugePages::new(vmm).map_err(TrackerError::Large)?;
+        // Opened by pid: it is the VMM's if that had not ended even afterwards.
+        if vmm.fd().has_ended()? {
+            return Err(PagemapError::Gone.into());
+        }
+        let tracker = Self {
+            vmm: vmm.try_clone()?,
+            vmm_map,
+            layout,
+            devices,
+            ways: Mutex::default(),
+            huge,
+        };
+        // Told now rather than at the first look.
+        tracker.files()?;
+        Ok(tracker)
+    }
+
+    /// What the VMM has mapped.
+    pub(super) const fn page_table(&self) -> &Pagemap {
+        &self.vmm_map
+    }
+
+    /// The files as they are now.
+    pub(super) fn files(&self) -> Result<Files, TrackerError> {
+        let layout = self.layout.now();
+        let keys = || layout.files().iter().map(|file| file.key());
+        let mut known = self.ways.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() != keys().count() || keys().any(|key| !known.contains_key(&key)) {
+            *known = ways(self.vmm.pid(), keys())?;
+            self.huge.keep(layout.page_count());
+        }
+        let way = |key| known.get(&key).copied().unwrap_or(Way::PageOut);
+        Ok(Files {
+            ways: keys().map(way).collect(),
+            may_be_large: self.huge.may_be(&layout),
+            layout,
+        })
+    }
+
+    /// Has the VMM drop its translations of `ranges`, as long as its RAM is where `layout` has it.
+    fn unmap_inside(&self, layout: &RamLayout, ranges: &Ranges) -> Result<(), TrackerError> {
+        for run in ranges.parts(RUN_BYTES_MAX, RUN_CALLS_MAX) {
+            run_inside(self.vmm.fd(), |thread| {
+                if let Some(change) = layout.maps_change(&self.vmm)? {
+                    return Err(TrackerError::Changed(change));
+                }
+                for (start, len_bytes) in &run {
+                    thread.drop_translations(*start, *len_bytes)?;
+                }
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Takes ranges out of the VMM's page table, in calls that are short.
+    fn unmap(&self, files: &Files, ranges: &RangesByWay) -> Result<(), TrackerError> {
+        for part in ranges.page_out.parts(CALL_BYTES_MAX, CALL_RANGES_MAX) {
+            self.vmm.fd().page_out(&part)?;
+        }
+        self.unmap_huge(&ranges.page_out_huge)?;
+        if !ranges.inside.is_empty() {
+            self.unmap_inside(&files.layout, &ranges.inside)?;
+        }
+        Ok(())
+    }
+
+    fn unmap_huge(&self, ranges: &Ranges) -> Result<(), TrackerError> {
+        for part in ranges.parts(CALL_HUGE_BYTES_MAX, CALL_RANGES_MAX) {
+            self.vmm.fd().page_out(&part)?;
+        }
+        Ok(())
+    }
+
+    /// Has huge pages that are mapped 4 KiB at a time mapped as one by whoever touches them next.
+    fn unmap_in_pieces(&self, files: &Files, ranges: &Ranges) -> Result<(), TrackerError> {
+        if ranges.is_empty() {
+            return Ok(());
+        }
+        match self.unmap_inside(&files.layout, ranges) {
+            Ok(()) => Ok(()),
+            // No thread of the VMM can be borrowed now. They are out of the table either way.
+            Err(TrackerError::Inside(error)) => {
+                tracing::debug!(%error, "huge pages stay mapped 4 KiB at a time");
+                self.unmap_huge(ranges)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes one page of a section that was one.
+    fn merge(&self, files: &Files, start: Hva) -> Result<(), TrackerError> {
+        let mut range = Ranges::default();
+        range.add(start, HUGE_BYTES);
+        match self.vmm.fd().merge(start, HUGE_BYTES)? {
+            Merge::Done => Ok(()),
+            Merge::NotMapped => self.unmap_in_pieces(files, &range),
+            Merge::NotNow => Ok(()),
+        }
+    }
+
+    /// What devices touched of `piece`.
+    pub(super) fn dma(
+        &self,
+        files: &Files,
+        piece: &Piece,
+        marks: Marks,
+    ) -> Result<PageSet, TrackerError> {
+        let mut dma = PageSet::EMPTY;
+        let file = files.layout.files()[piece.file].key();
+        let first = PageNo::containing(piece.file_offset);
+        let pages = PageRange::new(first, PageNo(first.0 + piece.pages.len()));
+        let mut visit = |page: PageNo| {
+            let position = page.0 - first.0;
+            dma.insert(PageNo(piece.pages.start.0 + position));
+        };
+        let asked = self.devices.touched(file, pages, marks, &mut visit);
+        asked.map_err(TrackerError::Devices)?;
+        Ok(dma)
+    }
+
+    fn mapped(&self, files: &Files, piece: &Piece, marks: Marks) -> Result<Mapped, TrackerError> {
+        let mut touched = Touched {
+            cpu: PageSet::EMPTY,
+            dma: self.dma(files, piece, marks)?,
+        };
+        let mut by = Translation::Page;
+        let start = piece.pages.start;
+        let section = start.section();
+        self.vmm_map
+            .mapped_runs(piece.hva, piece.pages.len(), |run| {
+                let first = PageNo(start.0 + run.first);
+                let run_pages = PageRange::new(first, PageNo(first.0 + run.pages));
+                touched.cpu.unite(&PageSet::of_range(section, run_pages));
+                if run.by == Translation::Huge {
+                    by = Translation::Huge;
+                }
+            })?;
+        Ok(Mapped { touched, by })
+    }
+
+    fn kept(
+        &self,
+        files: &Files,
+        section: SectionNo,
+        (piece, mapped): (&Piece, &Mapped),
+    ) -> Result<Kept, TrackerError> {
+        if mapped.by == Translation::Huge {
+            self.huge.is_well(section);
+            return Ok(Kept::Whole);
+        }
+        if !files.may_be_large {
+            return Ok(Kept::Small);
+        }
+        let cpu = &mapped.touched.cpu;
+        self.huge.kept(section, piece, &self.vmm_map, cpu)
+    }
+
+    fn sample_piece(
+        &self,
+        files: &Files,
+        sample: &Sample,
+        piece: &Piece,
+        round: &mut Round,
+    ) -> Result<Touched, TrackerError> {
+        let mapped = self.mapped(files, piece, Marks::Forget)?;
+        let mut touched = mapped.touched;
+        let way = files.ways[piece.file];
+        let kept = self.kept(files, sample.section, (piece, &mapped))?;
+        if kept == Kept::Small {
+            // What is not mapped is out already.
+            let out = touched.cpu.intersection(&sample.next);
+            touched.cpu = touched.cpu.intersection(&sample.asked);
+            round.sampled.unmapped_pages += out.len();
+            for run in out.runs(sample.section) {
+                let within = run.start.0 - piece.pages.start.0;
+                let start = Hva(piece.hva.0 + PageNo(within).byte_offset());
+                round.ranges.of(way).add(start, run.bytes());
+            }
+            let is_free = files.may_be_large && round.merge.is_none() && !touched.cpu.is_empty();
+            let layout = &files.layout;
+            if is_free
+                && self.huge.can_merge(sample.section, piece, layout)?
+                && self.huge.may_try(sample.section)
+            {
+                round.merge = Some(piece.hva);
+            }
+            return Ok(touched);
+        }
+        // Out as a whole, touched as a whole: it counts as the pages that were chosen.
+        touched.cpu = sample.asked;
+        round.sampled.unmapped_pages += sample.next.len();
+        let bytes = piece.pages.bytes();
+        if kept == Kept::MappedInPieces && self.huge.may_try(sample.section) {
+            round.in_pieces.add(piece.hva, bytes);
+        } else {
+            round.ranges.of_huge(way).add(piece.hva, bytes);
+        }
+        Ok(touched)
+    }
+
+    /// Takes whole sections out; huge pages stay whole.
+    fn look_at(&self, files: &Files, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+        let mut all = Vec::with_capacity(sections.len());
+        let mut ranges = RangesByWay::default();
+        for section in sections {
+            let mut of_section = Touched::default();
+            for piece in files.pieces(*section) {
+                let mapped = self.mapped(files, &piece, Marks::Forget)?;
+                of_section.cpu.unite(&mapped.touched.cpu);
+                of_section.dma.unite(&mapped.touched.dma);
+                if mapped.touched.cpu.is_empty() {
+                    continue;
+                }
+                let way = files.ways[piece.file];
+                let of_kept = match self.kept(files, *section, (&piece, &mapped))? {
+                    Kept::Small => ranges.of(way),
+                    Kept::Whole | Kept::MappedInPieces => ranges.of_huge(way),
+                };
+                of_kept.add(piece.hva, piece.pages.len() << PAGE_SHIFT);
+            }
+            all.push(of_section);
+        }
+        self.unmap(files, &ranges)?;
+        Ok(all)
+    }
+
+    /// Splits what is large of sections that were taken out a moment ago. A huge page that was used
+    /// since is not split, and its section does not go.
+    fn split(&self, files: &Files, sections: &[SectionNo]) -> Result<(), TrackerError> {
+        let mut ranges = RangesByWay::default();
+        for section in sections {
+            let pieces: Vec<Piece> = files.pieces(*section).collect();
+            let mut is_used = false;
+            for piece in &pieces {
+                let mapped = self.mapped(files, piece, Marks::Keep)?;
+                is_used |= self.kept(files, *section, (piece, &mapped))? != Kept::Small;
+            }
+            if is_used {
+                self.huge.hold(*section);
+                continue;
+            }
+            let tracker = (&*files.layout, &self.vmm_map, &self.vmm);
+            self.huge.split(*section, &pieces, tracker)?;
+            for piece in &pieces {
+                let bytes = piece.pages.len() << PAGE_SHIFT;
+                ranges.of(files.ways[piece.file]).add(piece.hva, bytes);
+            }
+        }
+        self.unmap(files, &ranges)
+    }
+}
+
+impl Files {
+    pub(super) fn pieces(&self, section: SectionNo) -> impl Iterator<Item = Piece> + '_ {
+        self.layout.pieces(section.pages(self.layout.page_count()))
+    }
+}
+
+fn ways(pid: u32, keys: impl Iterator<Item = FileKey>) -> Result<Ways, TrackerError> {
+    let never_swapped = swap::file_systems_without_swap(pid)?;
+    let way = |key: FileKey| {
+        if never_swapped.contains(&key.dev) {
+            Way::Inside
+        } else {
+            Way::PageOut
+        }
+    };
+    Ok(keys.map(|key| (key, way(key))).collect())
+}
+
+impl AccessTracker for UnmapAndLook {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+        self.look_at(&self.files()?, sections)
+    }
+
+    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+        let files = self.files()?;
+        let touched = self.look_at(&files, sections)?;
+        if files.may_be_large {
+            // Most of what is to go turns out to be in use, and would have lost its huge pages.
+            std::thread::sleep(SPLIT_AFTER);
+            self.split(&files, sections)?;
+        }
+        Ok(touched)
+    }
+
+    fn sample(&self, samples: &[Sample]) -> Result<Sampled, TrackerError> {
+        let files = self.files()?;
+        let mut round = Round::default();
+        for sample in samples {
+            let mut of_section = Touched::default();
+            for piece in files.pieces(sample.section) {
+                let touched = self.sample_piece(&files, sample, &piece, &mut round)?;
+                of_section.dma.unite(&touched.dma);
+                of_section.cpu.unite(&touched.cpu);
+            }
+            round.sampled.touched.push(of_section);
+        }
+        let begun = Instant::now();
+        self.unmap(&files, &round.ranges)?;
+        self.unmap_in_pieces(&files, &round.in_pieces)?;
+        if let Some(start) = round.merge {
+            self.merge(&files, start)?;
+        }
+        round.sampled.unmapping = begun.elapsed();
+        Ok(round.sampled)
+    }
+
+    fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
+        let files = self.files()?;
+        let mut mapped = PageSet::EMPTY;
+        // What could not be split must not go, and so it counts as in use.
+        if self.huge.is_held(section) {
+            return Ok(PageSet::of_range(section, section.pages(u64::MAX / 2)));
+        }
+        for piece in files.pieces(section) {
+            let found = self.mapped(&files, &piece, Marks::Keep)?;
+            mapped.unite(&found.touched.by_anybody());
+        }
+        Ok(mapped)
+    }
+}
