@@ -56,20 +56,16 @@ use std::{
     time::Duration,
 };
 
+mod plan;
 pub(crate) mod taking;
 
+use plan::Plan;
 use taking::{Memory, is_warm};
 
 pub use pagetide_policy::victims::{Reach, UNMAPPED_MIN};
 
-/// Fewest pages that are unmapped at a time to go: 32 MiB.
-const AHEAD_PAGES_MIN: u64 = 8 << 10;
-/// Most: 256 MiB, a second's work or so.
-const AHEAD_PAGES_MAX: u64 = 64 << 10;
 /// Most times that what is wanted is unmapped ahead, if little of it goes.
 const AHEAD_FACTOR_MAX: u64 = 64;
-/// And at most so many sections, however few pages they have.
-const AHEAD_SECTIONS_MAX: usize = 512;
 /// Longest time that one call of [`Reclaimer::sample`] goes on.
 const SAMPLE_MAX: Duration = Duration::from_millis(20);
 /// Sections are unmapped in parts of so many: the tracker's buffers are bounded.
@@ -577,64 +573,6 @@ impl Reclaimer {
     /// The kernel's.
     pub fn trim_store(&self) -> Result<(), pagetide_sys::memory_file::FileError> {
         self.memory.evictor.store().trim()
-    }
-}
-
-/// What a pass has found that could not go yet.
-struct Plan {
-    /// Pages that are to stand unmapped.
-    ahead_pages: u64,
-    /// Those that do.
-    standing_pages: u64,
-    /// Of these, the ones that have not rested yet.
-    resting_pages: u64,
-    /// Sections that are to be unmapped.
-    next: Vec<SectionNo>,
-    next_pages: u64,
-    /// It was told to end before it had taken all that stood ready.
-    was_cut: bool,
-}
-
-impl Plan {
-    /// For a pass that wants so many pages.
-    fn new(pages: u64) -> Self {
-        Self {
-            ahead_pages: pages.clamp(AHEAD_PAGES_MIN, AHEAD_PAGES_MAX),
-            standing_pages: 0,
-            resting_pages: 0,
-            next: Vec::new(),
-            next_pages: 0,
-            was_cut: false,
-        }
-    }
-
-    /// True if nothing is left that could go.
-    fn is_empty(&self) -> bool {
-        self.standing_pages == 0 && self.next.is_empty()
-    }
-
-    fn is_full(&self) -> bool {
-        self.standing_pages + self.next_pages >= self.ahead_pages
-            || self.next.len() >= AHEAD_SECTIONS_MAX
-    }
-
-    /// A section that did not go, of so many pages.
-    fn take(&mut self, section: SectionNo, readiness: Readiness, pages: u64) {
-        match readiness {
-            Readiness::Mapped => {
-                self.next.push(section);
-                self.next_pages += pages;
-            }
-            Readiness::Resting => {
-                self.standing_pages += pages;
-                self.resting_pages += pages;
-            }
-            Readiness::Ready => {
-                self.standing_pages += pages;
-                self.was_cut = true;
-            }
-            Readiness::Tried => {}
-        }
     }
 }
 

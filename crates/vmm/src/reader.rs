@@ -33,7 +33,7 @@ use crate::threads::last_cpu;
 use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo, PageRange};
 use pagetide_sys::cpu;
 use pagetide_sys::interrupt;
-use pagetide_sys::process::{ProcessError, ProcessFd};
+use pagetide_sys::process::ProcessError;
 use pagetide_sys::uffd::{
     FaultEvent, FaultKind as RawKind, UffdError, Userfaultfd, Watch as WatchFor, page_of,
 };
@@ -43,16 +43,18 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+mod watch;
+
+use watch::{End, Told, Watch, signal};
 
 /// Faults between two looks at where the faulting threads run, at first.
 pub const FAULTS_PER_LOOK: u64 = 64;
 /// The same once they have stayed where they are for many looks: ten milliseconds of faults.
 const FAULTS_PER_LOOK_MAX: u64 = 1024;
-/// Between two tries to interrupt the reader; one is enough but for a race.
-const INTERRUPT_AGAIN: Duration = Duration::from_millis(1);
 
 /// Why a thread waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -332,13 +334,6 @@ impl Drop for FaultReader {
     }
 }
 
-/// Has the watcher end the reader.
-fn signal(stop: &OwnedFd) {
-    // An eventfd's counter cannot be full after a few writes.
-    let told = rustix::io::write(stop, &1_u64.to_ne_bytes());
-    debug_assert!(told.is_ok(), "{told:?}");
-}
-
 /// Makes `read` wait for a fault, or not. The flag belongs to the userfaultfd, not to our
 /// descriptor, so a predecessor may have left it either way.
 fn set_waiting(userfaultfd: &Userfaultfd, waiting: impl Into<bool>) -> io::Result<()> {
@@ -350,79 +345,6 @@ fn set_waiting(userfaultfd: &Userfaultfd, waiting: impl Into<bool>) -> io::Resul
     };
     fcntl_setfl(userfaultfd.as_fd(), flags | nonblock)?;
     Ok(())
-}
-
-/// What the watcher tells the reader, and the other way round.
-#[derive(Debug, Default)]
-struct Told {
-    over: AtomicU8,
-    ended: AtomicBool,
-}
-
-impl Told {
-    const STOP: u8 = 1;
-    const GONE: u8 = 2;
-
-    fn end(&self) -> Option<End> {
-        match self.over.load(Ordering::Relaxed) {
-            Self::STOP => Some(End::Stopped),
-            Self::GONE => Some(End::VmmGone),
-            _ => None,
-        }
-    }
-
-    fn say_ended(&self) {
-        self.ended.store(true, Ordering::Release);
-    }
-}
-
-/// The thread that tells the reader when it is over.
-struct Watch {
-    vmm: ProcessFd,
-    stop: Arc<OwnedFd>,
-    told: Arc<Told>,
-    counters: Arc<ReaderCounters>,
-}
-
-impl Watch {
-    fn run(self) {
-        let over = loop {
-            let mut polled = [
-                PollFd::from_borrowed_fd(self.vmm.as_fd(), PollFlags::IN),
-                PollFd::from_borrowed_fd(self.stop.as_fd(), PollFlags::IN),
-            ];
-            match poll(&mut polled, None) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                // Both descriptors are ours: better no reader than one that never ends.
-                Err(error) => {
-                    tracing::error!(%error, "the watcher of a fault reader cannot wait");
-                    break Told::STOP;
-                }
-            }
-            let [vmm, stop] = polled.map(|p| p.revents());
-            if !vmm.is_empty() {
-                break Told::GONE;
-            }
-            if !stop.is_empty() {
-                break Told::STOP;
-            }
-        };
-        self.told.over.store(over, Ordering::Relaxed);
-        while !self.told.ended.load(Ordering::Acquire) {
-            let thread = self.counters.thread.load(Ordering::Relaxed);
-            if let Some(thread) = u32::try_from(thread).ok().filter(|thread| *thread > 0)
-                && let Err(error) = interrupt::interrupt(thread)
-            {
-                tracing::error!(%error, "a fault reader cannot be interrupted");
-            }
-            std::thread::sleep(INTERRUPT_AGAIN);
-        }
-    }
-}
-
-enum End {
-    Stopped,
-    VmmGone,
 }
 
 struct Reading {

@@ -9,6 +9,7 @@
 //! nothing is replayed, evicted or completed while the dead still write.
 
 mod attach;
+mod bring_back;
 mod core;
 mod devices;
 #[cfg(test)]

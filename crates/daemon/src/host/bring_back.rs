@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Bringing every page back before a VM is let go.
+
+use super::{
+    hotplug::Hotplug,
+    vm::{Shared, Vm, failed},
+};
+use crate::control::ControlError;
+use pagetide_addr::{Access, PageNo, PageRange, PageSet};
+use pagetide_gmem::{Fault, FaultOutcome, State};
+use pagetide_vmm::layout::RamLayout;
+use pagetide_vpri::DPU;
+use std::{
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
+};
+
+/// Passes over all pages before a detach gives up; the second finds nothing, unless a fill failed.
+const DETACH_PASSES: u32 = 8;
+/// Pages asked for at once when a VM is let go.
+const DETACH_PAGES: u64 = 16;
+
+impl Vm {
+    /// Makes every page present whose content is stored. Pages of zeros may stay holes: that is how
+    /// they read when nobody watches. Returns how many, and the RAM that the VM still has.
+    pub(super) fn fill_all(&self, shared: &Shared) -> Result<(u64, RamLayout), ControlError> {
+        let mut hotplug = Hotplug::new(Arc::clone(&self.core), shared);
+        let mut ram = hotplug.let_go_of_unplugged();
+        let mut filled = 0;
+        for _ in 0..DETACH_PASSES {
+            match self.fill_pass(&ram) {
+                // A pass that found nothing more has seen every page back.
+                Ok(0) => {
+                    self.refuse_if_poisoned(&ram)?;
+                    return Ok((filled, ram));
+                }
+                Ok(pass) => filled += pass,
+                Err(error) => {
+                    // Or was that RAM unplugged meanwhile?
+                    let left = hotplug.let_go_of_unplugged();
+                    if left.files().len() == ram.files().len() {
+                        return Err(error);
+                    }
+                    ram = left;
+                }
+            }
+        }
+        Err(failed(format!(
+            "pages of {} do not stay where they are brought back",
+            self.core.name
+        )))
+    }
+
+    fn fill_pass(&self, ram: &RamLayout) -> Result<u64, ControlError> {
+        let table = self.core.memory.table();
+        self.refuse_if_poisoned(ram)?;
+        let mut filled = 0;
+        let mut said = Instant::now();
+        for (_, pages) in ram
+            .files()
+            .iter()
+            .flat_map(|file| file.pages().by_section())
+        {
+            let mut page = pages.start;
+            while page < pages.end {
+                let run = self.stored_run(page, pages.end);
+                if run.is_empty() {
+                    page = PageNo(page.0 + 1);
+                    continue;
+                }
+                self.fill_run(run)?;
+                filled += run.len();
+                page = run.end;
+            }
+            if said.elapsed() >= Duration::from_secs(1) {
+                tracing::info!(
+                    vm = self.core.name,
+                    page = pages.end.0,
+                    of = table.page_count(),
+                    "bringing pages back"
+                );
+                said = Instant::now();
+            }
+        }
+        Ok(filled)
+    }
+
+    /// A lost page must not come to read as zeros: it stays forbidden as long as the VM lives.
+    fn refuse_if_poisoned(&self, ram: &RamLayout) -> Result<(), ControlError> {
+        let table = self.core.memory.table();
+        let poisoned = |(section, pages)| {
+            let lost = table.pages_in_state(section, |state| state == State::Poisoned);
+            let mut elsewhere = lost;
+            elsewhere.subtract(&PageSet::of_range(section, pages));
+            lost.len() - elsewhere.len()
+        };
+        let of_files = ram.files().iter();
+        let parts = of_files.flat_map(|file| file.pages().by_section());
+        let lost: u64 = parts.map(poisoned).sum();
+        if lost == 0 {
+            return Ok(());
+        }
+        Err(ControlError::refused(format!(
+            "{lost} pages of {} are lost, and would read as zeros if the VM were let go: save what you can inside \
+             the guest and power it off; until then it is served, without eviction",
+            self.core.name
+        )))
+    }
+
+    /// The stored pages from `start` on, a few at most and none at `end`. (A fault lies in one region,
+    /// and so in one section to be sure.)
+    fn stored_run(&self, start: PageNo, end: PageNo) -> PageRange {
+        let table = self.core.memory.table();
+        let is_stored = |page: &PageNo| {
+            matches!(table.word(*page).state(), State::Stored(content) | State::Filling(content) | State::Evicting(content)
+                    if !content.is_zero())
+        };
+        let most = PageNo((start.0 + DETACH_PAGES).min(end.0));
+        let count = PageRange::new(start, most)
+            .iter()
+            .take_while(is_stored)
+            .count();
+        PageRange::new(start, PageNo(start.0 + count as u64))
+    }
+
+    fn fill_run(&self, run: PageRange) -> Result<(), ControlError> {
+        let (reply, outcome) = mpsc::channel();
+        let fault = Fault {
+            device: DPU,
+            pages: run,
+            access: Access::Write,
+        };
+        let told = Box::new(move |outcome| {
+            if reply.send(outcome).is_err() {
+                tracing::debug!("whoever detached has left");
+            }
+        });
+        self.core.space.fault(&fault, Some(told));
+        match outcome.recv() {
+            Ok(FaultOutcome::Present) => Ok(()),
+            Ok(FaultOutcome::Gone) => Err(failed("the VM has ended")),
+            Ok(FaultOutcome::Lost | FaultOutcome::OutOfRange) | Err(_) => Err(failed(format!(
+                "pages {}..{} of {} cannot be brought back; the log says why. The VM is still served, without eviction",
+                run.start, run.end, self.core.name
+            ))),
+        }
+    }
+}
