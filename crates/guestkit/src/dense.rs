@@ -138,7 +138,7 @@ pub fn run(
     if let Some(why) = &report.smaller {
         say(&format!("memory is short, so the dense stand-in is {why}"));
     }
-    let mut vmm = Dense::start(folder, ram_bytes)?;
+    let mut vmm = Dense::start(folder, ram_bytes, 1, HOT_PERMILLE)?;
     say(&format!(
         "filled a stand-in for a VMM, with {} of RAM and a vCPU that never rests, as process {}",
         mib(ram_bytes),
@@ -201,7 +201,7 @@ fn squeeze(product: &Product, limit_bytes: u64) -> Result<f64, DenseError> {
 }
 
 /// The stand-in's process. Dropped, it is killed and waited for.
-struct Dense {
+pub struct Dense {
     child: Child,
     orders: ChildStdin,
     answers: Receiver<String>,
@@ -229,15 +229,26 @@ impl Drop for OwnFolder {
 }
 
 impl Dense {
-    fn start(folder: &Path, ram_bytes: u64) -> Result<Self, DenseError> {
+    /// Starts one of `ram_bytes`, whose program comes into `folder`: so many vCPUs touch so many
+    /// thousandths of it, at random.
+    ///
+    /// # Errors
+    /// It cannot be started, or filled.
+    pub fn start(
+        folder: &Path,
+        ram_bytes: u64,
+        vcpus: u32,
+        hot_permille: u64,
+    ) -> Result<Self, DenseError> {
         let built = Product::binary()?;
         let own = OwnFolder::new(folder)?;
         let program =
             StandIn::program(&built, &own.0).map_err(|source| file_error(&own.0, source))?;
         let mut child = Command::new(&program)
-            .args(["bench-part", "busy-guest", "--vcpus", "1"])
+            .args(["bench-part", "busy-guest"])
+            .args(["--vcpus", &vcpus.to_string()])
             .args(["--ram-mib", &(ram_bytes >> 20).to_string()])
-            .args(["--pattern", &format!("part:{HOT_PERMILLE}")])
+            .args(["--pattern", &format!("part:{hot_permille}")])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -256,6 +267,12 @@ impl Dense {
         Ok(dense)
     }
 
+    /// Its process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     fn counts_per_s(&mut self) -> Result<f64, DenseError> {
         thread::sleep(SETTLE);
         self.ask("Count", "Counted")?;
@@ -265,7 +282,11 @@ impl Dense {
         Ok(number("operations") * 1e9 / number("ns").max(1.0))
     }
 
-    fn verify(&mut self) -> Result<(), DenseError> {
+    /// Has it check each byte of its RAM.
+    ///
+    /// # Errors
+    /// One is wrong, or was when a vCPU read it.
+    pub fn verify(&mut self) -> Result<(), DenseError> {
         self.ask("VerifyAll", "Done").map(|_time| ())
     }
 
