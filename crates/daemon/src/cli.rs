@@ -194,10 +194,13 @@ pub enum VmCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Bring every page back, then let go of the VM
+    /// Bring every page back, then let go of the VM; Ctrl-C stops it, and the VM is served as before
     Detach {
         /// Name of the VM
         name: String,
+        /// Stop a detach that is under way
+        #[arg(long)]
+        stop: bool,
         /// Of every client.
         #[command(flatten)]
         client: ClientArgs,

@@ -18,8 +18,9 @@ use crate::cli::{
     IopfCommand, Limit, LogCommand, LogStartArgs, VmCommand,
 };
 use crate::client::{Client, ClientError, device_path, injection_path, slo_path, vm_path};
-use crate::control::{BlkRequest, DetachReport, DeviceReport, ReclaimReport, VmReport};
+use crate::control::{BlkRequest, DeviceReport, ReclaimReport, VmReport};
 use crate::estimate;
+use crate::letting_go;
 use crate::injection::{InjectionReport, InjectionRequest};
 use crate::name::check_name;
 use crate::outcome::{CommandError, print, print_report};
@@ -84,10 +85,7 @@ impl Call<'_> {
                 None => client.ask(self.method, &self.path).await,
             }
         });
-        answer.map_err(|error| match error {
-            ClientError::Refused(error) => error.into(),
-            other => CommandError::failed(other),
-        })
+        answer.map_err(CommandError::from)
     }
 
     fn ask<T: DeserializeOwned + Serialize + Text>(self) -> Result<(), CommandError> {
@@ -117,8 +115,19 @@ fn vm(command: VmCommand) -> Result<(), CommandError> {
         }
         .ask::<VmList>(),
         VmCommand::Show { name, client } => call_vm(&name, Method::GET, &client)?.ask::<VmReport>(),
-        VmCommand::Detach { name, client } => {
-            call_vm(&name, Method::DELETE, &client)?.ask::<DetachReport>()
+        VmCommand::Detach {
+            name,
+            stop: true,
+            client,
+        } => {
+            let mut call = call_vm(&name, Method::DELETE, &client)?;
+            call.path += "/detach";
+            call.ask::<VmReport>()
+        }
+        VmCommand::Detach { name, client, .. } => {
+            check_name(&name)?;
+            let report = letting_go::detach(&name, &client.api)?;
+            print_report(&report, client.json.into())
         }
         VmCommand::Limit {
             name,

@@ -49,6 +49,9 @@ pub trait Control: Send + Sync {
     fn reclaim(&self, name: &str, bytes: Option<u64>) -> Result<ReclaimReport, ControlError>;
     /// Brings every page back, then lets go of the VM.
     fn detach(&self, name: &str) -> Result<DetachReport, ControlError>;
+    /// Stops a detach that is under way: it ends as refused, and the VM is served and evicted from as
+    /// before. One that has brought every page back is not stopped any more.
+    fn stop_detach(&self, name: &str) -> Result<VmReport, ControlError>;
     /// Creates a vhost-user-blk device that listens on its socket.
     fn add_blk(&self, request: BlkRequest) -> Result<DeviceReport, ControlError>;
     /// Every device, by socket.

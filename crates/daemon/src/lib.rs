@@ -24,6 +24,7 @@ pub mod figure;
 pub mod files;
 pub mod host;
 pub mod injection;
+mod letting_go;
 pub mod metrics;
 pub mod name;
 pub mod outcome;

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use serde::Serialize;
 
+use crate::client::ClientError;
 use crate::control::{ControlError, ErrorKind};
 use crate::text::{Text, json};
 
@@ -64,6 +65,15 @@ pub enum Form {
 }
 
 /// As the flag `--json` says.
+impl From<ClientError> for CommandError {
+    fn from(error: ClientError) -> Self {
+        match error {
+            ClientError::Refused(error) => error.into(),
+            other => Self::failed(other),
+        }
+    }
+}
+
 impl From<bool> for Form {
     fn from(json: bool) -> Self {
         if json { Self::Json } else { Self::Text }

@@ -60,6 +60,9 @@ impl Control for Ending {
     fn detach(&self, _: &str) -> Result<DetachReport, ControlError> {
         never()
     }
+    fn stop_detach(&self, _: &str) -> Result<VmReport, ControlError> {
+        never()
+    }
     fn add_blk(&self, _: BlkRequest) -> Result<DeviceReport, ControlError> {
         never()
     }

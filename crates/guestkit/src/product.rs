@@ -65,6 +65,8 @@ pub struct User {
 pub enum Role {
     /// `pagetide run`, with its devices in it.
     Daemon,
+    /// The same with these settings, as flags.
+    DaemonWith(Vec<String>),
     /// `pagetide run`, with its devices in the process whose VPRI function listens there.
     DaemonBeside(PathBuf),
     /// `pagetide dpu`.
@@ -168,6 +170,7 @@ impl Product {
         }
         match &self.role {
             Role::Daemon => command.arg("run"),
+            Role::DaemonWith(flags) => command.arg("run").args(flags),
             Role::DaemonBeside(vpri) => command.args(["run", "--dpu"]).arg(vpri),
             Role::Dpu => command.arg("dpu"),
         };
@@ -186,7 +189,7 @@ impl Product {
         loop {
             let asked = match self.role {
                 Role::Dpu => "dpu",
-                Role::Daemon | Role::DaemonBeside(_) => "vm",
+                Role::Daemon | Role::DaemonWith(_) | Role::DaemonBeside(_) => "vm",
             };
             let reason = match self.client([asked, "list", "--json"])?.json() {
                 Ok(_list) => return Ok(()),
@@ -343,6 +346,16 @@ impl Product {
     /// There is no such VM, or the daemon does not answer.
     pub fn show(&self, name: &str) -> Result<Value, ProductError> {
         self.client(["vm", "show", name, "--json"])?.json()
+    }
+
+    /// Has `bytes` of a VM evicted now.
+    ///
+    /// # Errors
+    /// The daemon refuses or fails.
+    pub fn reclaim(&self, name: &str, bytes: u64) -> Result<Value, ProductError> {
+        let bytes = bytes.to_string();
+        self.client(["vm", "reclaim", name, "--bytes", &bytes, "--json"])?
+            .json()
     }
 
     /// Lets a VM go.

@@ -114,6 +114,7 @@ fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
     let (router, mut document) = OpenApiRouter::with_openapi(Document::openapi())
         .routes(routes!(list_vms, attach))
         .routes(routes!(show_vm, set_limit, detach))
+        .routes(routes!(stop_detach))
         .routes(routes!(reclaim))
         .routes(routes!(set_protector))
         .routes(routes!(list_devices, add_device, set_weight, remove_device))
@@ -220,6 +221,17 @@ async fn set_limit(
 ))]
 async fn detach(State(state): State<ApiState>, VmName(name): VmName) -> Answer<DetachReport> {
     let report = state.run(move |control| control.detach(&name)).await?;
+    Ok(Json(report))
+}
+
+/// Stop a detach that is under way: it is answered with 409, and the VM is served as before.
+#[utoipa::path(delete, path = "/v1/vms/{name}/detach", params(("name" = String, Path)), responses(
+    (status = 200, body = VmReport, description = "It will stop, unless it has brought every page back"),
+    (status = 404, body = ControlError),
+    (status = 409, body = ControlError, description = "No detach is under way"),
+))]
+async fn stop_detach(State(state): State<ApiState>, VmName(name): VmName) -> Answer<VmReport> {
+    let report = state.run(move |control| control.stop_detach(&name)).await?;
     Ok(Json(report))
 }
 

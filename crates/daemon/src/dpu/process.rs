@@ -124,6 +124,10 @@ impl Control for DpuProcess {
         self.no_vms_here()
     }
 
+    fn stop_detach(&self, _name: &str) -> Result<VmReport, ControlError> {
+        self.no_vms_here()
+    }
+
     fn add_blk(&self, request: BlkRequest) -> Result<DeviceReport, ControlError> {
         self.devices.add(request, &[])
     }

@@ -11,7 +11,7 @@ use pagetide_gmem::{Fault, FaultOutcome, State};
 use pagetide_vmm::layout::RamLayout;
 use pagetide_vpri::DPU;
 use std::{
-    sync::{Arc, mpsc},
+    sync::{Arc, atomic::Ordering::Relaxed, mpsc},
     time::{Duration, Instant},
 };
 
@@ -67,6 +67,12 @@ impl Vm {
                 if run.is_empty() {
                     page = PageNo(page.0 + 1);
                     continue;
+                }
+                if self.core.detach_stop.load(Relaxed) {
+                    return Err(ControlError::refused(format!(
+                        "the detach of {} was stopped; it is served as before",
+                        self.core.name
+                    )));
                 }
                 self.fill_run(run)?;
                 filled += run.len();

@@ -61,6 +61,8 @@ pub(super) struct VmCore {
     pub(super) heat: Mutex<Heat>,
     /// Why eviction rests for now, though no hazard forbids it: a full pool, a kernel that refuses.
     pub(super) suspended: Mutex<Option<String>>,
+    /// The detach that is under way is to stop.
+    pub(super) detach_stop: AtomicBool,
     /// A detach has failed: eviction rests until another one succeeds.
     pub(super) detach_failed: AtomicBool,
     pub(super) synced: Mutex<[u64; 10]>,

@@ -30,7 +30,7 @@ mod vm;
 use self::{
     devices::Devices,
     janitor::Janitor,
-    life::{Asked, Detaching},
+    life::{Asked, Detaching, Stage},
     roster::{Roster, Watched},
     vm::{Shared, Vm, failed},
 };
@@ -56,7 +56,7 @@ use pagetide_vmm::{
 };
 use std::{
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering::Relaxed},
     time::{Duration, Instant},
 };
 
@@ -401,6 +401,23 @@ impl Control for Host {
                     ..DetachReport::default()
                 })
             }
+        }
+    }
+
+    fn stop_detach(&self, name: &str) -> Result<VmReport, ControlError> {
+        let vm = self.vms.get(name)?;
+        match vm.life.stage() {
+            // The daemon's own end lets every VM go.
+            Stage::Leaving(_) if !self.vms.is_closed() => {
+                vm.core.detach_stop.store(true, Relaxed);
+                Ok(vm.report())
+            }
+            Stage::Leaving(_) => Err(ControlError::refused(format!(
+                "{name} is detached because the daemon ends, which is not stopped any more"
+            ))),
+            Stage::Served | Stage::Dropping | Stage::Over(_) => Err(ControlError::refused(
+                format!("{name} is not being detached"),
+            )),
         }
     }
 

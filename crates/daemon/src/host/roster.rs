@@ -88,6 +88,11 @@ impl Roster {
         }
     }
 
+    /// True once the daemon is ending.
+    pub(super) fn is_closed(&self) -> bool {
+        lock(&self.list).closed
+    }
+
     /// Keeps name and pid for an attach, which ends by [`Self::put`] or [`Self::remove`].
     pub(super) fn reserve(&self, request: &AttachRequest) -> Result<(), ControlError> {
         let mut list = lock(&self.list);

@@ -178,6 +178,7 @@ impl Vm {
             incidents,
             heat: Mutex::default(),
             suspended: Mutex::default(),
+            detach_stop: AtomicBool::new(false),
             detach_failed: AtomicBool::new(false),
             synced: Mutex::default(),
             bars: Mutex::default(),
@@ -310,10 +311,13 @@ impl Vm {
         }
     }
 
-    /// The VM stays, without eviction; somebody must go on following its RAM.
+    /// The VM stays, without eviction unless the detach was stopped; somebody must go on following its RAM.
     fn stay(&self, rounds: Option<Rounds>, why: &ControlError) {
-        self.core.detach_failed.store(true, Relaxed);
-        self.core.suspend(why.message.clone());
+        // One that was stopped is no sign of trouble: all is as before.
+        if !self.core.detach_stop.swap(false, Relaxed) {
+            self.core.detach_failed.store(true, Relaxed);
+            self.core.suspend(why.message.clone());
+        }
         if let Some(rounds) = rounds {
             self.core.limit.go_on();
             self.core.orders.open();
@@ -338,10 +342,13 @@ impl Vm {
         shared: &Shared,
         detaching: &Detaching<'_>,
     ) -> Result<u64, ControlError> {
+        self.core.detach_stop.store(false, Relaxed);
         let rounds = self.stop_rounds();
         self.core.limit.put_right(None, 0);
         let filled = self.fill_all(shared);
         let (filled, ram) = filled.map_err(|error| self.failed_detach(rounds, error, detaching))?;
+        // From here on it is not stopped any more.
+        self.core.detach_stop.store(false, Relaxed);
         let gone = self.let_go(&ram, shared);
         gone.map_err(|error| self.failed_detach(None, error, detaching))?;
         self.give_back(shared);

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `pagetide vm detach`: asks for it, shows how far it is, and stops it on Ctrl-C.
+//!
+//! A detach brings back all that is away, which takes a second for each GiB or so. What is left of that
+//! the VM's own report tells: its stored pages.
+
+use crate::{
+    client::{Client, vm_path},
+    control::{DetachReport, VmReport},
+    outcome::CommandError,
+    progress::Progress,
+};
+use hyper::Method;
+use std::{path::Path, time::Duration};
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Between two looks at how far it is.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// Detaches the VM `name` of the daemon that listens on `socket`.
+pub fn detach(name: &str, socket: &Path) -> Result<DetachReport, CommandError> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| CommandError::failed(format!("cannot start the client: {error}")))?;
+    runtime.block_on(watched(&Client::new(socket), &vm_path(name)))
+}
+
+async fn watched(client: &Client, path: &str) -> Result<DetachReport, CommandError> {
+    let mut interrupts = signal(SignalKind::interrupt())
+        .map_err(|error| CommandError::failed(format!("cannot listen for Ctrl-C: {error}")))?;
+    let mut looks = tokio::time::interval(LOOK);
+    let mut detach = std::pin::pin!(client.ask::<DetachReport>(Method::DELETE, path));
+    // None while it is not long.
+    let mut shown: Option<Shown> = None;
+    let mut is_first_look = true;
+    loop {
+        tokio::select! {
+            answer = &mut detach => return answer.map_err(CommandError::from),
+            _ = interrupts.recv() => {
+                // What it says to that comes by the detach itself, which goes on to its end or stops.
+                let stop = client.ask::<VmReport>(Method::DELETE, &format!("{path}/detach")).await;
+                if let Err(error) = stop {
+                    tracing::debug!(%error, "the detach cannot be stopped any more");
+                }
+            }
+            _ = looks.tick() => {
+                if std::mem::take(&mut is_first_look) {
+                    continue;
+                }
+                if let Ok(vm) = client.ask::<VmReport>(Method::GET, path).await {
+                    shown.get_or_insert_with(|| Shown::of(&vm)).at(&vm);
+                }
+            }
+        }
+    }
+}
+
+/// How far it is, on stderr.
+struct Shown {
+    progress: Progress,
+    stored_pages: u64,
+}
+
+/// Pages that a detach brings back: zeros may stay away.
+fn left_pages(vm: &VmReport) -> u64 {
+    vm.lz4_pages + vm.verbatim_pages
+}
+
+impl Shown {
+    fn of(vm: &VmReport) -> Self {
+        Self {
+            progress: Progress::new("bringing pages back", "pages"),
+            stored_pages: left_pages(vm),
+        }
+    }
+
+    fn at(&self, vm: &VmReport) {
+        let done = self.stored_pages.saturating_sub(left_pages(vm));
+        self.progress.at(done, Some(self.stored_pages));
+    }
+}
