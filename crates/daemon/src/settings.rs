@@ -248,6 +248,8 @@ settings! {
     reader_poll_us: u32 = "0",
     /// Most pages that a vCPU's fault brings along when it reads in sequence, or when much around it comes back too, at most 16; 0 for none
     neighbours: u32 = "16",
+    /// Threads that evict from one VM at a time, at most 16; 0 for a quarter of the CPUs, four at most
+    evict_threads: u32 = "0",
     /// How it is learnt which memory is hot: unmap (pages are unmapped, and it is seen which come back), idle (the kernel's idle page tracking, which it must have), or auto for the cheapest that the kernel has
     tracker: TrackerChoice = "auto",
     /// What learning how hot its memory is may cost a VM: share of the CPU time of its VMM, and as much of a CPU of the daemon's

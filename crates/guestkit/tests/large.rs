@@ -100,6 +100,25 @@ fn first_reclaim_after_a_time_without_a_limit_takes_what_is_cold() {
 }
 
 #[test]
+fn several_threads_evict_from_one_vm_and_lose_nothing() {
+    let Some(mut scene) = Scene::set(&["--evict-threads", "4"]) else {
+        return;
+    };
+    let limit = RAM_BYTES / 4;
+    for _ in 0..3 {
+        scene.product.limit(VM, limit).expect("limit");
+        scene.until("a squeezed VM", |vm| number(vm, "resident_bytes") <= limit);
+        scene.guest.verify().expect("each byte is right");
+        scene.product.limit(VM, RAM_BYTES).expect("limit");
+    }
+    let vm = scene.show();
+    assert_eq!(number(&vm, "alias_faults"), 0, "{vm}");
+    assert!(number(&vm, "evicted_pages") >= 3 * RAM_BYTES / 2 / PAGE_BYTES, "{vm}");
+    scene.product.detach(VM).expect("detach");
+    scene.guest.verify().expect("each byte is right");
+}
+
+#[test]
 fn detach_that_is_interrupted_stops_and_the_vm_is_served_and_squeezed_as_before() {
     let Some(mut scene) = Scene::set(&[]) else {
         return;

@@ -237,6 +237,16 @@ pub struct DirectReclaim {
 impl MakeRoom for DirectReclaim {
     /// Takes some hundred microseconds for each section, of which it tries a few.
     fn make_room(&self, pages: u64) -> u64 {
+        let evicted = self.take_some(pages);
+        self.reserve().direct_pages.fetch_add(evicted, Relaxed);
+        evicted
+    }
+}
+
+impl DirectReclaim {
+    /// Evicts some pages of what stands ready, as [`MakeRoom::make_room`] does, but on behalf of a
+    /// reclaimer: it is not counted as a fill's.
+    pub fn take_some(&self, pages: u64) -> u64 {
         let mut worker = self.worker();
         let mut evicted = 0;
         for _ in 0..DIRECT_SECTIONS_MAX {
@@ -254,12 +264,9 @@ impl MakeRoom for DirectReclaim {
             }
         }
         self.workers().push(worker);
-        self.reserve().direct_pages.fetch_add(evicted, Relaxed);
         evicted
     }
-}
 
-impl DirectReclaim {
     fn take(&self, worker: &mut Memory, (hand, ready): (Hand<'_>, Ready), pages: u64) -> u64 {
         let outcome = worker.take(ready.section, pages, || hand.holds());
         let taken = outcome.taken.pages;

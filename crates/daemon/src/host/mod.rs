@@ -60,6 +60,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// Most threads that evict from one VM.
+const EVICT_THREADS_MAX: u64 = 16;
 /// Tries to let a VM go at the daemon's end, while clients go on detaching it.
 const LAST_TRIES: u32 = 16;
 
@@ -69,6 +71,17 @@ struct Host {
     shared: Shared,
     devices: Devices,
     vms: Roster,
+}
+
+/// How many threads evict from a VM beside its rounds: by the setting, or one for each four CPUs but the
+/// first four.
+fn evict_helpers(threads: u32) -> u64 {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from) as u64;
+    let threads = match threads {
+        0 => (cpus / 4).clamp(1, 4),
+        given => u64::from(given).min(EVICT_THREADS_MAX),
+    };
+    threads - 1
 }
 
 /// Starts the running system and takes up again what a predecessor left.
@@ -93,6 +106,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         protector: settings.dma_protector.clone(),
         room: Arc::new(Room::of_this_process()),
         tracker: way,
+        evict_helpers: evict_helpers(settings.evict_threads),
         heat_cost: tracker::heat_cost(way, settings.tracker_cost),
     };
     room::warn_if_smaller(&shared.room, &state_dir);

@@ -16,12 +16,13 @@ use super::{
     core::{Heat, ReclaimOrder, VmCore, lock},
     hotplug::Hotplug,
 };
+use pagetide_addr::SECTION_PAGES;
 use pagetide_policy::{
     sampling::Want,
     victims::{Need, Reach, Step, UNMAPPED_MIN, passes},
 };
 use pagetide_swap::{
-    Limit, Reclaimer,
+    DirectReclaim, Limit, Reclaimer,
     limit::Wake,
     reclaim::{ReclaimStop, Reclaimed},
     store::PutError,
@@ -39,6 +40,8 @@ use std::{
 const LOOK_ROUND: Duration = Duration::from_secs(1);
 /// How long a look for hazards holds: a pass of a reclaim is no longer than this.
 const HAZARDS_HOLD: Duration = Duration::from_millis(100);
+/// A helper is worth its start from so many pages on: 32 MiB.
+const HELPER_PAGES_MIN: u64 = 8 << 10;
 /// Eviction that was stopped by a full pool, or by the kernel, is tried again after this time.
 const SUSPENSION: Duration = Duration::from_secs(5);
 
@@ -56,6 +59,10 @@ pub(super) struct Rounds {
     vm: Arc<VmCore>,
     hotplug: Hotplug,
     reclaimer: Reclaimer,
+    /// What helpers take by.
+    direct: Arc<DirectReclaim>,
+    /// Most threads that evict beside this one.
+    helpers: u64,
     /// The RAM that the reclaimer knows.
     layout: Arc<RamLayout>,
     started: Instant,
@@ -66,10 +73,11 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
-    /// Times are told from `started` on.
+    /// Times are told from `started` on. `helpers` threads at most evict beside this one, by `direct`.
     pub(super) fn new(
         vm: Arc<VmCore>,
         reclaimer: Reclaimer,
+        (direct, helpers): (Arc<DirectReclaim>, u64),
         hotplug: Hotplug,
         started: Instant,
     ) -> Self {
@@ -78,6 +86,8 @@ impl Rounds {
             vm,
             hotplug,
             reclaimer,
+            direct,
+            helpers,
             started,
             looked_at: None,
             synced_at: None,
@@ -284,8 +294,28 @@ impl Rounds {
         let (vm, looked_at) = (Arc::clone(&self.vm), self.looked_at);
         let go_on = || !vm.limit.is_stopped() && !is_due(looked_at, HAZARDS_HOLD);
         let started = self.started;
-        self.reclaimer
-            .reclaim(|| started.elapsed(), pages, reach, go_on)
+        let direct = Arc::clone(&self.direct);
+        let helpers = match reach {
+            // Helpers take what stands ready, and of that nothing is protected.
+            Reach::Protected => 0,
+            Reach::ColdOnly | Reach::AllResting => self.helpers.min(pages / HELPER_PAGES_MIN),
+        };
+        let share = pages / (helpers + 1);
+        std::thread::scope(|scope| {
+            let help = || help(&direct, share, &go_on);
+            let named = |number| std::thread::Builder::new().name(format!("pt-evict-{number}"));
+            // One that cannot be had is no help, and no harm.
+            let running: Vec<_> = (0..helpers)
+                .filter_map(|number| named(number).spawn_scoped(scope, help).ok())
+                .collect();
+            let own = pages - share * running.len() as u64;
+            let clock = || started.elapsed();
+            let mut done = self.reclaimer.reclaim(clock, own, reach, &go_on);
+            for helper in running {
+                done.evicted_pages += helper.join().unwrap_or(0);
+            }
+            done
+        })
     }
 
     fn obey_orders(&mut self) {
@@ -309,6 +339,18 @@ impl Rounds {
             tracing::debug!(vm = self.vm.name, "whoever asked for a reclaim has left");
         }
     }
+}
+
+/// Evicts up to `pages` of what stands ready, beside the reclaimer; returns how many went.
+fn help(direct: &DirectReclaim, pages: u64, go_on: &impl Fn() -> bool) -> u64 {
+    let mut evicted = 0;
+    while evicted < pages && go_on() {
+        match direct.take_some((pages - evicted).min(SECTION_PAGES)) {
+            0 => break,
+            some => evicted += some,
+        }
+    }
+    evicted
 }
 
 /// What becomes of a step of a reclaim when it is its turn and there is not enough yet.

@@ -74,6 +74,8 @@ pub(super) struct Shared {
     pub(super) room: Arc<Room>,
     /// How a VM's heat is learnt.
     pub(super) tracker: Way,
+    /// Most threads that evict from a VM beside its rounds.
+    pub(super) evict_helpers: u64,
     /// What that may cost it.
     pub(super) heat_cost: HeatCost,
 }
@@ -240,7 +242,8 @@ impl Vm {
         let direct = Arc::new(reclaimer.direct(move || started.elapsed()));
         let weak: Weak<DirectReclaim> = Arc::downgrade(&direct);
         core.limit.make_room_by(weak);
-        let rounds = Rounds::new(Arc::clone(core), reclaimer, hotplug, started);
+        let helping = (Arc::clone(&direct), shared.evict_helpers);
+        let rounds = Rounds::new(Arc::clone(core), reclaimer, helping, hotplug, started);
         let thread = self.start_rounds(rounds)?;
         *lock(&self.threads) = Threads {
             reader: Some(reader),
