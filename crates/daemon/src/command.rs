@@ -20,8 +20,8 @@ use crate::cli::{
 use crate::client::{Client, ClientError, device_path, injection_path, slo_path, vm_path};
 use crate::control::{BlkRequest, DeviceReport, ReclaimReport, VmReport};
 use crate::estimate;
-use crate::letting_go;
 use crate::injection::{InjectionReport, InjectionRequest};
+use crate::letting_go;
 use crate::name::check_name;
 use crate::outcome::{CommandError, print, print_report};
 use crate::protection::recording::{RecordingReport, RecordingRequest};

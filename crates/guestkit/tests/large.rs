@@ -113,7 +113,10 @@ fn several_threads_evict_from_one_vm_and_lose_nothing() {
     }
     let vm = scene.show();
     assert_eq!(number(&vm, "alias_faults"), 0, "{vm}");
-    assert!(number(&vm, "evicted_pages") >= 3 * RAM_BYTES / 2 / PAGE_BYTES, "{vm}");
+    assert!(
+        number(&vm, "evicted_pages") >= 3 * RAM_BYTES / 2 / PAGE_BYTES,
+        "{vm}"
+    );
     scene.product.detach(VM).expect("detach");
     scene.guest.verify().expect("each byte is right");
 }

@@ -68,7 +68,7 @@ impl Vm {
                     page = PageNo(page.0 + 1);
                     continue;
                 }
-                if self.core.detach_stop.load(Relaxed) {
+                if self.core.detach.stop.load(Relaxed) {
                     return Err(ControlError::refused(format!(
                         "the detach of {} was stopped; it is served as before",
                         self.core.name

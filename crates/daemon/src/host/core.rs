@@ -61,10 +61,7 @@ pub(super) struct VmCore {
     pub(super) heat: Mutex<Heat>,
     /// Why eviction rests for now, though no hazard forbids it: a full pool, a kernel that refuses.
     pub(super) suspended: Mutex<Option<String>>,
-    /// The detach that is under way is to stop.
-    pub(super) detach_stop: AtomicBool,
-    /// A detach has failed: eviction rests until another one succeeds.
-    pub(super) detach_failed: AtomicBool,
+    pub(super) detach: DetachNews,
     pub(super) synced: Mutex<[u64; 10]>,
     pub(super) bars: Mutex<Vec<String>>,
     /// What an operator should know though it forbids nothing.
@@ -73,6 +70,15 @@ pub(super) struct VmCore {
     pub(super) userfaultfd: Arc<Userfaultfd>,
     /// Where those may run who serve its faults beside the reader.
     pub(super) server_cpus: Arc<ServerCpus>,
+}
+
+/// What is known of detaches that came, or will come, to nothing.
+#[derive(Default)]
+pub(super) struct DetachNews {
+    /// The one that is under way is to stop.
+    pub(super) stop: AtomicBool,
+    /// One has failed: eviction rests until another one succeeds.
+    pub(super) failed: AtomicBool,
 }
 
 /// What is known of how hot the VM's memory is.
@@ -165,7 +171,7 @@ impl VmCore {
     /// RAM has come or gone: what stopped eviction may have been that, and the limit counts anew.
     pub(super) fn ram_changed(&self) {
         self.limit.reserve().ram_changed();
-        if !self.detach_failed.load(Relaxed) {
+        if !self.detach.failed.load(Relaxed) {
             *lock(&self.suspended) = None;
         }
         let layout = self.layout.look();

@@ -423,7 +423,7 @@ impl Control for Host {
         match vm.life.stage() {
             // The daemon's own end lets every VM go.
             Stage::Leaving(_) if !self.vms.is_closed() => {
-                vm.core.detach_stop.store(true, Relaxed);
+                vm.core.detach.stop.store(true, Relaxed);
                 Ok(vm.report())
             }
             Stage::Leaving(_) => Err(ControlError::refused(format!(

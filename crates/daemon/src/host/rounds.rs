@@ -310,7 +310,7 @@ impl Rounds {
                 .collect();
             let own = pages - share * running.len() as u64;
             let clock = || started.elapsed();
-            let mut done = self.reclaimer.reclaim(clock, own, reach, &go_on);
+            let mut done = self.reclaimer.reclaim(clock, own, reach, go_on);
             for helper in running {
                 done.evicted_pages += helper.join().unwrap_or(0);
             }

@@ -11,7 +11,7 @@
 //! pool, and both end in [`Vm::start`].
 
 use super::{
-    core::{Orders, ReclaimOrder, VmCore, lock},
+    core::{DetachNews, Orders, ReclaimOrder, VmCore, lock},
     hotplug::{self, Hotplug},
     identity::Identity,
     janitor::JanitorBell,
@@ -44,11 +44,7 @@ use pagetide_vmm::{
 };
 use pagetide_vpri::{DmaMmu, FaultService, IoSpaces, Latencies};
 use std::{
-    sync::{
-        Arc, Mutex, Weak,
-        atomic::{AtomicBool, Ordering::Relaxed},
-        mpsc,
-    },
+    sync::{Arc, Mutex, Weak, atomic::Ordering::Relaxed, mpsc},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -180,8 +176,7 @@ impl Vm {
             incidents,
             heat: Mutex::default(),
             suspended: Mutex::default(),
-            detach_stop: AtomicBool::new(false),
-            detach_failed: AtomicBool::new(false),
+            detach: DetachNews::default(),
             synced: Mutex::default(),
             bars: Mutex::default(),
             warnings: Mutex::default(),
@@ -317,8 +312,8 @@ impl Vm {
     /// The VM stays, without eviction unless the detach was stopped; somebody must go on following its RAM.
     fn stay(&self, rounds: Option<Rounds>, why: &ControlError) {
         // One that was stopped is no sign of trouble: all is as before.
-        if !self.core.detach_stop.swap(false, Relaxed) {
-            self.core.detach_failed.store(true, Relaxed);
+        if !self.core.detach.stop.swap(false, Relaxed) {
+            self.core.detach.failed.store(true, Relaxed);
             self.core.suspend(why.message.clone());
         }
         if let Some(rounds) = rounds {
@@ -345,13 +340,13 @@ impl Vm {
         shared: &Shared,
         detaching: &Detaching<'_>,
     ) -> Result<u64, ControlError> {
-        self.core.detach_stop.store(false, Relaxed);
+        self.core.detach.stop.store(false, Relaxed);
         let rounds = self.stop_rounds();
         self.core.limit.put_right(None, 0);
         let filled = self.fill_all(shared);
         let (filled, ram) = filled.map_err(|error| self.failed_detach(rounds, error, detaching))?;
         // From here on it is not stopped any more.
-        self.core.detach_stop.store(false, Relaxed);
+        self.core.detach.stop.store(false, Relaxed);
         let gone = self.let_go(&ram, shared);
         gone.map_err(|error| self.failed_detach(None, error, detaching))?;
         self.give_back(shared);

@@ -113,7 +113,9 @@ impl Control for FakeControl {
 
     fn stop_detach(&self, name: &str) -> Result<VmReport, ControlError> {
         self.vm(name)?;
-        Err(ControlError::refused(format!("{name} is not being detached")))
+        Err(ControlError::refused(format!(
+            "{name} is not being detached"
+        )))
     }
 
     fn add_blk(&self, request: BlkRequest) -> Result<DeviceReport, ControlError> {
