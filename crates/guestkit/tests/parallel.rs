@@ -12,13 +12,13 @@ use pagetide_guestkit::steps::number;
 use std::time::{Duration, Instant};
 
 const VM: &str = "vm";
-const RAM_BYTES: u64 = 128 << 20;
+const RAM_BYTES: u64 = 256 << 20;
 const LIMIT_BYTES: u64 = RAM_BYTES / 8 * 5;
 const VCPUS: u32 = 4;
 /// Deaths of the daemon.
 const KILLS: u64 = 50;
 /// Faults between two of them, at least.
-const FAULTS: u64 = 200;
+const FAULTS: u64 = 100;
 /// Longest wait for anything.
 const PATIENCE: Duration = Duration::from_secs(120);
 
