@@ -201,16 +201,32 @@ impl PagedMemory {
             }
             let runs = self.place.present_runs(self.table.pages_of(number));
             for run in runs.map_err(|error| self.unknown_presence(number, &error))? {
-                for page in run.iter() {
-                    if self.table.word(page).state() == State::Present
-                        && !section.is_candidate(page)
-                    {
-                        self.grant_to(page.single(), |id| id == device);
-                    }
+                // A grant may cost a flush of the VMM's translations, whatever its length.
+                for run in self.grantable(section, run) {
+                    self.grant_to(run, |id| id == device);
                 }
             }
         }
         Ok(())
+    }
+
+    /// The runs of pages in `run` that devices may have: present by their words, and in no round.
+    fn grantable(&self, section: &Section, run: PageRange) -> Vec<PageRange> {
+        let may = |page: PageNo| {
+            self.table.word(page).state() == State::Present && !section.is_candidate(page)
+        };
+        let mut runs = Vec::new();
+        let mut start = run.start;
+        for page in run.iter() {
+            let next = PageNo(page.0 + 1);
+            if !may(page) {
+                runs.push(PageRange::new(start, page));
+                start = next;
+            }
+        }
+        runs.push(PageRange::new(start, run.end));
+        runs.retain(|run| !run.is_empty());
+        runs
     }
 
     fn unknown_presence(&self, section: SectionNo, error: &PlaceError) -> GmError {
