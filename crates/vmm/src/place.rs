@@ -17,11 +17,12 @@
 //! | `ESRCH`  | the VMM has ended: `Gone` |
 
 use crate::layout::{LiveLayout, Piece, RamLayout};
-use pagetide_addr::{Access, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{Access, Hva, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
 use pagetide_gmem::{
     Backing, Installed, Mmu, MmuError, MmuLimits, Place, PlaceError, Restrict, Restricted, TableId,
 };
 use pagetide_sys::memory_file::{FileError, GuestFile};
+use pagetide_sys::pagemap::{Pagemap, PagemapError};
 use pagetide_sys::uffd::{FillOutcome, ProtectOutcome, UffdError, Userfaultfd, WriteProtection};
 use std::io;
 use std::sync::Arc;
@@ -242,7 +243,13 @@ impl Place for VmPlace {
 pub struct VcpuMmu {
     userfaultfd: Arc<Userfaultfd>,
     layout: Arc<LiveLayout>,
+    /// What the VMM has mapped, to see what is protected at all.
+    map: Option<Arc<Pagemap>>,
 }
+
+/// From so many pages on it is looked at first which of them are protected. Taking a protection off that
+/// is not there makes the page read-only all the same, until its next user faults.
+const LOOK_PAGES_MIN: u64 = 32;
 
 impl VcpuMmu {
     /// Of the VMM whose RAM is registered with `userfaultfd`.
@@ -251,12 +258,59 @@ impl VcpuMmu {
         Self {
             userfaultfd,
             layout,
+            map: None,
         }
+    }
+
+    /// The same, which spares pages that are not protected from having that taken off.
+    ///
+    /// # Errors
+    /// [`PagemapError`]: what process `pid` has mapped cannot be seen.
+    pub fn seeing(self, pid: u32) -> Result<Self, PagemapError> {
+        Ok(Self {
+            map: Some(Arc::new(Pagemap::of_process(pid)?)),
+            ..self
+        })
     }
 
     fn protect(&self, pages: PageRange, protection: WriteProtection) -> Result<(), MmuError> {
         for piece in self.layout.look().pieces(pages) {
-            self.protect_piece(&piece, protection)?;
+            match (&self.map, protection) {
+                (Some(map), WriteProtection::Off) if piece.pages.len() >= LOOK_PAGES_MIN => {
+                    self.unprotect(map, &piece)?;
+                }
+                _ => self.protect_piece(&piece, protection)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the protection off those pages that have it.
+    fn unprotect(&self, map: &Pagemap, piece: &Piece) -> Result<(), MmuError> {
+        // Positions in the piece, first and after the last.
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        let seen = map.visit(piece.hva, piece.pages.len(), |position, entry| {
+            match runs.last_mut() {
+                _ if !entry.is_write_protected() => {}
+                Some((_, end)) if *end == position => *end = position + 1,
+                _ => runs.push((position, position + 1)),
+            }
+        });
+        if let Err(error) = seen {
+            tracing::debug!(%error, "what is protected cannot be seen; all is taken to be");
+            return self.protect_piece(piece, WriteProtection::Off);
+        }
+        for (first, end) in runs {
+            let part = Piece {
+                hva: Hva(piece.hva.0 + PageNo(first).byte_offset()),
+                pages: PageRange::new(
+                    PageNo(piece.pages.start.0 + first),
+                    PageNo(piece.pages.start.0 + end),
+                ),
+                file_offset: piece.file_offset + PageNo(first).byte_offset(),
+                ..*piece
+            };
+            self.protect_piece(&part, WriteProtection::Off)?;
         }
         Ok(())
     }

@@ -438,6 +438,7 @@ fn take_up(
     adopt_words(&table, &place, &store, (&vmm, &identity))?;
     // Protection of rounds that died, and faults whose messages died, all at once.
     let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));
+    let vcpus = vcpus.seeing(vmm.pid()).map_err(failed)?;
     let everything = PageRange::new(PageNo(0), PageNo(layout.page_count()));
     let lifted = vcpus.grant(TableId(0), everything, Access::Write, Backing::Home);
     lifted.map_err(failed)?;

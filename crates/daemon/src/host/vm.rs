@@ -136,7 +136,9 @@ impl Vm {
         let vcpus = VcpuMmu::new(
             Arc::clone(&prepared.userfaultfd),
             Arc::clone(&prepared.layout),
-        );
+        )
+        .seeing(prepared.vmm.pid())
+        .map_err(failed)?;
         let dpu = Arc::clone(&prepared.mmu);
         let layout = prepared.layout.now();
         let whole = VmSpace::new(PagedMemory::new(parts), [Arc::new(vcpus), dpu], &layout)?;
