@@ -72,7 +72,9 @@ fn is_dense(section: &Section, page: PageNo) -> bool {
 
 fn block_of(page: PageNo, pages: PageRange) -> PageRange {
     let start = PageNo(page.0 - page.0 % BLOCK_PAGES);
-    PageRange::new(start, PageNo((start.0 + BLOCK_PAGES).min(pages.end.0)))
+    let end = PageNo((start.0 + BLOCK_PAGES).min(pages.end.0));
+    // Memory that was taken out since the fault ends before it.
+    PageRange::new(start.min(end), end)
 }
 
 /// Fills those of `neighbours` that are stored and at hand, as long as there is room; returns how many.
@@ -136,6 +138,8 @@ mod tests {
         assert_eq!(block(512), (512, 528));
         assert_eq!(block(527), (512, 528));
         assert_eq!(block(530), (528, 540));
+        let gone = PageRange::new(PageNo(512), PageNo(512));
+        assert!(block_of(PageNo(530), gone).is_empty());
     }
 
     #[test]
