@@ -114,6 +114,13 @@ pub(super) fn empty_table_of(words: PoolWords) -> PageTable {
     PageTable::growing(Box::new(words))
 }
 
+fn vcpus_of(prepared: &Prepared) -> Result<VcpuMmu, ControlError> {
+    let (watch, layout) = (&prepared.userfaultfd, &prepared.layout);
+    VcpuMmu::new(Arc::clone(watch), Arc::clone(layout))
+        .seeing(prepared.vmm.pid())
+        .map_err(failed)
+}
+
 fn take_table(prepared: &mut Prepared) -> PageTable {
     let none = empty_table_of(PoolWords::of(Arc::clone(&prepared.pool)));
     std::mem::replace(&mut prepared.table, none)
@@ -133,12 +140,7 @@ impl Vm {
         let limit = Arc::new(Limit::new());
         let table = take_table(&mut prepared);
         let parts = space_parts(&prepared, &limit, &incidents, table, shared.neighbours_max);
-        let vcpus = VcpuMmu::new(
-            Arc::clone(&prepared.userfaultfd),
-            Arc::clone(&prepared.layout),
-        )
-        .seeing(prepared.vmm.pid())
-        .map_err(failed)?;
+        let vcpus = vcpus_of(&prepared)?;
         let dpu = Arc::clone(&prepared.mmu);
         let layout = prepared.layout.now();
         let whole = VmSpace::new(PagedMemory::new(parts), [Arc::new(vcpus), dpu], &layout)?;
