@@ -141,17 +141,28 @@ fn detach_that_is_interrupted_stops_and_the_vm_is_served_and_squeezed_as_before(
     // One may be through before it is told to stop.
     let stopped = (0..5).any(|_| {
         evict(&scene);
-        let detach = Command::new(Product::binary().expect("it was there"))
+        let mut detach = Command::new(Product::binary().expect("it was there"))
             .args(["vm", "detach", VM, "--json", "--api"])
             .arg(scene.product.api())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .expect("the client starts");
-        let is_detaching = |vm: &Value| vm["state"] == "detaching";
-        scene.until("a detach under way", is_detaching);
-        let pid = rustix::process::Pid::from_child(&detach);
-        rustix::process::kill_process(pid, rustix::process::Signal::INT).expect("it is told");
+        // Until it is under way, or through.
+        let is_under_way = loop {
+            match scene.product.show(VM) {
+                Ok(vm) if vm["state"] == "detaching" => break true,
+                Ok(_) => std::thread::yield_now(),
+                Err(_gone) => break false,
+            }
+            if detach.try_wait().expect("it is ours").is_some() {
+                break false;
+            }
+        };
+        if is_under_way {
+            let pid = rustix::process::Pid::from_child(&detach);
+            rustix::process::kill_process(pid, rustix::process::Signal::INT).expect("it is told");
+        }
         let ended = detach.wait_with_output().expect("it ends");
         let said = String::from_utf8_lossy(&ended.stderr).into_owned();
         match ended.status.code() {
