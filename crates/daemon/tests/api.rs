@@ -167,6 +167,12 @@ fn vm_steps() -> Vec<Step> {
             json!({"policy": "none"}),
         ),
         (
+            "delete",
+            "/v1/vms/{name}/detach",
+            "/v1/vms/a/detach",
+            json!(null),
+        ),
+        (
             "post",
             "/v1/vms/{name}/reclaim",
             "/v1/vms/a/reclaim",

@@ -33,7 +33,7 @@ pub(crate) use checked_thread_local as thread_local;
 // is checked here.
 pub(crate) use std::sync::Arc;
 
-use std::sync::PoisonError;
+use std::sync::{PoisonError, TryLockError};
 
 // A panic while one of these locks is held leaves nothing half done that its next holder could not
 // see: words change in single steps and lists by single inserts. So poison is not passed on.
@@ -44,6 +44,15 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 pub(crate) fn share<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
     lock.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The lock shared, if nobody has it for himself or waits for that.
+pub(crate) fn try_share<T>(lock: &RwLock<T>) -> Option<RwLockReadGuard<'_, T>> {
+    match lock.try_read() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
 }
 
 pub(crate) fn own<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {

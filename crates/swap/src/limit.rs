@@ -36,6 +36,8 @@ pub const ADMISSION_WAIT: Duration = Duration::from_millis(100);
 /// Smallest limit that can work, in pages: a vCPU's instruction may need a handful of pages at
 /// once, each device queue its rings and a chain, and eviction goes by sections. 16 MiB.
 pub const LIMIT_PAGES_MIN: u64 = 4096;
+/// Most pages that a fill makes room for at a time beyond its own.
+const ROOM_PAGES_MAX: i64 = 64;
 /// Times that a fill makes room before it waits: others may take what it made.
 const ROOM_TRIES: u32 = 4;
 const UNLIMITED: i64 = i64::MAX / 4;
@@ -267,6 +269,8 @@ impl Limit {
         };
         for _ in 0..ROOM_TRIES {
             let short = pages - self.headroom.load(Relaxed);
+            // A limit that was lowered by much is the reclaimer's to reach.
+            let short = short.min(pages.max(ROOM_PAGES_MAX));
             let short = u64::try_from(short).unwrap_or(0);
             if short == 0 || self.is_stopped() || direct.make_room(short) == 0 {
                 return;

@@ -143,7 +143,11 @@ impl Reserve {
     /// Replaces what is offered.
     pub(crate) fn offer(&self, ready: impl Iterator<Item = Ready>) {
         let mut state = self.lock();
-        let free = ready.filter(|ready| !state.in_hand.contains(&ready.section));
+        // What a fill has put down since the reclaimer last heard stands no longer, though it believes so.
+        let is_told = |section| state.told.iter().any(|(told, _)| *told == section);
+        let is_free =
+            |ready: &Ready| !state.in_hand.contains(&ready.section) && !is_told(ready.section);
+        let free = ready.filter(is_free);
         let ready = free.take(OFFERED_MAX).collect();
         state.ready = ready;
     }
@@ -380,6 +384,9 @@ mod tests {
             reserve.offer([ready(A, 0..50)].into_iter());
             let (hand, taken) = reserve.claim_next(at(1)).unwrap();
             reserve.put_down(hand, taken, Some(after));
+            // The reclaimer has not heard yet.
+            reserve.offer([ready(A, 0..50)].into_iter());
+            assert!(reserve.claim_next(at(1)).is_none());
             assert_eq!(reserve.told(), [(A, after)]);
             assert!(reserve.claim_next(at(1)).is_none() && reserve.told().is_empty());
         }

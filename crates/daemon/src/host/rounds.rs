@@ -311,9 +311,15 @@ impl Rounds {
             let own = pages - share * running.len() as u64;
             let clock = || started.elapsed();
             let mut done = self.reclaimer.reclaim(clock, own, reach, go_on);
+            let has_own = done.evicted_pages >= own;
             for helper in running {
-                done.evicted_pages += helper.join().unwrap_or(0);
+                done.evicted_pages += helper.join().unwrap_or_else(|_| {
+                    tracing::error!("a thread that evicts has panicked");
+                    0
+                });
             }
+            // A helper may have found nothing, and what the reclaimer was not asked for is there still.
+            done.has_more |= has_own && done.evicted_pages < pages;
             done
         })
     }

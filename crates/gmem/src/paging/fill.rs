@@ -18,7 +18,7 @@ use super::{
     store::StoreError,
     word::{Content, Event, PageWord, State},
 };
-use crate::sync::share;
+use crate::sync::try_share;
 use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -68,7 +68,10 @@ impl PagedMemory {
         let Some(section) = self.table.section(run.start.section()) else {
             return 0;
         };
-        let _shared = share(&section.lock);
+        // Nobody waits for them, so they wait for nobody.
+        let Some(_shared) = try_share(&section.lock) else {
+            return 0;
+        };
         if section.is_leaving() {
             return 0;
         }

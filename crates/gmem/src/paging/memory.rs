@@ -25,7 +25,7 @@ use crate::{
     mmu::Backing,
     paging::fault::{Fault, FaultOutcome, MemoryCounters},
     space::attachments::Attachments,
-    sync::{Arc, share},
+    sync::{Arc, share, try_share},
 };
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, SectionNo, Va};
 use std::sync::atomic::Ordering::Relaxed;
@@ -161,10 +161,7 @@ impl PagedMemory {
             let Some(section) = self.table.section(page.section()) else {
                 return Some(FaultOutcome::OutOfRange);
             };
-            let shared = match section.lock.try_read() {
-                Ok(shared) => shared,
-                Err(_busy) => return None,
-            };
+            let shared = try_share(&section.lock)?;
             let resolved = self.resolve(section, page, fault);
             drop(shared);
             match resolved {

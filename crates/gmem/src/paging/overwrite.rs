@@ -41,7 +41,7 @@ use super::{
     table::Section,
     word::State,
 };
-use crate::sync::share;
+use crate::sync::{share, try_share};
 use pagetide_addr::{OVERWRITE_PAGES_MAX, PAGE_BYTES, PageNo, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -132,7 +132,7 @@ impl PagedMemory {
             return None;
         }
         while let Some(section) = work.next_section() {
-            let Ok(_shared) = section.lock.try_read() else {
+            let Some(_shared) = try_share(&section.lock) else {
                 break;
             };
             work.advance(section);

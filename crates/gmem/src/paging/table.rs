@@ -291,7 +291,13 @@ impl PageTable {
         let state = self.made_section(section);
         // Release pairs with the Acquire in `word`: who sees the page sees its word.
         let before = state.pages.swap(pages, Ordering::AcqRel);
-        let stored = self.pages_in_state(section, is_stored).len();
+        // Words that a dead process left may be damaged: whoever checks them comes later.
+        let is_stored = |page: &PageNo| {
+            PageWord::from_bits(self.raw_bits(*page)).is_ok_and(|word| is_stored(word.state()))
+        };
+        let first = PageNo(section.0 * SECTION_PAGES);
+        let all = PageRange::new(first, PageNo(first.0 + pages));
+        let stored = all.iter().filter(is_stored).count() as u64;
         state.stored.store(stored, Ordering::Relaxed);
         if pages == 0 {
             state.leaving.store(false, Ordering::Relaxed);
