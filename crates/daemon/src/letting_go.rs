@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide vm detach`: asks for it, shows how far it is, and stops it on Ctrl-C.
+//! `pagetide vm detach`: asks for it, shows how far it is, and stops it on Ctrl-C; a second Ctrl-C
+//! leaves it to the daemon.
 //!
 //! A detach brings back all that is away, which takes a second for each GiB or so. What is left of that
 //! the VM's own report tells: its stored pages.
@@ -34,10 +35,16 @@ async fn watched(client: &Client, path: &str) -> Result<DetachReport, CommandErr
     // None while it is not long.
     let mut shown: Option<Shown> = None;
     let mut is_first_look = true;
+    let mut asked_to_stop = false;
     loop {
         tokio::select! {
             answer = &mut detach => return answer.map_err(CommandError::from),
             _ = interrupts.recv() => {
+                if std::mem::replace(&mut asked_to_stop, true) {
+                    return Err(CommandError::failed(
+                        "interrupted: the daemon has not answered yet; `pagetide vm show` tells whether the VM is still attached",
+                    ));
+                }
                 // What it says to that comes by the detach itself, which goes on to its end or stops.
                 let stop = client.ask::<VmReport>(Method::DELETE, &format!("{path}/detach")).await;
                 if let Err(error) = stop {

@@ -93,6 +93,22 @@ impl Product {
         }
     }
 
+    /// [`Product::binary`], where a VMM can be taken over; `None` where not, after saying why.
+    #[must_use]
+    pub fn to_take_over() -> Option<PathBuf> {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("SKIPPED: take-over needs root");
+            return None;
+        }
+        match Self::binary() {
+            Ok(binary) => Some(binary),
+            Err(error) => {
+                eprintln!("SKIPPED: {error}: build it with `cargo build --release -p pagetide`");
+                None
+            }
+        }
+    }
+
     /// Starts `binary` with an empty state directory; its log goes on in `log`.
     ///
     /// # Errors

@@ -68,14 +68,7 @@ impl Yard {
     /// `None` where the product cannot be tried, after saying why.
     fn open() -> Option<Self> {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("SKIPPED: take-over needs root");
-            return None;
-        }
-        if let Err(error) = Product::binary() {
-            eprintln!("SKIPPED: {error}: build it with `cargo build --release -p pagetide`");
-            return None;
-        }
+        Product::to_take_over()?;
         let folder = RunFolder::new().expect("a folder on /dev/shm");
         let built = Path::new(env!("CARGO_BIN_EXE_stand-in"));
         let program = StandIn::program(built, folder.path()).expect("a program");

@@ -51,17 +51,7 @@ impl Scene {
     /// `None` where the guest or the product cannot be tried, after saying why.
     fn set() -> Option<Self> {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("SKIPPED: take-over needs root");
-            return None;
-        }
-        let binary = match Product::binary() {
-            Ok(binary) => binary,
-            Err(error) => {
-                eprintln!("SKIPPED: {error}: build it with `cargo build --release -p pagetide`");
-                return None;
-            }
-        };
+        let binary = Product::to_take_over()?;
         let folder = RunFolder::new().expect("a folder on /dev/shm");
         let guest = started(&spec(Accel::Kvm), &folder)?;
         let (state, log) = (folder.path().join("state"), folder.path().join("log"));

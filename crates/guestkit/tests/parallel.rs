@@ -24,16 +24,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 #[test]
 fn vcpus_that_fault_together_at_the_limit_read_no_wrong_byte_though_daemons_die() {
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("SKIPPED: take-over needs root");
+    let Some(binary) = Product::to_take_over() else {
         return;
-    }
-    let binary = match Product::binary() {
-        Ok(binary) => binary,
-        Err(error) => {
-            eprintln!("SKIPPED: {error}: build it with `cargo build --release -p pagetide`");
-            return;
-        }
     };
     let folder = RunFolder::new().expect("a folder on /dev/shm");
     let mut guest = Dense::start(folder.path(), RAM_BYTES, VCPUS, 1000).expect("a stand-in");

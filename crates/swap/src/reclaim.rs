@@ -40,7 +40,7 @@ use crate::{
     evictor::Evictor,
     heat::{Heat, HeatCost, HeatReport, SAMPLE_BATCH},
     limit::Limit,
-    reserve::{After, DirectReclaim, Ready, Reserve, TellTaken},
+    reserve::{After, DirectReclaim, OFFERED_MAX, Ready, Reserve, TellTaken},
     store::PutError,
 };
 use pagetide_addr::{PageSet, SectionNo};
@@ -302,7 +302,7 @@ impl Reclaimer {
             self.begin_sweep();
         }
         let began = clock();
-        self.hear();
+        self.apply_outcomes();
         let (mut looks, mut standing) = (Vec::new(), Vec::new());
         let mut looked = 0;
         while looked < sections_max
@@ -348,9 +348,9 @@ impl Reclaimer {
         self.heat.sampler.begin(sections);
     }
 
-    /// What became of the sections that fills have taken by themselves.
-    fn hear(&mut self) {
-        for (section, after) in self.reserve().told() {
+    /// Takes note of what became of the sections that fills have taken by themselves.
+    fn apply_outcomes(&mut self) {
+        for (section, after) in self.reserve().outcomes() {
             self.file(section, after);
             if after == After::Warm {
                 self.victims.used([section]);
@@ -375,7 +375,7 @@ impl Reclaimer {
         let coldest = self.victims.sets().coldest_first();
         let ready = coldest.filter_map(ready).take(standing);
         let free = ready.filter(|ready| !self.protected.contains(ready.section));
-        self.reserve().offer(free);
+        self.reserve().offer(free.take(OFFERED_MAX).collect());
     }
 
     /// A section that stands unmapped is in use if a good part of it is mapped again.
@@ -434,7 +434,7 @@ impl Reclaimer {
         if reach == Reach::Protected && self.protected.is_empty() {
             return Reclaimed::default();
         }
-        self.hear();
+        self.apply_outcomes();
         let (mut done, mut plan) = self.pass(clock(), pages, reach, &go_on);
         let is_short = reach == Reach::AllResting && done.evicted_pages < pages;
         if is_short && done.stopped.is_none() && plan.is_empty() && !self.looked_at_empty {
@@ -473,7 +473,7 @@ impl Reclaimer {
         pages: u64,
     ) -> Result<(), TrackerError> {
         let nobody = || false;
-        self.hear();
+        self.apply_outcomes();
         let (_, plan) = self.pass(clock(), pages, Reach::ColdOnly, &nobody);
         let unmapped = self.unmap(&plan.next, &clock);
         self.offer();
@@ -522,7 +522,7 @@ impl Reclaimer {
             };
             if readiness == Readiness::Ready && go_on() {
                 // What a fill is taking now, that fill will tell of.
-                if let Some(_hand) = limit.reserve().claim(section) {
+                if let Some(_claim) = limit.reserve().claim(section) {
                     offered += 1;
                     let outcome = memory.take(section, left, || true);
                     if outcome.taken.pages > 0 {

@@ -3,25 +3,25 @@
 //! which takes them.
 //!
 //! A fill that finds no room under the limit does not wait for the reclaimer: it evicts some pages of
-//! a section that has rested, which takes some hundred microseconds (Taiji 4.2.2, below the *min* mark).
+//! a section that has rested (Taiji 4.2.2, below the *min* mark).
 //! Several fills may do so beside each other and beside the reclaimer, each with a section of its own:
 //!
 //! ```text
-//!   reclaimer ── offers what stands ready ──► ready ──┬─ claim ─► in hand ─► evicted ─► told
-//!        ▲                                            │   of a fill, or of the reclaimer     │
+//!   reclaimer ── offers what stands ready ──► ready ──┬─ claimed ──► evicted ──► released
+//!        ▲                                            │  by a fill, or the reclaimer         │
 //!        │◄─ withdrawn, to be unmapped or sampled ◄───┘                                      │
-//!        └──────────────────────────────── what became of it ◄──────────────────────────────┘
+//!        └───────────────────────────────────── outcome ◄───────────────────────────────────┘
 //! ```
 //! # What keeps the rules
 //! - *A page rests before it goes.* Only the reclaimer takes pages out of the page tables, and only of
-//!   sections that are in nobody's hand and were withdrawn before; so what is in the list or in a hand
-//!   has been left alone since its time.
+//!   sections that nobody has claimed and that were withdrawn before; so what is listed or claimed has
+//!   been left alone since its time.
 //! - *Memory of another kind.* RAM that comes or goes begins a new epoch: what was claimed in an earlier one
 //!   finds so after its pages are protected, and spares them all.
 //! - *Hazards.* The reserve is open for as long as a look for hazards holds, and no longer
 //!   ([`Reserve::open`]).
 //!
-//! No call here waits for a section in another's hand but [`Reserve::shut`].
+//! No call here waits for another's claim to end but [`Reserve::shut`].
 
 use crate::{
     limit::MakeRoom,
@@ -71,8 +71,8 @@ pub enum After {
 struct State {
     /// Coldest first.
     ready: VecDeque<Ready>,
-    in_hand: BTreeSet<SectionNo>,
-    told: Vec<(SectionNo, After)>,
+    claimed: BTreeSet<SectionNo>,
+    outcomes: Vec<(SectionNo, After)>,
     open_until: Duration,
     epoch: u64,
 }
@@ -87,20 +87,20 @@ pub struct Reserve {
 
 /// A section that nobody else takes meanwhile.
 #[derive(Debug)]
-pub(crate) struct Hand<'a> {
+pub(crate) struct Claim<'a> {
     reserve: &'a Reserve,
     section: SectionNo,
     epoch: u64,
 }
 
-impl Drop for Hand<'_> {
+impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        self.reserve.lock().in_hand.remove(&self.section);
+        self.reserve.lock().claimed.remove(&self.section);
         self.reserve.changed.notify_all();
     }
 }
 
-impl Hand<'_> {
+impl Claim<'_> {
     /// False once RAM has come or gone since it was claimed.
     fn holds(&self) -> bool {
         self.reserve.lock().epoch == self.epoch
@@ -118,11 +118,11 @@ impl Reserve {
         self.lock().open_until = Duration::ZERO;
     }
 
-    /// Closes it, and waits until nothing of it is in anybody's hand.
+    /// Closes it, and waits until no section is claimed.
     pub fn shut(&self) {
         let mut state = self.lock();
         state.open_until = Duration::ZERO;
-        let waited = self.changed.wait_while(state, |s| !s.in_hand.is_empty());
+        let waited = self.changed.wait_while(state, |s| !s.claimed.is_empty());
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
@@ -131,7 +131,7 @@ impl Reserve {
         let mut state = self.lock();
         state.epoch += 1;
         state.ready.clear();
-        state.told.clear();
+        state.outcomes.clear();
     }
 
     /// Pages that fills have evicted by themselves so far.
@@ -140,41 +140,40 @@ impl Reserve {
         self.direct_pages.load(Relaxed)
     }
 
-    /// Replaces what is offered.
-    pub(crate) fn offer(&self, ready: impl Iterator<Item = Ready>) {
+    /// Replaces what is offered. `ready` has [`OFFERED_MAX`] at most, coldest first.
+    pub(crate) fn offer(&self, ready: Vec<Ready>) {
         let mut state = self.lock();
-        // What a fill has put down since the reclaimer last heard stands no longer, though it believes so.
-        let is_told = |section| state.told.iter().any(|(told, _)| *told == section);
+        // The reclaimer does not know yet of these outcomes, and believes that the sections stand ready.
+        let has_outcome = |section| state.outcomes.iter().any(|(of, _)| *of == section);
         let is_free =
-            |ready: &Ready| !state.in_hand.contains(&ready.section) && !is_told(ready.section);
-        let free = ready.filter(is_free);
-        let ready = free.take(OFFERED_MAX).collect();
+            |ready: &Ready| !state.claimed.contains(&ready.section) && !has_outcome(ready.section);
+        let ready = ready.into_iter().filter(is_free).collect();
         state.ready = ready;
     }
 
-    /// True if `section` is in nobody's hand; it is offered no more then.
+    /// True if nobody has claimed `section`; it is offered no more then.
     pub(crate) fn withdraw(&self, section: SectionNo) -> bool {
         let mut state = self.lock();
-        if state.in_hand.contains(&section) {
+        if state.claimed.contains(&section) {
             return false;
         }
         state.ready.retain(|ready| ready.section != section);
         true
     }
 
-    /// Claims `section` for the reclaimer, unless it is in a hand.
-    pub(crate) fn claim(&self, section: SectionNo) -> Option<Hand<'_>> {
+    /// Claims `section` for the reclaimer, unless somebody has claimed it.
+    pub(crate) fn claim(&self, section: SectionNo) -> Option<Claim<'_>> {
         let mut state = self.lock();
-        if !state.in_hand.insert(section) {
+        if !state.claimed.insert(section) {
             return None;
         }
         state.ready.retain(|ready| ready.section != section);
         let epoch = state.epoch;
-        Some(self.hand(section, epoch))
+        Some(self.claim_on(section, epoch))
     }
 
     /// Claims the coldest section that may go now.
-    fn claim_next(&self, now: Duration) -> Option<(Hand<'_>, Ready)> {
+    fn claim_next(&self, now: Duration) -> Option<(Claim<'_>, Ready)> {
         let mut state = self.lock();
         if now >= state.open_until {
             return None;
@@ -184,35 +183,35 @@ impl Reserve {
             .iter()
             .position(|ready| ready.within.contains(&now))?;
         let ready = state.ready.remove(place)?;
-        state.in_hand.insert(ready.section);
+        state.claimed.insert(ready.section);
         let epoch = state.epoch;
-        let hand = self.hand(ready.section, epoch);
-        Some((hand, ready))
+        let claim = self.claim_on(ready.section, epoch);
+        Some((claim, ready))
     }
 
-    /// What became of the sections that fills took, since this was last asked.
-    pub(crate) fn told(&self) -> Vec<(SectionNo, After)> {
-        std::mem::take(&mut self.lock().told)
+    /// Outcomes of the sections that fills claimed, since this was last asked.
+    pub(crate) fn outcomes(&self) -> Vec<(SectionNo, After)> {
+        std::mem::take(&mut self.lock().outcomes)
     }
 
-    /// Puts a section down: says what became of it, or that it stands ready as before.
-    fn put_down(&self, hand: Hand<'_>, ready: Ready, after: Option<After>) {
+    /// Ends a claim with its outcome, or, without one, leaves the section ready as before.
+    fn release(&self, claim: Claim<'_>, ready: Ready, after: Option<After>) {
         let mut state = self.lock();
-        if state.epoch == hand.epoch {
+        if state.epoch == claim.epoch {
             match after {
-                Some(after) => state.told.push((hand.section, after)),
+                Some(after) => state.outcomes.push((claim.section, after)),
                 None => state.ready.push_front(ready),
             }
         }
-        // In one hold: whoever claims it next must not find it in a hand that is about to go.
-        state.in_hand.remove(&hand.section);
+        // In the same critical section: who claims it next must not meet a claim that is about to end.
+        state.claimed.remove(&claim.section);
         drop(state);
-        std::mem::forget(hand);
+        std::mem::forget(claim);
         self.changed.notify_all();
     }
 
-    fn hand(&self, section: SectionNo, epoch: u64) -> Hand<'_> {
-        Hand {
+    fn claim_on(&self, section: SectionNo, epoch: u64) -> Claim<'_> {
+        Claim {
             reserve: self,
             section,
             epoch,
@@ -239,7 +238,7 @@ pub struct DirectReclaim {
 }
 
 impl MakeRoom for DirectReclaim {
-    /// Takes some hundred microseconds for each section, of which it tries a few.
+    /// Tries a few sections at most.
     fn make_room(&self, pages: u64) -> u64 {
         let evicted = self.take_some(pages);
         self.reserve().direct_pages.fetch_add(evicted, Relaxed);
@@ -254,7 +253,7 @@ impl DirectReclaim {
         let mut worker = self.worker();
         let mut evicted = 0;
         for _ in 0..DIRECT_SECTIONS_MAX {
-            let Some((hand, ready)) = self.reserve().claim_next((self.clock)()) else {
+            let Some((claim, ready)) = self.reserve().claim_next((self.clock)()) else {
                 break;
             };
             // Protected since it was offered: it goes by the reclaimer's word only.
@@ -262,7 +261,7 @@ impl DirectReclaim {
                 continue;
             }
             let left = pages.max(DIRECT_PAGES_MIN).saturating_sub(evicted);
-            evicted += self.take(&mut worker, (hand, ready), left);
+            evicted += self.take(&mut worker, (claim, ready), left);
             if evicted >= pages {
                 break;
             }
@@ -271,8 +270,8 @@ impl DirectReclaim {
         evicted
     }
 
-    fn take(&self, worker: &mut Memory, (hand, ready): (Hand<'_>, Ready), pages: u64) -> u64 {
-        let outcome = worker.take(ready.section, pages, || hand.holds());
+    fn take(&self, worker: &mut Memory, (claim, ready): (Claim<'_>, Ready), pages: u64) -> u64 {
+        let outcome = worker.take(ready.section, pages, || claim.holds());
         let taken = outcome.taken.pages;
         if taken > 0 {
             let took = Took::of(taken, outcome.present.len());
@@ -283,7 +282,7 @@ impl DirectReclaim {
             tracing::debug!(%stop, "nothing more can be evicted for now");
             self.reserve().close();
         }
-        self.reserve().put_down(hand, ready, outcome.after(pages));
+        self.reserve().release(claim, ready, outcome.after(pages));
         taken
     }
 
@@ -324,14 +323,14 @@ mod tests {
         Ready { section, within }
     }
 
-    fn section_of(claimed: &Option<(Hand<'_>, Ready)>) -> Option<SectionNo> {
+    fn section_of(claimed: &Option<(Claim<'_>, Ready)>) -> Option<SectionNo> {
         claimed.as_ref().map(|(_, ready)| ready.section)
     }
 
     #[test]
     fn section_is_claimed_once_it_has_rested_while_a_look_for_hazards_holds() {
         let reserve = Reserve::default();
-        reserve.offer([ready(A, 10..20), ready(B, 5..15)].into_iter());
+        reserve.offer([ready(A, 10..20), ready(B, 5..15)].to_vec());
         assert!(reserve.claim_next(at(12)).is_none(), "it was never opened");
         reserve.open(at(30));
         assert!(reserve.claim_next(at(4)).is_none());
@@ -339,7 +338,7 @@ mod tests {
         assert_eq!(section_of(&reserve.claim_next(at(9))), Some(B));
         // It was not put back, for its fate is not known.
         assert!(reserve.claim_next(at(9)).is_none());
-        reserve.offer([ready(A, 10..20)].into_iter());
+        reserve.offer([ready(A, 10..20)].to_vec());
         assert!(
             reserve.claim_next(at(20)).is_none(),
             "it stood for too long"
@@ -347,84 +346,84 @@ mod tests {
         assert!(reserve.claim_next(at(30)).is_none());
         reserve.open(at(13));
         assert_eq!(section_of(&reserve.claim_next(at(12))), Some(A));
-        reserve.offer([ready(A, 10..20)].into_iter());
+        reserve.offer([ready(A, 10..20)].to_vec());
         reserve.close();
         assert!(reserve.claim_next(at(12)).is_none());
     }
 
     #[test]
-    fn section_is_in_one_hand_at_a_time_and_is_not_withdrawn_from_it() {
+    fn section_is_claimed_once_at_a_time_and_is_not_withdrawn_meanwhile() {
         let reserve = Reserve::default();
         reserve.open(at(100));
-        reserve.offer([ready(A, 0..50)].into_iter());
-        let (hand, taken) = reserve.claim_next(at(1)).unwrap();
+        reserve.offer([ready(A, 0..50)].to_vec());
+        let (claim, taken) = reserve.claim_next(at(1)).unwrap();
         assert!(reserve.claim(A).is_none());
         assert!(!reserve.withdraw(A));
         assert!(reserve.withdraw(B));
         // The reclaimer goes by what it knew before.
-        reserve.offer([ready(A, 0..50), ready(B, 0..50)].into_iter());
+        reserve.offer([ready(A, 0..50), ready(B, 0..50)].to_vec());
         let other = reserve.claim_next(at(1));
         assert_eq!(section_of(&other), Some(B));
-        reserve.put_down(hand, taken, None);
+        reserve.release(claim, taken, None);
         assert_eq!(section_of(&reserve.claim_next(at(1))), Some(A));
         drop(other);
         let own = reserve.claim(A).unwrap();
-        reserve.offer([ready(A, 0..50)].into_iter());
+        reserve.offer([ready(A, 0..50)].to_vec());
         assert!(reserve.claim_next(at(1)).is_none());
         drop(own);
         assert!(reserve.withdraw(A));
-        assert!(reserve.told().is_empty());
+        assert!(reserve.outcomes().is_empty());
     }
 
     #[test]
-    fn what_became_of_a_section_is_told_once() {
+    fn outcome_of_a_section_is_reported_once() {
         let reserve = Reserve::default();
         reserve.open(at(100));
         for after in [After::Emptied, After::Tried, After::Warm] {
-            reserve.offer([ready(A, 0..50)].into_iter());
-            let (hand, taken) = reserve.claim_next(at(1)).unwrap();
-            reserve.put_down(hand, taken, Some(after));
-            // The reclaimer has not heard yet.
-            reserve.offer([ready(A, 0..50)].into_iter());
+            reserve.offer([ready(A, 0..50)].to_vec());
+            let (claim, taken) = reserve.claim_next(at(1)).unwrap();
+            reserve.release(claim, taken, Some(after));
+            // The reclaimer does not know the outcome yet.
+            reserve.offer([ready(A, 0..50)].to_vec());
             assert!(reserve.claim_next(at(1)).is_none());
-            assert_eq!(reserve.told(), [(A, after)]);
-            assert!(reserve.claim_next(at(1)).is_none() && reserve.told().is_empty());
+            assert_eq!(reserve.outcomes(), [(A, after)]);
+            assert!(reserve.claim_next(at(1)).is_none() && reserve.outcomes().is_empty());
         }
     }
 
     #[test]
-    fn hand_on_memory_that_is_another_by_now_does_not_hold_and_tells_nothing() {
+    fn claim_on_memory_that_is_another_by_now_does_not_hold_and_has_no_outcome() {
         let reserve = Reserve::default();
         reserve.open(at(100));
-        reserve.offer([ready(A, 0..50), ready(B, 0..50)].into_iter());
-        let (hand, taken) = reserve.claim_next(at(1)).unwrap();
-        assert!(hand.holds());
+        reserve.offer([ready(A, 0..50), ready(B, 0..50)].to_vec());
+        let (claim, taken) = reserve.claim_next(at(1)).unwrap();
+        assert!(claim.holds());
         reserve.ram_changed();
-        assert!(!hand.holds());
+        assert!(!claim.holds());
         assert!(reserve.claim_next(at(1)).is_none());
-        reserve.put_down(hand, taken, None);
-        assert!(reserve.claim_next(at(1)).is_none() && reserve.told().is_empty());
+        reserve.release(claim, taken, None);
+        assert!(reserve.claim_next(at(1)).is_none() && reserve.outcomes().is_empty());
         assert!(reserve.withdraw(A));
     }
 
     #[test]
-    fn shutting_waits_for_what_is_in_a_hand() {
+    fn shutting_waits_for_claims() {
         let reserve = Reserve::default();
         reserve.open(at(100));
-        reserve.offer([ready(A, 0..50)].into_iter());
-        let (hand, taken) = reserve.claim_next(at(1)).unwrap();
+        reserve.offer([ready(A, 0..50)].to_vec());
+        let (claim, taken) = reserve.claim_next(at(1)).unwrap();
         let is_shut = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 reserve.shut();
                 is_shut.store(true, Relaxed);
             });
-            // Closed at once, shut only when the hand is empty.
+            // Closed at once, shut only when the claim has ended.
             while reserve.lock().open_until > Duration::ZERO {
                 std::thread::yield_now();
             }
             assert!(!is_shut.load(Relaxed));
-            reserve.put_down(hand, taken, None);
+            reserve.release(claim, taken, None);
         });
         assert!(is_shut.load(Relaxed));
         assert!(reserve.claim_next(at(1)).is_none());

@@ -429,6 +429,7 @@ impl Reading {
         self.counters.batches.fetch_add(1, Ordering::Relaxed);
         let read_at = Instant::now();
         self.faults.clear();
+        let mut strays = Vec::new();
         for event in events {
             let kind = match event.kind {
                 RawKind::Missing => Some(FaultKind::Missing),
@@ -444,7 +445,7 @@ impl Reading {
                     read_at,
                 });
             } else {
-                self.stray(event.address)?;
+                strays.push(event.address);
             }
         }
         let count = self.faults.len() as u64;
@@ -453,7 +454,9 @@ impl Reading {
         if let Some(last) = events.last() {
             self.follow(last.thread);
         }
-        Ok(())
+        strays
+            .into_iter()
+            .try_for_each(|address| self.stray(address))
     }
 
     /// Serves what was read, together with the servers if it is more than one.

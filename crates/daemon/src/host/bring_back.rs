@@ -11,7 +11,11 @@ use pagetide_gmem::{Fault, FaultOutcome, State};
 use pagetide_vmm::layout::RamLayout;
 use pagetide_vpri::DPU;
 use std::{
-    sync::{Arc, atomic::Ordering::Relaxed, mpsc},
+    sync::{
+        Arc,
+        atomic::Ordering::Relaxed,
+        mpsc::{self, RecvTimeoutError},
+    },
     time::{Duration, Instant},
 };
 
@@ -19,6 +23,8 @@ use std::{
 const DETACH_PASSES: u32 = 8;
 /// Pages asked for at once when a VM is let go.
 const DETACH_PAGES: u64 = 16;
+/// Longest wait for pages that somebody else is filling too: far longer than any fill takes.
+const FILL_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Vm {
     /// Makes every page present whose content is stored. Pages of zeros may stay holes: that is how
@@ -142,10 +148,19 @@ impl Vm {
             }
         });
         self.core.space.fault(&fault, Some(told));
-        match outcome.recv() {
+        match outcome.recv_timeout(FILL_TIMEOUT) {
             Ok(FaultOutcome::Present) => Ok(()),
             Ok(FaultOutcome::Gone) => Err(failed("the VM has ended")),
-            Ok(FaultOutcome::Lost | FaultOutcome::OutOfRange) | Err(_) => Err(failed(format!(
+            Err(RecvTimeoutError::Timeout) => Err(failed(format!(
+                "pages {}..{} of {} were not brought back within {} s: somebody has claimed them and does not come to \
+                 an end; the log may say why. The VM is still served",
+                run.start,
+                run.end,
+                self.core.name,
+                FILL_TIMEOUT.as_secs()
+            ))),
+            Ok(FaultOutcome::Lost | FaultOutcome::OutOfRange)
+            | Err(RecvTimeoutError::Disconnected) => Err(failed(format!(
                 "pages {}..{} of {} cannot be brought back; the log says why. The VM is still served, without eviction",
                 run.start, run.end, self.core.name
             ))),

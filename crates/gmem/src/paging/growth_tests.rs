@@ -468,6 +468,27 @@ fn successor_finds_the_regions_of_a_dead_process_and_goes_on_where_it_stopped() 
 }
 
 #[test]
+fn word_that_is_damaged_is_found_by_a_successor_which_changes_nothing() {
+    let words = VolatileWords::with_capacity(CAPACITY);
+    words.make_room(region(0, 512)).unwrap();
+    let mended = PageWord::new(State::Filling(Content::ZERO)).bits();
+    let damaged = u64::MAX;
+    assert!(PageWord::from_bits(damaged).is_err());
+    for (page, bits) in [(0, mended), (1, damaged)] {
+        words
+            .cell(PageNo(page))
+            .store(bits, std::sync::atomic::Ordering::Relaxed);
+    }
+    let table = PageTable::reopen(Box::new(Left(words, vec![SectionNo(0)]))).unwrap();
+    let found = recovery::recover_words(&table, &Fake::default(), |_, _| {});
+    assert!(
+        matches!(&found, Err(recovery::RecoveryError::Damaged { page, .. }) if *page == PageNo(1)),
+        "{found:?}"
+    );
+    assert_eq!(table.raw_bits(PageNo(0)), mended);
+}
+
+#[test]
 fn forgotten_tail_of_a_section_leaves_a_region_that_is_found_by_its_new_length() {
     let (_, memory) = empty();
     memory.allocate(region(0, 2 * 512)).unwrap();

@@ -2,7 +2,7 @@
 //! Neighbours: pages brought along with one that a vCPU faulted on.
 //!
 //! A fault costs a vCPU two wake-ups beside the fill; a page installed before
-//! it is asked for costs the fill alone, a third of that. That pays if the page
+//! it is asked for costs the fill alone, about half of that. That pays if the page
 //! is used with a probability above that. Two things show it.
 //!
 //! *In sequence*: a reader that faults on the page after the last one brought in.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`HeldRig`]: reader, servers, address space and store as a daemon puts them together, in this
-//! process, with one difference: the content of one page comes when it is told to.
+//! process, with two differences: the content of one page comes when it is told to, and no fault brings
+//! neighbours along, so that each page is one fault.
 //!
 //! That is what a slow tier looks like to a fault. The page is the guest's last; its fault is held from
 //! before the others begin until all of them are served, and [`HOLD_MIN`] at least.

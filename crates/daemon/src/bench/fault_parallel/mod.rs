@@ -6,7 +6,10 @@
 //! | question | ours | beside |
 //! |---|---|---|
 //! | how many pages a second | `pagetide run`, lz4 tier | kernel zram, the same threads and pages |
-//! | what one fault that is held does to the others | the same while it is held, see [`held`] | without it |
+//! | what one fault that is held does to the others | each page by its own fault, one held, see [`held`] | none held |
+//!
+//! The daemon of the first question brings neighbours along, as it does unless told otherwise; the second
+//! has none, so `alone_over_zram_N` is the first question once more with each page by its own fault.
 //!
 //! The threads stay on the CPUs there are, in turns. `rate_over_zram_N` is the median of the rounds'
 //! ratios, `p99_beside_held_over_quiet` the worst number of threads'.
@@ -210,6 +213,10 @@ fn report(cells: &[(u64, Cell)], no_zram: Option<&String>) -> BenchReport {
             report
                 .ratios
                 .insert(format!("rate_over_zram_{threads}"), rounded(rate).into());
+            let alone = ratio(&cell.quiet, &cell.zram, Turn::pages_per_s);
+            report
+                .ratios
+                .insert(format!("alone_over_zram_{threads}"), rounded(alone).into());
             let p90 = ratio(&cell.ours, &cell.zram, |turn| turn.us(900));
             report
                 .ratios

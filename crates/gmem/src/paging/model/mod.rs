@@ -37,6 +37,13 @@ fn fault(device: DeviceId) -> Fault {
 
 /// A vCPU's store: it faults until the page is there and writable.
 fn store_as_vcpu(model: &Model, space: &PagedMemory) {
+    store_served_by(model, || {
+        space.fault(&fault(DeviceId::VCPUS), None);
+    });
+}
+
+/// The same, its faults served by `serve`.
+fn store_served_by(model: &Model, serve: impl Fn()) {
     loop {
         let stored = model.with(|k| {
             let can = k.present.is_some() && !k.write_protected;
@@ -48,7 +55,7 @@ fn store_as_vcpu(model: &Model, space: &PagedMemory) {
         if stored {
             return;
         }
-        space.fault(&fault(DeviceId::VCPUS), None);
+        serve();
         loom::thread::yield_now();
     }
 }
@@ -349,20 +356,7 @@ fn loom_store_served_without_waiting_survives_an_eviction() {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || evict(&model, &space))
         };
-        loop {
-            let stored = model.with(|k| {
-                let can = k.present.is_some() && !k.write_protected;
-                if can {
-                    k.present = Some(NEW);
-                }
-                can
-            });
-            if stored {
-                break;
-            }
-            serve_as_reader(&space);
-            loom::thread::yield_now();
-        }
+        store_served_by(&model, || serve_as_reader(&space));
         evictor.join().unwrap();
         assert_eq!(final_content(&model, &space), NEW);
     });
