@@ -15,6 +15,7 @@
 //!              second serial port: `PT {json}` lines up, command words down
 //! ```
 //! A soak ([`soak`]) has other loads instead: programs that people know, each with its own check.
+//! For a bench of its speed it runs the loads that the host names ([`loads`]).
 //! On the disk fio may work instead ([`fio`]), where a load is wanted that people know.
 //!
 //! The host side includes this crate for [`wire`] only. There is no unsafe code
@@ -23,6 +24,7 @@
 
 pub mod disk;
 pub mod fio;
+pub mod loads;
 pub mod memory;
 pub mod params;
 pub mod pattern;

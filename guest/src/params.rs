@@ -16,7 +16,7 @@ pub enum ParamError {
     },
     /// A name is not known.
     #[error(
-        "{0} is no parameter of guest-work: pt.mem, pt.active, pt.file, pt.fio, pt.soak, pt.seed, pt.pace_us \
+        "{0} is no parameter of guest-work: pt.mem, pt.active, pt.file, pt.fio, pt.soak, pt.loads, pt.seed, pt.pace_us \
          are"
     )]
     Unknown(String),
@@ -35,6 +35,8 @@ pub struct Params {
     pub fio_bytes: u64,
     /// Seed of a soak, which takes the place of the two loops ([`crate::soak`]); 0 for none.
     pub soak_seed: u64,
+    /// Not 0 if it runs the loads that the host names instead ([`crate::loads`]).
+    pub loads: u64,
     /// Seed of all content and order.
     pub seed: u64,
     /// Rest of each loop after a step, so that a guest may be less than busy.
@@ -49,6 +51,7 @@ impl Default for Params {
             file_bytes: 0,
             fio_bytes: 0,
             soak_seed: 0,
+            loads: 0,
             seed: 1,
             pace_us: 0,
         }
@@ -56,6 +59,12 @@ impl Default for Params {
 }
 
 impl Params {
+    /// True if it runs the loads that the host names.
+    #[must_use]
+    pub fn runs_loads(&self) -> bool {
+        self.loads != 0
+    }
+
     /// Reads the `pt.` words of a kernel command line.
     ///
     /// # Errors
@@ -79,6 +88,7 @@ impl Params {
                 "pt.file" => params.file_bytes = size,
                 "pt.fio" => params.fio_bytes = size,
                 "pt.soak" => params.soak_seed = size,
+                "pt.loads" => params.loads = size,
                 "pt.seed" => params.seed = size,
                 "pt.pace_us" => params.pace_us = size,
                 _ => return Err(ParamError::Unknown(name.to_owned())),
@@ -93,12 +103,13 @@ impl Params {
     #[must_use]
     pub fn words(&self) -> String {
         format!(
-            "pt.mem={} pt.active={} pt.file={} pt.fio={} pt.soak={} pt.seed={} pt.pace_us={}",
+            "pt.mem={} pt.active={} pt.file={} pt.fio={} pt.soak={} pt.loads={} pt.seed={} pt.pace_us={}",
             self.mem_bytes,
             self.active_bytes,
             self.file_bytes,
             self.fio_bytes,
             self.soak_seed,
+            self.loads,
             self.seed,
             self.pace_us
         )
@@ -130,6 +141,7 @@ mod tests {
             file_bytes: 3 << 20,
             fio_bytes: 2 << 20,
             soak_seed: 5,
+            loads: 1,
             seed: 9,
             pace_us: 20,
         };

@@ -1,13 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Ids of the parties a page fault is between.
 
-/// A VM under Pagetide, unique in one daemon's life and in its metadata pools.
-#[derive(
-    Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
-)]
-#[serde(transparent)]
-pub struct VmId(pub u32);
-
 /// A party attached to an address space: the VM's vCPUs, a device of the software DPU.
 #[derive(
     Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, serde::Serialize, serde::Deserialize,

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Addresses, page numbers, ranges and ids: one newtype per address space.
 //!
-//! Six different numbers can name one byte of a guest's memory, and mixing two
+//! Several different numbers can name one byte of a guest's memory, and mixing two
 //! of them up corrupts somebody's data. So each has a type of its own and no
 //! arithmetic crosses from one to another except through a table that knows
 //! both sides:
 //!
 //! ```text
-//!   guest          Gpa ──► Gfn            what the guest and its drivers say
+//!   guest          Gpa                    what the guest and its drivers say
 //!   device         Iova                   what a device says (equal to Gpa without a vIOMMU)
 //!   VMM process    Hva                    where the VMM has mapped guest RAM
 //!   front end      FrontendVa             where a vhost-user front end has mapped it
-//!   backing files  FileKey + offset       the memfd, the one thing all processes share
+//!   backing file   FileKey, FilePage      the memfd, the one thing all processes share, and its pages
 //!   Pagetide       PageNo, SectionNo      pages of an address space: the VM's files, one after the other
 //!   GMEM           Va, Pa                 the same in bytes, and the physical memory behind it
 //! ```
@@ -23,16 +23,17 @@ mod message;
 mod page;
 mod set;
 
-pub use id::{DeviceId, DomainId, FileKey, QueueId, VmId};
+pub use id::{DeviceId, DomainId, FileKey, QueueId};
 pub use message::{
     Access, Marks, OVERWRITE_PAGES_MAX, PageRequest, PageResponse, RequestId, RequestKind,
     ResponseCode, Tier,
 };
 pub use page::{
-    PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, SECTION_BYTES, SECTION_PAGES, SectionNo,
+    FilePage, FileRange, FileSection, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, SECTION_BYTES,
+    SECTION_PAGES, SectionNo, to_usize,
 };
 
-pub use set::PageSet;
+pub use set::{FilePageSet, PageSet};
 
 macro_rules! address {
     ($(#[$doc:meta])* $name:ident) => {
@@ -85,11 +86,6 @@ address! {
     Gpa
 }
 address! {
-    /// Guest frame number: a [`Gpa`] in units of 4 KiB.
-    #[doc(alias = "pfn")]
-    Gfn
-}
-address! {
     /// Address as a device issues it, in bytes; equal to [`Gpa`] without a virtual IOMMU.
     Iova
 }
@@ -110,6 +106,22 @@ address! {
 address! {
     /// Address in a vhost-user front end's address space, in bytes ("user address" on the wire).
     FrontendVa
+}
+
+impl Va {
+    /// The page that holds it.
+    #[must_use]
+    pub const fn page(self) -> PageNo {
+        PageNo::containing(self.0)
+    }
+}
+
+impl PageNo {
+    /// Its first byte.
+    #[must_use]
+    pub const fn va(self) -> Va {
+        Va(self.byte_offset())
+    }
 }
 
 #[cfg(test)]

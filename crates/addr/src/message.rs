@@ -6,7 +6,7 @@
 //! queue within one process, the page fault queue of a VPRI function, the page
 //! request queue of an IOMMU.
 
-use crate::{DeviceId, DomainId, PageRange, QueueId};
+use crate::{DeviceId, DomainId, FileRange, QueueId};
 
 /// What an access wants to do.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, serde::Serialize, serde::Deserialize)]
@@ -40,16 +40,16 @@ pub enum RequestKind {
     Demand,
     /// Nobody waits yet: they belong to descriptors that will be worked on soon.
     Prefault,
-    /// The device has written each of them whole, into landing slots of its own: the pages are to
+    /// The device has written each of them whole, into bounce buffers of its own: the pages are to
     /// be installed with that content, and what is stored of them dropped. A page that is present
     /// stays as it is, and the device copies its bytes itself.
     Overwrite {
-        /// Landing slot of the first page; the others follow it. At most [`OVERWRITE_PAGES_MAX`].
+        /// Bounce buffer of the first page; the others follow it. At most [`OVERWRITE_PAGES_MAX`].
         slot: u32,
     },
     /// The device touched the page though it was absent, which its watch over its own mapping
     /// caught: served like a demand and counted, for without a balloon in the guest it is a bug.
-    Slip,
+    AliasFault,
 }
 
 /// A device asks for pages it may not touch yet.
@@ -64,7 +64,7 @@ pub struct PageRequest {
     /// Domain in which `pages` are counted.
     pub domain: DomainId,
     /// Pages wanted, as page numbers of the domain's file.
-    pub pages: PageRange,
+    pub pages: FileRange,
     /// Access wanted.
     pub access: Access,
     /// Why.
@@ -86,7 +86,7 @@ impl PageRequest {
         id: RequestId,
         (device, queue): (DeviceId, QueueId),
         domain: DomainId,
-        pages: PageRange,
+        pages: FileRange,
         access: Access,
     ) -> Self {
         Self {
@@ -139,7 +139,7 @@ pub enum Tier {
     /// Kept compressed.
     Compressed,
     /// Kept in memory as it was.
-    Verbatim,
+    Uncompressed,
     /// Nobody knows.
     Unknown,
 }
@@ -150,7 +150,7 @@ impl std::fmt::Display for Tier {
             Self::Present => "present",
             Self::Zero => "zero",
             Self::Compressed => "compressed",
-            Self::Verbatim => "verbatim",
+            Self::Uncompressed => "uncompressed",
             Self::Unknown => "unknown tier",
         })
     }

@@ -1,5 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Pages and sections of a VM's RAM, counted along its backing files.
+//! Pages and sections, in two spaces that are told apart by their types.
+//!
+//! A page has one number in the file that backs it and another in the address space of its VM, where the
+//! files lie one after the other. Both are counted in 4 KiB, and a number of one taken for one of the
+//! other is a page of somebody else's data. So each space has a family of its own, alike in all that they
+//! can do, and nothing here turns one into the other: only who knows where a file lies can
+//! (`pagetide_vpri::mmu`, `pagetide_vmm::layout`).
+//!
+//! ```text
+//!   address space   PageNo     PageRange    SectionNo     PageSet
+//!   one file        FilePage   FileRange    FileSection   FilePageSet
+//! ```
 
 use std::fmt;
 
@@ -12,198 +23,290 @@ pub const SECTION_PAGES: u64 = 512;
 /// Bytes in a section (2 MiB).
 pub const SECTION_BYTES: u64 = SECTION_PAGES * PAGE_BYTES;
 
-/// Number of a 4 KiB page in a VM's RAM, its backing files laid end to end.
-///
-/// It is not a [`Gfn`](crate::Gfn): the daemon knows the files, not where the
-/// VMM has put them in guest-physical space.
-#[derive(
-    Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, serde::Serialize, serde::Deserialize,
-)]
-#[serde(transparent)]
-pub struct PageNo(pub u64);
-
-impl PageNo {
-    /// Position as an index into an array of pages.
-    #[must_use]
-    pub const fn index(self) -> usize {
-        // Targets are 64 bit (see the assertion below), so this never truncates.
-        #[expect(clippy::cast_possible_truncation, reason = "usize is 64 bits wide")]
-        let index = self.0 as usize;
-        index
-    }
-
-    /// The section this page belongs to.
-    #[must_use]
-    pub const fn section(self) -> SectionNo {
-        SectionNo(self.0 / SECTION_PAGES)
-    }
-
-    /// Offset of the page's first byte from the start of the RAM, in bytes.
-    #[must_use]
-    pub const fn byte_offset(self) -> u64 {
-        self.0 << PAGE_SHIFT
-    }
-
-    /// The page that holds byte `offset` of the RAM.
-    #[must_use]
-    pub const fn containing(offset: u64) -> Self {
-        Self(offset >> PAGE_SHIFT)
-    }
-
-    /// The range of this one page.
-    #[must_use]
-    pub const fn single(self) -> PageRange {
-        PageRange {
-            start: self,
-            end: Self(self.0 + 1),
-        }
-    }
-}
-
 const _: () = assert!(usize::BITS == 64, "Pagetide is written for 64-bit targets");
 
-impl fmt::Debug for PageNo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "page {}", self.0)
-    }
+/// `n` as a size or an index into an array.
+#[must_use]
+pub const fn to_usize(n: u64) -> usize {
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "usize has 64 bits, as asserted above"
+    )]
+    let index = n as usize;
+    index
 }
 
-impl fmt::Display for PageNo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)
-    }
-}
+macro_rules! page_space {
+    (
+        $(#[$page_doc:meta])* $page:ident,
+        $(#[$section_doc:meta])* $section:ident,
+        $(#[$range_doc:meta])* $range:ident,
+    ) => {
+        $(#[$page_doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+        #[derive(serde::Serialize, serde::Deserialize)]
+        #[serde(transparent)]
+        pub struct $page(pub u64);
 
-/// Number of a 2 MiB section in a VM's RAM.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
-pub struct SectionNo(pub u64);
+        impl $page {
+            /// Position as an index into an array of pages.
+            #[must_use]
+            pub const fn index(self) -> usize {
+                to_usize(self.0)
+            }
 
-impl SectionNo {
-    /// Position as an index into an array of sections.
-    #[must_use]
-    pub const fn index(self) -> usize {
-        PageNo(self.0).index()
-    }
+            /// The page after this one.
+            #[must_use]
+            pub const fn next(self) -> Self {
+                self.plus(1)
+            }
 
-    /// The pages of the section, cut off at `page_count` for a last section that is not whole.
-    #[must_use]
-    pub fn pages(self, page_count: u64) -> PageRange {
-        let start = (self.0 * SECTION_PAGES).min(page_count);
-        PageRange::new(
-            PageNo(start),
-            PageNo((start + SECTION_PAGES).min(page_count)),
-        )
-    }
+            /// The page so many pages further on. Page numbers of our own lie far below the end of
+            /// `u64`; one that comes from outside is checked first.
+            #[must_use]
+            pub const fn plus(self, pages: u64) -> Self {
+                Self(self.0 + pages)
+            }
 
-    /// Number of sections that `page_count` pages fill, the last perhaps not whole.
-    #[must_use]
-    pub const fn count_for(page_count: u64) -> u64 {
-        page_count.div_ceil(SECTION_PAGES)
-    }
-}
+            /// The same, no further than the last number there is.
+            #[must_use]
+            pub const fn saturating_plus(self, pages: u64) -> Self {
+                Self(self.0.saturating_add(pages))
+            }
 
-/// Half-open range of pages, `start <= end`.
-#[derive(
-    Clone, Copy, PartialEq, Eq, Hash, Debug, Default, serde::Serialize, serde::Deserialize,
-)]
-pub struct PageRange {
-    /// First page of the range.
-    pub start: PageNo,
-    /// Page after the last one.
-    pub end: PageNo,
-}
+            /// How many pages this one lies after `start`, which is not after it.
+            #[must_use]
+            pub const fn since(self, start: Self) -> u64 {
+                self.0 - start.0
+            }
 
-impl PageRange {
-    /// The range from `start` up to, not including, `end`.
-    ///
-    /// # Panics
-    /// If `end` lies before `start`: a range is made by our own code, never from input unchecked.
-    #[must_use]
-    pub const fn new(start: PageNo, end: PageNo) -> Self {
-        assert!(start.0 <= end.0, "page range ends before it starts");
-        Self { start, end }
-    }
+            /// The section this page belongs to.
+            #[must_use]
+            pub const fn section(self) -> $section {
+                $section(self.0 / SECTION_PAGES)
+            }
 
-    /// The pages that hold bytes `offset .. offset + len` of the RAM; `None` on overflow.
-    #[must_use]
-    pub const fn covering(offset: u64, len: u64) -> Option<Self> {
-        match offset.checked_add(len) {
-            Some(end) => {
-                let first = offset >> PAGE_SHIFT;
-                let last = if len == 0 {
+            /// Its place in its section, from 0 on.
+            #[must_use]
+            pub const fn place_in_section(self) -> u64 {
+                self.0 % SECTION_PAGES
+            }
+
+            /// Offset of the page's first byte from the start of its space, in bytes.
+            #[must_use]
+            pub const fn byte_offset(self) -> u64 {
+                self.0 << PAGE_SHIFT
+            }
+
+            /// The page that holds byte `offset` of its space.
+            #[must_use]
+            pub const fn containing(offset: u64) -> Self {
+                Self(offset >> PAGE_SHIFT)
+            }
+
+            /// The range of this one page.
+            #[must_use]
+            pub const fn single(self) -> $range {
+                self.run(1)
+            }
+
+            /// The range of so many pages from this one on.
+            #[must_use]
+            pub const fn run(self, pages: u64) -> $range {
+                $range {
+                    start: self,
+                    end: self.plus(pages),
+                }
+            }
+        }
+
+        impl fmt::Debug for $page {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "page {}", self.0)
+            }
+        }
+
+        impl fmt::Display for $page {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{}", self.0)
+            }
+        }
+
+        $(#[$section_doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+        pub struct $section(pub u64);
+
+        impl $section {
+            /// Position as an index into an array of sections.
+            #[must_use]
+            pub const fn index(self) -> usize {
+                to_usize(self.0)
+            }
+
+            /// The first page of the section.
+            #[must_use]
+            pub const fn first_page(self) -> $page {
+                $page(self.0 * SECTION_PAGES)
+            }
+
+            /// All pages of the section, whether its space goes on to its end or not.
+            #[must_use]
+            pub const fn all_pages(self) -> $range {
+                self.first_page().run(SECTION_PAGES)
+            }
+
+            /// The pages of the section, cut off at `page_count` for a last section that is not whole.
+            #[must_use]
+            pub fn pages(self, page_count: u64) -> $range {
+                let end = $page(page_count);
+                let start = self.first_page().min(end);
+                $range::new(start, start.plus(SECTION_PAGES).min(end))
+            }
+
+            /// Number of sections that `page_count` pages fill, the last perhaps not whole.
+            #[must_use]
+            pub const fn count_for(page_count: u64) -> u64 {
+                page_count.div_ceil(SECTION_PAGES)
+            }
+        }
+
+        $(#[$range_doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+        #[derive(serde::Serialize, serde::Deserialize)]
+        pub struct $range {
+            /// First page of the range.
+            pub start: $page,
+            /// Page after the last one.
+            pub end: $page,
+        }
+
+        impl $range {
+            /// The range from `start` up to, not including, `end`.
+            ///
+            /// # Panics
+            /// If `end` lies before `start`: a range is made by our own code, never from input unchecked.
+            #[must_use]
+            pub const fn new(start: $page, end: $page) -> Self {
+                assert!(start.0 <= end.0, "page range ends before it starts");
+                Self { start, end }
+            }
+
+            /// The pages that hold bytes `offset .. offset + len` of the space; `None` on overflow.
+            #[must_use]
+            pub const fn covering(offset: u64, len: u64) -> Option<Self> {
+                match offset.checked_add(len) {
+                    Some(end) => {
+                        let start = $page::containing(offset);
+                        let end = if len == 0 {
+                            start
+                        } else {
+                            $page::containing(end - 1).next()
+                        };
+                        Some(Self { start, end })
+                    }
+                    None => None,
+                }
+            }
+
+            /// The last page of the range, if it holds one.
+            #[must_use]
+            pub const fn last(self) -> Option<$page> {
+                if self.is_empty() {
+                    None
+                } else {
+                    Some($page(self.end.0 - 1))
+                }
+            }
+
+            /// Number of pages in the range.
+            #[must_use]
+            pub const fn len(self) -> u64 {
+                self.end.since(self.start)
+            }
+
+            /// The same as a size.
+            #[must_use]
+            pub const fn len_usize(self) -> usize {
+                to_usize(self.len())
+            }
+
+            /// True if the range holds no page.
+            #[must_use]
+            pub const fn is_empty(self) -> bool {
+                self.start.0 == self.end.0
+            }
+
+            /// Bytes in the range.
+            #[must_use]
+            pub const fn bytes(self) -> u64 {
+                self.len() << PAGE_SHIFT
+            }
+
+            /// True if `page` lies in the range.
+            #[must_use]
+            pub fn contains(self, page: $page) -> bool {
+                self.start <= page && page < self.end
+            }
+
+            /// The pages both ranges hold; empty (at `other.start`) if they share none.
+            #[must_use]
+            pub fn intersect(self, other: Self) -> Self {
+                let start = self.start.max(other.start);
+                let end = self.end.min(other.end);
+                if start < end {
+                    Self { start, end }
+                } else {
+                    Self {
+                        start: other.start,
+                        end: other.start,
+                    }
+                }
+            }
+
+            /// All pages in ascending order.
+            pub fn iter(self) -> impl DoubleEndedIterator<Item = $page> + ExactSizeIterator {
+                (0..self.len_usize()).map(move |place| self.start.plus(place as u64))
+            }
+
+            /// The sections the range touches, in ascending order.
+            pub fn sections(self) -> impl Iterator<Item = $section> {
+                let first = self.start.section().0;
+                let end = if self.is_empty() {
                     first
                 } else {
-                    ((end - 1) >> PAGE_SHIFT) + 1
+                    self.end.0.div_ceil(SECTION_PAGES)
                 };
-                Some(Self {
-                    start: PageNo(first),
-                    end: PageNo(last),
-                })
+                (first..end).map($section)
             }
-            None => None,
-        }
-    }
 
-    /// Number of pages in the range.
-    #[must_use]
-    pub const fn len(self) -> u64 {
-        self.end.0 - self.start.0
-    }
-
-    /// True if the range holds no page.
-    #[must_use]
-    pub const fn is_empty(self) -> bool {
-        self.start.0 == self.end.0
-    }
-
-    /// Bytes in the range.
-    #[must_use]
-    pub const fn bytes(self) -> u64 {
-        self.len() << PAGE_SHIFT
-    }
-
-    /// True if `page` lies in the range.
-    #[must_use]
-    pub fn contains(self, page: PageNo) -> bool {
-        self.start <= page && page < self.end
-    }
-
-    /// The pages both ranges hold; empty (at `other.start`) if they share none.
-    #[must_use]
-    pub fn intersect(self, other: Self) -> Self {
-        let start = self.start.max(other.start);
-        let end = self.end.min(other.end);
-        if start < end {
-            Self { start, end }
-        } else {
-            Self {
-                start: other.start,
-                end: other.start,
+            /// The range cut at section borders, in ascending order.
+            pub fn by_section(self) -> impl Iterator<Item = ($section, $range)> {
+                self.sections()
+                    .map(move |section| (section, self.intersect(section.all_pages())))
             }
         }
-    }
+    };
+}
 
-    /// All pages in ascending order.
-    pub fn iter(self) -> impl DoubleEndedIterator<Item = PageNo> + ExactSizeIterator {
-        let first = self.start.0;
-        (0..self.end.index() - self.start.index()).map(move |i| PageNo(first + i as u64))
-    }
+page_space! {
+    /// Number of a 4 KiB page in the address space of a VM, its backing files laid end to end.
+    ///
+    /// It is no guest frame number: the daemon knows the files, not where the VMM has put them in
+    /// guest-physical space.
+    PageNo,
+    /// Number of a 2 MiB section in the address space of a VM.
+    SectionNo,
+    /// Half-open range of pages of an address space, `start <= end`.
+    PageRange,
+}
 
-    /// The sections the range touches, in ascending order.
-    pub fn sections(self) -> impl Iterator<Item = SectionNo> {
-        let last = if self.is_empty() {
-            self.start.0
-        } else {
-            self.end.0.div_ceil(SECTION_PAGES) * SECTION_PAGES
-        };
-        (self.start.0 / SECTION_PAGES..last / SECTION_PAGES).map(SectionNo)
-    }
-
-    /// The range cut at section borders, in ascending order.
-    pub fn by_section(self) -> impl Iterator<Item = (SectionNo, PageRange)> {
-        self.sections()
-            .map(move |s| (s, self.intersect(s.pages(u64::MAX / 2))))
-    }
+page_space! {
+    /// Number of a 4 KiB page in one backing file of guest RAM: what a device's domain counts by.
+    FilePage,
+    /// Number of a 2 MiB section in one backing file of guest RAM.
+    FileSection,
+    /// Half-open range of pages of one backing file, `start <= end`.
+    FileRange,
 }
 
 #[cfg(test)]
@@ -220,21 +323,32 @@ mod tests {
 
     #[test]
     fn by_section_cuts_at_borders_and_keeps_every_page() {
-        let range = PageRange::new(PageNo(500), PageNo(1100));
+        let range = FileRange::new(FilePage(500), FilePage(1100));
         let parts: Vec<_> = range.by_section().collect();
         assert_eq!(parts.len(), 3);
         assert_eq!(parts.iter().map(|(_, r)| r.len()).sum::<u64>(), range.len());
-        assert_eq!(parts[1].1, PageRange::new(PageNo(512), PageNo(1024)));
+        assert_eq!(parts[1].1, FilePage(512).run(512));
     }
 
     #[test]
     fn sections_of_an_empty_range_are_none() {
-        assert_eq!(PageRange::new(PageNo(7), PageNo(7)).sections().count(), 0);
+        assert_eq!(PageNo(7).run(0).sections().count(), 0);
     }
 
     #[test]
     fn last_section_is_cut_at_the_end_of_ram() {
         assert_eq!(SectionNo(1).pages(600).len(), 88);
+        assert_eq!(SectionNo(1).all_pages().len(), SECTION_PAGES);
+        assert!(SectionNo(2).pages(600).is_empty());
         assert_eq!(SectionNo::count_for(600), 2);
+    }
+
+    #[test]
+    fn arithmetic_of_pages_is_in_pages() {
+        let page = PageNo(1030);
+        assert_eq!(page.next().since(page), 1);
+        assert_eq!((page.section(), page.place_in_section()), (SectionNo(2), 6));
+        assert_eq!(page.section().first_page().plus(6), page);
+        assert_eq!(page.run(3).len_usize(), 3);
     }
 }

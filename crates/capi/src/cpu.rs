@@ -32,9 +32,7 @@ use gmem::{
     Backing, Inherited, Mmu, MmuError, MmuLimits, OnAbsent, PageSizes, PhysicalMemory, Restrict,
     Restricted, TableId,
 };
-use pagetide_addr::{
-    Access, PAGE_BYTES, PAGE_SHIFT, Pa, PageNo, PageRange, PageSet, SectionNo, Va,
-};
+use pagetide_addr::{Access, PAGE_BYTES, Pa, PageNo, PageRange, PageSet, SectionNo, Va};
 use std::{
     collections::{BTreeMap, HashMap},
     sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
@@ -106,7 +104,7 @@ impl Runs {
 
 impl Run {
     fn frame_of(&self, page: PageNo, start: PageNo) -> Pa {
-        Pa(self.first.0 + (page.0 - start.0) * PAGE_BYTES)
+        Pa(self.first.0 + (page.since(start)) * PAGE_BYTES)
     }
 }
 
@@ -249,7 +247,7 @@ impl State {
 
     /// The memory behind `bytes` of one page.
     fn memory_at(&self, va: Va, bytes: u64, access: Access) -> Result<*mut u8, Stopped> {
-        let page = PageNo(va.0 >> PAGE_SHIFT);
+        let page = va.page();
         let entry = self.active().and_then(|table| table.get(page));
         let fault = Stopped::Fault(va);
         let Some((frame, allowed)) = entry else {
@@ -380,7 +378,7 @@ mod tests {
     use super::*;
 
     const PAGE: PageNo = PageNo(4);
-    const VA: Va = Va(PAGE.0 << PAGE_SHIFT);
+    const VA: Va = PAGE.va();
 
     fn cpu_over(memory: &mut [u8], pa: Pa) -> Cpu {
         let cpu = Cpu::new(&[], OnAbsent::Recovers).unwrap();

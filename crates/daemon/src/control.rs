@@ -271,7 +271,7 @@ pub enum VmState {
     /// Its faults are served and its cold pages evicted.
     #[default]
     Attached,
-    /// Its faults are served, but nothing is evicted; `eviction_bars` says why.
+    /// Its faults are served, but nothing is evicted; `eviction_blockers` says why.
     ServingOnly,
     /// Its pages are being brought back before it is let go.
     Detaching,
@@ -360,7 +360,7 @@ report! {
         /// Stored pages kept compressed by lz4.
         lz4_pages: u64 => gauge,
         /// Stored pages kept as they were, because they do not compress.
-        verbatim_pages: u64 => gauge,
+        uncompressed_pages: u64 => gauge,
         /// Bytes that the content of stored pages takes.
         stored_bytes: u64 => gauge,
         /// Pages evicted since the attach.
@@ -398,11 +398,11 @@ report! {
         /// Records of the access log that were not believed: outside the VM's memory, or of too many devices.
         refused_accesses: u64 => counter,
         /// Pages brought back because a policy expected a device to ask for them.
-        brought_back_pages: u64 => counter,
+        prefetched_pages: u64 => counter,
         /// What is protected of each device.
         protected_devices: Vec<DeviceProtectionReport> => skip,
         /// Pages brought back with a faulting neighbour.
-        neighbour_pages: u64 => counter,
+        readahead_pages: u64 => counter,
         /// Pages the VM discarded (balloon, free page reporting, virtio-mem).
         discarded_pages: u64 => counter,
         /// Fills that went over the limit because nothing could be evicted first.
@@ -424,7 +424,7 @@ report! {
         /// Time a thread of the VMM stood still during the attach.
         attach_pause_us: f64 => gauge,
         /// What forbids eviction now, as sentences.
-        eviction_bars: Vec<String> => skip,
+        eviction_blockers: Vec<String> => skip,
         /// What should be known though it forbids nothing, as sentences: RAM that is not managed, say.
         warnings: Vec<String> => skip,
         /// Daemons that took this VM up again after a predecessor died.

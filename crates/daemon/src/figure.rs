@@ -262,7 +262,7 @@ mod tests {
             "pid",
             "vmm",
             "state",
-            "eviction_bars",
+            "eviction_blockers",
             "warnings",
             "regions",
             "socket",

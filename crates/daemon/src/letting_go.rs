@@ -71,7 +71,7 @@ struct Shown {
 
 /// Pages that a detach brings back: zeros may stay away.
 fn left_pages(vm: &VmReport) -> u64 {
-    vm.lz4_pages + vm.verbatim_pages
+    vm.lz4_pages + vm.uncompressed_pages
 }
 
 impl Shown {

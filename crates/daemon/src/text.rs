@@ -40,7 +40,7 @@ impl Text for VmList {
         }));
         let mut text = table(&rows);
         for vm in &self.vms {
-            for bar in &vm.eviction_bars {
+            for bar in &vm.eviction_blockers {
                 text += &format!("{}: not evicted: {bar}\n", vm.name);
             }
             for warning in &vm.warnings {
@@ -254,7 +254,7 @@ mod tests {
                 p99: 40.0,
                 ..LatencyUs::default()
             },
-            eviction_bars: vec!["the VMM has an O_DIRECT file open".into()],
+            eviction_blockers: vec!["the VMM has an O_DIRECT file open".into()],
             sections: vec![SetReport {
                 set: "cold".into(),
                 sections: 3,
@@ -282,7 +282,7 @@ mod tests {
             "resident             300.0 MiB",
             "vcpu fault           p50 8.2 us, p90 11.0 us, p99 40.0 us",
             "sections             set cold, sections 3",
-            "eviction bars        the VMM has an O_DIRECT file open",
+            "eviction blockers    the VMM has an O_DIRECT file open",
         ] {
             let squeezed = |l: &str| l.split_whitespace().collect::<Vec<_>>().join(" ");
             assert!(

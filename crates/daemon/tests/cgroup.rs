@@ -230,7 +230,7 @@ fn daemon_in_a_small_memory_cgroup_stops_evicting_in_time_and_goes_on_when_there
     daemon.json(&[
         "attach", "--pid", &own, "--name", "a", "--limit", VM_LIMIT, "--json",
     ]);
-    let bars = |daemon: &Daemon| daemon.show()["eviction_bars"].to_string();
+    let bars = |daemon: &Daemon| daemon.show()["eviction_blockers"].to_string();
     daemon.until("word of the cgroup", |daemon| {
         bars(daemon).contains("memory cgroup")
     });

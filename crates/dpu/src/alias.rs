@@ -2,16 +2,16 @@
 //! [`Alias`]: the DPU's own mapping of guest RAM, watched.
 //!
 //! DMA goes through this process' mapping of the VM's files, only ever to pages
-//! it holds a lease on. Should it slip and touch a page that is absent, the
+//! it holds a lease on. Should it alias fault and touch a page that is absent, the
 //! kernel would hand it a fresh page of zeros, and the guest would find that in
 //! place of its data. So the mapping carries a userfaultfd of its own while a VM
-//! owns the domain: a slip becomes an event, and the event a page request
-//! ([`RequestKind::Slip`]) in a queue beside those of the engines, counted and
+//! owns the domain: an alias fault becomes an event, and the event a page request
+//! ([`RequestKind::AliasFault`]) in a queue beside those of the engines, counted and
 //! served by the host like any other. The thread that waits for it is never an
 //! engine. The same happens, rightly, to DMA into a page that the guest gave up
 //! to a balloon and took again without touching it.
 //!
-//! A slip that cannot be served (RAM that was unplugged, a page that is lost, a VM
+//! An alias fault that cannot be served (RAM that was unplugged, a page that is lost, a VM
 //! that ended) must not go on for ever: an engine that is only woken faults again,
 //! and with it stand all tenants of that engine. It gets a page of zeros, of a file
 //! that is the VM's no more; where that fails the page is watched no more. The
@@ -19,7 +19,7 @@
 //! lost stays so for the guest: that mark is in the VMM's own page table.
 
 use pagetide_addr::{
-    Access, DeviceId, DomainId, Hva, PAGE_BYTES, PageNo, PageRequest, PageResponse, QueueId,
+    Access, DeviceId, DomainId, FilePage, Hva, PAGE_BYTES, PageRequest, PageResponse, QueueId,
     RequestId, RequestKind, ResponseCode,
 };
 use pagetide_sys::uffd::{Features, FillOutcome, Userfaultfd, Watch, page_of};
@@ -39,9 +39,9 @@ use std::{
 
 /// Tries to put zeros in place while our address space is changing.
 const ZERO_TRIES_MAX: u32 = 10_000;
-/// Slips asked about at a time: one for each thread of ours that can stand in one, and many more.
-pub(crate) const SLIPS_MAX: usize = 64;
-/// By what device slips are asked for: none of the devices, but the DPU itself.
+/// Alias faults asked about at a time: one for each thread of ours that can stand in one, and many more.
+pub(crate) const ALIAS_FAULTS_MAX: usize = 64;
+/// By what device alias faults are asked for: none of the devices, but the DPU itself.
 const DPU_ITSELF: DeviceId = DeviceId(u32::MAX);
 
 /// The watch over this process' mappings.
@@ -88,10 +88,10 @@ impl WatchedRanges {
     }
 
     /// Which page of which domain is at `address`.
-    fn page_at(&self, address: Hva) -> Option<(DomainId, PageNo)> {
+    fn page_at(&self, address: Hva) -> Option<(DomainId, FilePage)> {
         self.lock().iter().find_map(|watched| {
             let offset = address.offset_from(watched.start)?;
-            let page = PageNo::containing(watched.first_byte + offset);
+            let page = FilePage::containing(watched.first_byte + offset);
             (offset < watched.bytes).then_some((watched.domain, page))
         })
     }
@@ -131,7 +131,7 @@ impl Alias {
             next_id: (index as u64) << 48,
             asked: HashMap::new(),
             unsent: VecDeque::new(),
-            slips: 0,
+            alias_faults: 0,
             zeroed: 0,
         };
         let thread = std::thread::Builder::new()
@@ -211,7 +211,7 @@ struct Server {
     next_id: u64,
     asked: HashMap<RequestId, Hva>,
     unsent: VecDeque<(PageRequest, Hva)>,
-    slips: u64,
+    alias_faults: u64,
     zeroed: u64,
 }
 
@@ -228,7 +228,7 @@ impl Server {
                 return;
             }
             for event in &events {
-                self.slip(page_of(event.address));
+                self.alias_fault(page_of(event.address));
             }
             while let Some(response) = self.end.next() {
                 self.answered(&response);
@@ -257,11 +257,11 @@ impl Server {
         Ok(())
     }
 
-    fn slip(&mut self, address: Hva) {
-        if self.slips == 0 {
+    fn alias_fault(&mut self, address: Hva) {
+        if self.alias_faults == 0 {
             tracing::error!(%address, "our DMA touched an absent page; it is served and counted. Without a balloon or free page reporting in the guest this is a bug");
         }
-        self.slips += 1;
+        self.alias_faults += 1;
         let Some((domain, page)) = self.watched.page_at(address) else {
             // No VM's any more: whoever waits there goes on as with any file.
             self.release(address, ResponseCode::InvalidRequest);
@@ -271,7 +271,7 @@ impl Server {
         self.next_id += 1;
         let from = (DPU_ITSELF, QueueId(0));
         let request = PageRequest {
-            kind: RequestKind::Slip,
+            kind: RequestKind::AliasFault,
             ..PageRequest::demand(id, from, domain, page.single(), Access::Write)
         };
         self.unsent.push_back((request, address));
@@ -318,7 +318,7 @@ fn fill_with_zeros(userfaultfd: &Userfaultfd, address: Hva) {
                 return;
             }
             Err(error) => {
-                tracing::debug!(%address, %error, "no zeros for a slip");
+                tracing::debug!(%address, %error, "no zeros for an alias fault");
                 break;
             }
         }
@@ -351,7 +351,7 @@ mod tests {
         }
         let bell = || Arc::new(Doorbell::new().unwrap());
         let (own, host_bell) = (bell(), bell());
-        let (end, host) = fault_queue(SLIPS_MAX, own.clone(), host_bell.clone());
+        let (end, host) = fault_queue(ALIAS_FAULTS_MAX, own.clone(), host_bell.clone());
         let alias = Arc::new(Alias::new(end, 1, own));
         let table = DomainTable::new(1);
         table.set_watch(alias.clone());
@@ -375,11 +375,11 @@ mod tests {
             self.domain.watch().unwrap();
         }
 
-        /// Reads a byte of `page` by our mapping, answering the slip by `answer`.
+        /// Reads a byte of `page` by our mapping, answering the alias fault by `answer`.
         fn touch(&self, page: u64, answer: impl FnOnce(PageRequest)) -> u8 {
             let mapping = &self.window;
             std::thread::scope(|scope| {
-                let slip = scope.spawn(|| {
+                let alias_fault = scope.spawn(|| {
                     let mut byte = [9];
                     mapping.copy_from(page * PAGE_BYTES, &mut byte).unwrap();
                     byte[0]
@@ -393,20 +393,20 @@ mod tests {
                     self.host_bell.disarm().unwrap();
                 };
                 answer(request);
-                slip.join().unwrap()
+                alias_fault.join().unwrap()
             })
         }
     }
 
     #[test]
-    fn slip_into_an_attached_domain_is_a_page_request_and_gets_zeros_only_if_it_is_refused() {
+    fn alias_fault_in_an_attached_domain_is_a_page_request_and_gets_zeros_only_if_it_is_refused() {
         let Some(rig) = rig(3) else { return };
         rig.take();
         let byte = rig.touch(1, |request| {
-            assert_eq!(request.kind, RequestKind::Slip);
+            assert_eq!(request.kind, RequestKind::AliasFault);
             assert_eq!(
                 (request.domain, request.pages),
-                (rig.domain.id(), PageNo(1).single())
+                (rig.domain.id(), FilePage(1).single())
             );
             // As a host does it: the page comes into the file, then the answer.
             rig.file.write_at(PAGE_BYTES, &[77]).unwrap();

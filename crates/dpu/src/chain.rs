@@ -308,7 +308,7 @@ pub(crate) fn split_last_byte(spans: &mut Vec<Span>) -> Option<Span> {
 mod tests {
     use super::*;
     use crate::{memory::tests::Ram, regions::RegionTable};
-    use pagetide_addr::PageNo;
+    use pagetide_addr::FilePage;
     use pagetide_vpri::LookUp;
     use proptest::prelude::*;
 
@@ -521,8 +521,8 @@ mod tests {
             len: 32,
         };
         let attributes = f.memory.port(span).domain().attributes();
-        let section = PageNo(1).section();
-        let page = pagetide_addr::PageSet::of_range(section, PageNo(1).single());
+        let section = FilePage(1).section();
+        let page = pagetide_addr::FilePageSet::of_range(section, FilePage(1).single());
         assert!(attributes.unmap(section, &page));
         assert_eq!(
             walk(&f.memory, table(), 0, &mut buffers),

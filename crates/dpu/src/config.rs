@@ -15,7 +15,7 @@ use crate::{
 };
 use pagetide_addr::DeviceId;
 use pagetide_sys::socket::SocketAccess;
-use pagetide_vpri::{DomainTable, LandingError, LookUp, landing::LANDING_SLOTS_MAX};
+use pagetide_vpri::{BounceError, DomainTable, LookUp, bounce::BOUNCE_BUFFERS_MAX};
 use std::{io, path::PathBuf, time::Duration};
 
 /// Longest an engine polls before it sleeps; beyond it a wake-up is the lesser evil.
@@ -75,9 +75,9 @@ pub enum DpuError {
     /// The image could not be put into an engine's file table.
     #[error("an engine could not take the image: {0}")]
     Table(io::Error),
-    /// No memory for landing slots.
+    /// No memory for bounce buffers.
     #[error(transparent)]
-    Landing(#[from] LandingError),
+    Bounce(#[from] BounceError),
     /// An engine has ended.
     #[error(transparent)]
     Gone(#[from] EngineGone),
@@ -94,10 +94,10 @@ pub struct DpuConfig {
     pub ring_entries: u32,
     /// Page requests an engine has outstanding.
     pub fault_queue_entries: usize,
-    /// Pages of reads that an engine may have under way whose own pages are absent: its landing slots,
+    /// Pages of reads that an engine may have under way whose own pages are absent: its bounce buffers,
     /// of 4 KiB; 0: such pages are brought back first, as for a write. Only for a host in this process:
-    /// one that is elsewhere gives slots of its own ([`HostEnd::set_landing`]).
-    pub landing_slots: u32,
+    /// one that is elsewhere gives slots of its own ([`HostEnd::set_bounce`]).
+    pub bounce_buffers: u32,
     /// Directory for the engines' lock files.
     pub state_dir: PathBuf,
     /// CPUs of the engines, taken in turn; empty: wherever the kernel likes.
@@ -116,7 +116,7 @@ impl DpuConfig {
             poll_max: Duration::from_micros(60),
             ring_entries: 256,
             fault_queue_entries: 1024,
-            landing_slots: 0,
+            bounce_buffers: 0,
             state_dir,
             cpus: Vec::new(),
             iopf_timeout: Some(IOPF_TIMEOUT),
@@ -147,9 +147,9 @@ impl DpuConfig {
             let must = "from 1 to 65536";
             return Err(setting("fault_queue_entries", entries as u64, must));
         }
-        if self.landing_slots > LANDING_SLOTS_MAX {
-            let value = u64::from(self.landing_slots);
-            return Err(setting("landing_slots", value, "at most 1048576"));
+        if self.bounce_buffers > BOUNCE_BUFFERS_MAX {
+            let value = u64::from(self.bounce_buffers);
+            return Err(setting("bounce_buffers", value, "at most 1048576"));
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 //! The software DPU: its engines and its devices.
 
 use crate::{
-    alias::{Alias, SLIPS_MAX},
+    alias::{ALIAS_FAULTS_MAX, Alias},
     blk::{config::QUEUES_MAX, image::Image, request::SERIAL_BYTES},
     config::{BlkConfig, DpuConfig, DpuError},
     device::{Control, Endpoint, EngineGone, Parts},
@@ -19,7 +19,7 @@ use crate::{
 };
 use pagetide_addr::DeviceId;
 use pagetide_vpri::{
-    AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LandingArea, fault_queue,
+    AccessLog, BounceArea, DomainTable, Doorbell, FaultAssist, HostEnd, fault_queue,
 };
 use std::{
     io,
@@ -47,7 +47,7 @@ pub struct Dpu {
 
 impl Dpu {
     /// Starts the engines. Gives back the host's end of each engine's page fault queue, and one more
-    /// for slips of our own mapping; `host_bell` is rung when there are page requests.
+    /// for alias faults of our own mapping; `host_bell` is rung when there are page requests.
     ///
     /// After a crash, [`wait_for_dead_engines`](lock::wait_for_dead_engines) comes first.
     ///
@@ -74,7 +74,7 @@ impl Dpu {
         Ok((dpu, host_ends))
     }
 
-    /// Gives back the queue by which slips are asked for.
+    /// Gives back the queue by which alias faults are asked for.
     fn watch_mappings(&self, host_bell: &Arc<Doorbell>) -> Result<HostEnd, DpuError> {
         let index = self.engines.len();
         let failed = |source| DpuError::Engine {
@@ -82,7 +82,7 @@ impl Dpu {
             source,
         };
         let bell = Arc::new(Doorbell::new().map_err(failed)?);
-        let (device_end, host_end) = fault_queue(SLIPS_MAX, bell.clone(), host_bell.clone());
+        let (device_end, host_end) = fault_queue(ALIAS_FAULTS_MAX, bell.clone(), host_bell.clone());
         let alias = Alias::new(device_end, index, bell);
         self.domains.set_watch(Arc::new(alias));
         Ok(host_end)
@@ -99,9 +99,9 @@ impl Dpu {
         let bell = Arc::new(Doorbell::new().map_err(failed)?);
         let (device_end, host_end) =
             fault_queue(config.fault_queue_entries, bell.clone(), host_bell.clone());
-        if config.landing_slots > 0 {
-            let area = LandingArea::new(config.landing_slots)?;
-            host_end.set_landing(Some(Arc::new(area)));
+        if config.bounce_buffers > 0 {
+            let area = BounceArea::new(config.bounce_buffers)?;
+            host_end.set_bounce(Some(Arc::new(area)));
         }
         let shared = Arc::new(EngineShared::new(bell.clone()));
         let seed = Seed {

@@ -18,7 +18,7 @@
 //! | `engine` | the loop of an engine, a chain's way through it |
 //! | `parked` | chains that wait for pages, and why only they wait |
 //! | `ring` | io_uring, and why giving it guest memory is sound |
-//! | `alias` | our own mapping of guest RAM, watched for slips |
+//! | `alias` | our own mapping of guest RAM, watched for alias faults |
 //! | `memory`, `chain` | guest addresses, leases; descriptor chains |
 //! | `inflight` | what survives our death so that no request is lost |
 //! | [`inject`] | faults made on purpose |

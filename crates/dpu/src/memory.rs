@@ -26,7 +26,7 @@
 //! be sealed may lose its memory while we use it; then [`DeviceMemory::is_lost`],
 //! and the device stops.
 
-use pagetide_addr::{Access, Gpa, PageRange};
+use pagetide_addr::{Access, FileRange, Gpa};
 use pagetide_vpri::{EnginePort, Lease};
 use std::cell::Cell;
 use vm_memory::{
@@ -63,8 +63,8 @@ pub(crate) struct Span {
 
 impl Span {
     /// The pages it touches. (Bounds were checked when the span was made, so nothing overflows.)
-    pub fn pages(self) -> PageRange {
-        PageRange::covering(self.offset, u64::from(self.len)).unwrap_or_default()
+    pub fn pages(self) -> FileRange {
+        FileRange::covering(self.offset, u64::from(self.len)).unwrap_or_default()
     }
 }
 

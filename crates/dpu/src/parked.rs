@@ -37,9 +37,9 @@
 //! is gone is dropped here. Until it comes the request counts against the share of its
 //! device: what a host does not answer must not be asked for without end.
 
-use crate::slo::course::{Course, now_ns};
+use crate::slo::course::{RequestTimeline, now_ns};
 use pagetide_addr::{
-    Access, DeviceId, DomainId, PageRange, PageRequest, PageResponse, QueueId, RequestId,
+    Access, DeviceId, DomainId, FileRange, PageRequest, PageResponse, QueueId, RequestId,
     RequestKind, ResponseCode,
 };
 use pagetide_vpri::{QueueFull, queue::HostPresence};
@@ -97,9 +97,9 @@ pub(crate) enum Purpose {
 
 /// Pages that are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Wanted {
+pub(crate) struct PageDemand {
     pub domain: DomainId,
-    pub pages: PageRange,
+    pub pages: FileRange,
     pub access: Access,
     /// Fault injection: the host is to answer no sooner, in microseconds.
     pub hold_us: u32,
@@ -120,11 +120,11 @@ pub(crate) struct Asker {
 pub(crate) struct ParkedChain {
     pub asker: Asker,
     pub waiter: Waiter,
-    pub wanted: Vec<Wanted>,
+    pub wanted: Vec<PageDemand>,
     pub purpose: Purpose,
     /// When it was first parked.
     pub since: Instant,
-    pub course: Course,
+    pub course: RequestTimeline,
 }
 
 /// How waiting ended.
@@ -146,7 +146,7 @@ pub(crate) struct Resumed {
     pub waiter: Waiter,
     pub purpose: Purpose,
     pub since: Instant,
-    pub course: Course,
+    pub course: RequestTimeline,
     pub ended: Ended,
 }
 
@@ -182,7 +182,7 @@ pub(crate) struct ParkedChains {
     /// Requests that may be outstanding, of all devices together.
     capacity: usize,
     /// Prefaults to be sent, or dropped, at the next [`Self::send`].
-    ahead: Vec<(Asker, Wanted)>,
+    ahead: Vec<(Asker, PageDemand)>,
     /// The queue took no more when it was last tried.
     full: bool,
     next_id: u64,
@@ -270,10 +270,10 @@ impl ParkedChains {
 
     /// Asks for pages that nobody waits for yet, but for those that a chain of that queue is about to
     /// ask for itself.
-    pub fn ask_ahead(&mut self, asker: Asker, mut wanted: Vec<Wanted>) {
+    pub fn ask_ahead(&mut self, asker: Asker, mut wanted: Vec<PageDemand>) {
         merge(&mut wanted);
         let (slots, its) = (&self.slots, self.by_device.get(&asker.device));
-        let asked = |next: &Wanted| {
+        let asked = |next: &PageDemand| {
             let unsent = its.into_iter().flat_map(|asking| &asking.unsent);
             unsent
                 .filter_map(|index| slots[*index].as_ref())
@@ -562,7 +562,7 @@ fn share(capacity: usize, outstanding: usize) -> usize {
     free.clamp(1, REQUESTS_PER_DEVICE_MAX)
 }
 
-fn request(id: RequestId, asker: Asker, wanted: &Wanted, now_ns: u64) -> PageRequest {
+fn request(id: RequestId, asker: Asker, wanted: &PageDemand, now_ns: u64) -> PageRequest {
     let from = (asker.device, QueueId(asker.queue.queue));
     PageRequest {
         vector: asker.vector,
@@ -573,7 +573,7 @@ fn request(id: RequestId, asker: Asker, wanted: &Wanted, now_ns: u64) -> PageReq
 }
 
 /// True if who has `all` has `part`.
-fn covers(all: &Wanted, part: &Wanted) -> bool {
+fn covers(all: &PageDemand, part: &PageDemand) -> bool {
     all.domain == part.domain
         && all.pages.start <= part.pages.start
         && part.pages.end <= all.pages.end
@@ -581,7 +581,7 @@ fn covers(all: &Wanted, part: &Wanted) -> bool {
 }
 
 /// Joins runs of one domain that touch or overlap; the stronger access wins.
-fn merge(wanted: &mut Vec<Wanted>) {
+fn merge(wanted: &mut Vec<PageDemand>) {
     wanted.sort_by_key(|w| (w.domain, w.pages.start));
     wanted.dedup_by(|next, last| {
         let joins = last.domain == next.domain && next.pages.start <= last.pages.end;
@@ -599,7 +599,7 @@ fn merge(wanted: &mut Vec<Wanted>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagetide_addr::PageNo;
+    use pagetide_addr::FilePage;
 
     fn key(queue: u16) -> QueueKey {
         QueueKey {
@@ -609,10 +609,10 @@ mod tests {
         }
     }
 
-    fn wanted(start: u64, end: u64, access: Access) -> Wanted {
-        Wanted {
+    fn wanted(start: u64, end: u64, access: Access) -> PageDemand {
+        PageDemand {
             domain: DomainId(0),
-            pages: PageRange::new(PageNo(start), PageNo(end)),
+            pages: FileRange::new(FilePage(start), FilePage(end)),
             access,
             hold_us: 0,
         }
@@ -626,14 +626,14 @@ mod tests {
         }
     }
 
-    fn chain(queue: u16, head: u16, wanted: Vec<Wanted>) -> ParkedChain {
+    fn chain(queue: u16, head: u16, wanted: Vec<PageDemand>) -> ParkedChain {
         ParkedChain {
             asker: asker(queue),
             waiter: Waiter::Chain(head),
             wanted,
             purpose: Purpose::Dma,
             since: Instant::now(),
-            course: Course::default(),
+            course: RequestTimeline::default(),
         }
     }
 

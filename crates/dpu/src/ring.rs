@@ -5,7 +5,7 @@
 //! Submitting to a ring is unsafe because the kernel goes on using the memory
 //! after the call. So the ring *owns* each transfer until its completion is
 //! taken: a [`Dma`] holds the vectors, and the guest memory (a mapping that
-//! lives as long as the `Rc`) and landing slots (likewise) into which they point.
+//! lives as long as the `Rc`) and bounce buffers (likewise) into which they point.
 //! Nothing outside can free any of these while the kernel works on it, and dropping the ring waits.
 //!
 //! Whether the *pages* are there is another matter: that is the lease, which
@@ -36,7 +36,7 @@ use crate::memory::{DeviceMemory, OutsideMemory, Span};
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use libc::iovec;
 use pagetide_addr::{Gpa, PAGE_BYTES};
-use pagetide_vpri::LandingArea;
+use pagetide_vpri::BounceArea;
 use std::{
     io,
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},
@@ -82,9 +82,9 @@ pub(crate) enum Operation {
 pub(crate) enum Piece {
     /// Guest memory.
     Guest(Span),
-    /// Landing slots, from number `first` on.
+    /// Bounce buffers, from number `first` on.
     Slots {
-        area: Arc<LandingArea>,
+        area: Arc<BounceArea>,
         first: u32,
         len: u32,
     },
@@ -95,7 +95,7 @@ pub(crate) enum Piece {
 pub(crate) struct Dma {
     memory: Rc<DeviceMemory>,
     /// Areas that vectors point into, too.
-    areas: Vec<Arc<LandingArea>>,
+    areas: Vec<Arc<BounceArea>>,
     vectors: Vec<iovec>,
     /// Vectors before this one are done.
     first: usize,
@@ -126,7 +126,7 @@ impl Dma {
         Ok(())
     }
 
-    /// Starts anew for guest memory and landing slots, as they come.
+    /// Starts anew for guest memory and bounce buffers, as they come.
     pub fn aim_apart(
         &mut self,
         memory: &Rc<DeviceMemory>,
@@ -165,7 +165,7 @@ impl Dma {
 
     fn add_slots(
         &mut self,
-        area: &Arc<LandingArea>,
+        area: &Arc<BounceArea>,
         first: u32,
         len: u32,
     ) -> Result<(), OutsideMemory> {

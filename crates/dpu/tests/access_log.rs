@@ -6,7 +6,7 @@ mod support;
 use pagetide_addr::Access;
 use pagetide_dpu::Writes;
 use pagetide_vpri::{
-    AccessLog, AccessSource, Wanted,
+    AccessLog, AccessSource, Logging,
     wire::{LogRecord, Service},
 };
 use std::sync::Arc;
@@ -35,7 +35,7 @@ fn data_of_transfers_is_told_in_joined_pieces_while_it_is_wanted() {
     queue.submit(&guest, &request.parts(WRITE));
     queue.wait_used(&guest);
     assert!(!log.has_any(), "nobody wants to know");
-    log.want(Wanted::Yes);
+    log.want(Logging::On);
     // A read into two pieces that follow one another and one that lies apart.
     let data = request.data;
     let [header, status] = [(request.header, 16, 0), (request.status, 1, WRITE)];
@@ -82,7 +82,7 @@ fn flush_and_a_request_without_data_are_no_accesses() {
     let rig = Rig::new(1);
     let log = Arc::new(AccessLog::new(1));
     rig.dpu.set_access_log(&log).unwrap();
-    log.want(Wanted::Yes);
+    log.want(Logging::On);
     let socket = rig.add("disk", 1, Writes::Taken);
     let mut guest = Guest::new();
     let mut connection = Connection::open(&socket, &mut guest, 1, F_EVENT_IDX);

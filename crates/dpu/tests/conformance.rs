@@ -19,12 +19,12 @@ fn function_with_a_disk_that_pauses_and_lands_reads_passes_as_well() {
     passes(OnFault::Pause, 64);
 }
 
-fn passes(on_fault: OnFault, landing_slots: u32) {
+fn passes(on_fault: OnFault, bounce_buffers: u32) {
     let dir = tempfile::tempdir().unwrap();
     let domains = Arc::new(DomainTable::new(1));
     let bell = Arc::new(Doorbell::new().unwrap());
     let mut config = DpuConfig::new(dir.path().to_owned());
-    config.landing_slots = landing_slots;
+    config.bounce_buffers = bounce_buffers;
     let (dpu, hosts) = Dpu::start(&config, Arc::clone(&domains), &bell).unwrap();
     let function = FunctionServer::start(FunctionParts {
         socket: dir.path().join("vpri.sock"),

@@ -30,7 +30,7 @@ const FIRST_NUMBER: u32 = 1 << 16;
 
 /// Where a device stands. Guarded as one: a device moves between spaces as a whole.
 #[derive(Default)]
-pub(crate) struct Standing {
+pub(crate) struct DeviceState {
     /// The spaces it is attached to.
     pub(crate) attached: Vec<Place>,
     /// The one it is active in.
@@ -45,7 +45,7 @@ pub(crate) struct Place {
     pub(crate) own_table: Option<TableId>,
 }
 
-impl Standing {
+impl DeviceState {
     pub(crate) fn is_attached(&self, space: &AddressSpace) -> bool {
         self.attached
             .iter()
@@ -86,7 +86,7 @@ pub struct Device {
     mmu: Arc<dyn Mmu>,
     limits: MmuLimits,
     pools: RwLock<Vec<Arc<FramePool>>>,
-    pub(crate) standing: Mutex<Standing>,
+    pub(crate) standing: Mutex<DeviceState>,
 }
 
 impl Device {
@@ -107,7 +107,7 @@ impl Device {
             limits: mmu.limits(),
             mmu,
             pools: RwLock::new(Vec::new()),
-            standing: Mutex::new(Standing::default()),
+            standing: Mutex::new(DeviceState::default()),
         })
     }
 

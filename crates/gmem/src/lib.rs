@@ -36,9 +36,9 @@ pub use mmu::{
 };
 pub use paging::{
     Admission, Committed, Content, ContentStore, EvictionError, EvictionRound, Fault, FaultOutcome,
-    GrowthError, Incidents, Installed, MemoryCounters, MemoryParts, NoRoom, Overwritten, PageTable,
-    PageWord, PagedMemory, Place, PlaceError, Reply, State, StoreError, Unlimited, VolatileWords,
-    WordArray, neighbours::Neighbours, recovery,
+    GrowthError, Incidents, Installed, MemoryCounters, MemoryParts, NoRoom, Overwritten, PageState,
+    PageTable, PageWord, PagedMemory, Place, PlaceError, Reply, StoreError, Unlimited,
+    VolatileWords, WordArray, neighbours::Neighbours, recovery,
 };
 pub use region::{MapOptions, Mapped, Placement, Protection, Region};
 pub use set::MappingSet;

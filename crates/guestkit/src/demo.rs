@@ -24,7 +24,7 @@ use crate::guest::{Guest, GuestError};
 use crate::image::{self, Image, ImageError, repository};
 use crate::product::{Product, ProductError, is_listening};
 use crate::qemu::{Disk, GuestSpec, is_ram};
-use crate::report::{LEAST_FAULTS, Report, Wanted, mib};
+use crate::report::{DemoGoals, LEAST_FAULTS, Report, mib};
 use crate::sampler::Sampler;
 use crate::stage::RunFolder;
 
@@ -114,8 +114,8 @@ pub struct Options {
 impl Options {
     /// What the report must show.
     #[must_use]
-    pub fn wanted(&self) -> Wanted {
-        Wanted {
+    pub fn wanted(&self) -> DemoGoals {
+        DemoGoals {
             squeezed_seconds: f64::from(self.seconds),
             iopfs: if self.device == Device::Disk {
                 LEAST_FAULTS
@@ -274,7 +274,7 @@ impl Demo {
                     resident: mib(resident),
                     seconds: SQUEEZE_TIMEOUT.as_secs(),
                     limit: mib(self.report.limit_bytes),
-                    bars: vm["eviction_bars"].to_string(),
+                    bars: vm["eviction_blockers"].to_string(),
                     log: self.product.log_tail(),
                 });
             }

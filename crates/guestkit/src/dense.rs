@@ -193,7 +193,7 @@ fn squeeze(product: &Product, limit_bytes: u64) -> Result<f64, DenseError> {
                 resident: mib(now),
                 seconds: PATIENCE.as_secs(),
                 limit: mib(limit_bytes),
-                bars: vm["eviction_bars"].to_string(),
+                bars: vm["eviction_blockers"].to_string(),
             });
         }
         thread::sleep(LOOK);

@@ -40,6 +40,27 @@ pub struct Program {
     pub name: &'static str,
 }
 
+/// Loads on CPU and memory.
+pub const STRESS_NG: Program = Program {
+    package: "stress-ng",
+    path: "/usr/bin/stress-ng",
+    name: "bin/stress-ng",
+};
+
+/// The server of redis. It and the checker of its files are one program, which looks at its name.
+pub const REDIS_SERVER: Program = Program {
+    package: "redis-tools",
+    path: "/usr/bin/redis-check-rdb",
+    name: "bin/redis-server",
+};
+
+/// Redis' own load.
+pub const REDIS_BENCHMARK: Program = Program {
+    package: "redis-tools",
+    path: "/usr/bin/redis-benchmark",
+    name: "bin/redis-benchmark",
+};
+
 impl Program {
     /// The program and its shared objects.
     ///

@@ -162,6 +162,16 @@ pub enum Disk {
     VhostUser(PathBuf),
 }
 
+/// Where the port of the guest's work ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Port {
+    /// At a socket that QEMU listens on ([`Paths::port`]).
+    #[default]
+    Socket,
+    /// At QEMU's input and output.
+    Stdio,
+}
+
 /// A guest to be started.
 #[derive(Clone, Debug)]
 pub struct GuestSpec {
@@ -183,6 +193,8 @@ pub struct GuestSpec {
     pub spare_ram_bytes: u64,
     /// User that QEMU becomes after it has opened everything.
     pub run_as: Option<String>,
+    /// Where one speaks with its work.
+    pub port: Port,
     /// More words for QEMU.
     pub extra: Vec<String>,
 }
@@ -199,6 +211,7 @@ impl Default for GuestSpec {
             free_page_reporting: false,
             spare_ram_bytes: 0,
             run_as: None,
+            port: Port::default(),
             extra: Vec::new(),
         }
     }
@@ -266,13 +279,14 @@ pub fn arguments(
         format!("unix:{},server=on,wait=off", paths.qmp.display()),
     );
     option("-serial", format!("file:{}", paths.console.display()));
-    option(
-        "-chardev",
-        format!(
+    let port = match spec.port {
+        Port::Socket => format!(
             "socket,id=port,path={},server=on,wait=off",
             paths.port.display()
         ),
-    );
+        Port::Stdio => "stdio,id=port,signal=off".to_owned(),
+    };
+    option("-chardev", port);
     option("-serial", "chardev:port".to_owned());
     for (name, value) in disk(spec, version) {
         option(name, value);

@@ -100,7 +100,7 @@ pub struct Report {
 
 /// What a run of the demo was to show.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Wanted {
+pub struct DemoGoals {
     /// Seconds to be squeezed.
     pub squeezed_seconds: f64,
     /// Fewest I/O page faults; 0 without a device.
@@ -134,7 +134,7 @@ impl Report {
 
     /// Each condition that does not hold, as a sentence.
     #[must_use]
-    pub fn failures(&self, wanted: &Wanted) -> Vec<String> {
+    pub fn failures(&self, wanted: &DemoGoals) -> Vec<String> {
         self.amounts(wanted)
             .into_iter()
             .chain(self.soundness())
@@ -144,7 +144,7 @@ impl Report {
     }
 
     /// Whether there was enough of everything.
-    fn amounts(&self, wanted: &Wanted) -> [(bool, String); 6] {
+    fn amounts(&self, wanted: &DemoGoals) -> [(bool, String); 6] {
         let (limit, most) = (self.limit_bytes, self.resident_max_after_bytes);
         let (seconds, enough) = (self.squeezed_seconds, wanted.squeezed_seconds);
         let (faults, iopfs) = (self.vcpu_faults, self.iopfs);
@@ -324,7 +324,7 @@ mod tests {
         }
     }
 
-    const WANTED: Wanted = Wanted {
+    const WANTED: DemoGoals = DemoGoals {
         squeezed_seconds: 30.0,
         iopfs: 1_000,
     };

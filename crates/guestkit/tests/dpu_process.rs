@@ -70,7 +70,7 @@ fn dpu_process_killed_in_the_middle_is_replaced_and_no_request_is_lost() {
         stage.dpu.as_mut().expect("a DPU process").kill();
         let barred = || {
             let vm = stage.product.show(VM)?;
-            Ok(vm["eviction_bars"].to_string().contains("DPU"))
+            Ok(vm["eviction_blockers"].to_string().contains("DPU"))
         };
         stage
             .until("eviction to rest without the DPU", PATIENCE, barred)
@@ -81,7 +81,7 @@ fn dpu_process_killed_in_the_middle_is_replaced_and_no_request_is_lost() {
         stage
             .until("the disk's socket open again", PATIENCE, listening)
             .expect("a disk");
-        let evicting = || Ok(stage.product.show(VM)?["eviction_bars"] == serde_json::json!([]));
+        let evicting = || Ok(stage.product.show(VM)?["eviction_blockers"] == serde_json::json!([]));
         stage
             .until("eviction to go on", PATIENCE, evicting)
             .expect("no bar");
@@ -193,7 +193,7 @@ fn both_killed_and_started_again_in_either_order_go_on_and_no_request_is_lost() 
         if matches!(first, First::Daemon) {
             stage.product.run().expect("a daemon");
             let barred = || {
-                Ok(stage.product.show(VM)?["eviction_bars"]
+                Ok(stage.product.show(VM)?["eviction_blockers"]
                     .to_string()
                     .contains("DPU"))
             };
@@ -210,7 +210,7 @@ fn both_killed_and_started_again_in_either_order_go_on_and_no_request_is_lost() 
         stage
             .until("the disk's socket open again", PATIENCE, listening)
             .expect("a disk");
-        let evicting = || Ok(stage.product.show(VM)?["eviction_bars"] == serde_json::json!([]));
+        let evicting = || Ok(stage.product.show(VM)?["eviction_blockers"] == serde_json::json!([]));
         stage
             .until("eviction to go on", PATIENCE, evicting)
             .expect("no bar");

@@ -77,7 +77,7 @@ fn until_known(stage: &Stage, files: usize, ram_bytes: u64) {
 }
 
 fn bars(stage: &Stage) -> Vec<String> {
-    said_of_vm(stage, "eviction_bars")
+    said_of_vm(stage, "eviction_blockers")
 }
 
 fn said_of_vm(stage: &Stage, field: &str) -> Vec<String> {

@@ -184,7 +184,12 @@ fn detach_that_is_interrupted_stops_and_the_vm_is_served_and_squeezed_as_before(
     assert!(stopped, "no detach took long enough to be stopped");
     let vm = scene.show();
     assert_eq!(vm["state"], "attached", "{vm}");
-    assert!(vm["eviction_bars"].as_array().expect("a list").is_empty());
+    assert!(
+        vm["eviction_blockers"]
+            .as_array()
+            .expect("a list")
+            .is_empty()
+    );
     evict(&scene);
     scene.product.detach(VM).expect("detach");
     scene.guest.verify().expect("each byte is right");

@@ -29,7 +29,7 @@ fn tmpfs_that_fills_up_ends_eviction_with_a_word_and_the_guest_verifies_all() {
     stage.product.attach(guest.pid(), VM).expect("attach");
     let limit = limit_to_half(&stage, &guest);
     let full = || {
-        let bars = stage.product.show(VM)?["eviction_bars"].to_string();
+        let bars = stage.product.show(VM)?["eviction_blockers"].to_string();
         Ok(bars.contains("full"))
     };
     stage

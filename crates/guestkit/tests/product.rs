@@ -130,7 +130,7 @@ fn vmm_with_a_direct_io_image_is_served_but_not_evicted_and_says_so() {
     work(&mut guest, 200 << 20);
     let vm = stage.product.show("vm").expect("show");
     assert!(
-        vm["eviction_bars"]
+        vm["eviction_blockers"]
             .as_array()
             .is_some_and(|bars| !bars.is_empty()),
         "{vm}"
@@ -148,7 +148,7 @@ fn direct_io_file_that_the_vmm_opens_later_bars_eviction_until_it_is_closed() {
     let mut guest = working_guest(&mut stage, &small());
     squeeze(&stage, &guest);
     // Eviction may rest for other reasons for a while, which are not what this is about.
-    let barred = |vm: &Value| vm["eviction_bars"].to_string().contains("direct I/O");
+    let barred = |vm: &Value| vm["eviction_blockers"].to_string().contains("direct I/O");
     let before = stage.product.show(VM).expect("show");
     assert!(!barred(&before), "{before}");
     let mut qmp = guest.qmp().expect("QMP");

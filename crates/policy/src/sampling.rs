@@ -105,7 +105,7 @@ impl Sample {
     fn pages(&self, section: SectionNo) -> PageSet {
         let mut pages = PageSet::EMPTY;
         for at in &self.at[..usize::from(self.count)] {
-            pages.insert(PageNo(section.0 * SECTION_PAGES + u64::from(*at)));
+            pages.insert(section.first_page().plus(u64::from(*at)));
         }
         pages
     }
@@ -352,13 +352,14 @@ fn nanos(time: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_addr::to_usize;
 
     const SECOND: Duration = Duration::from_secs(1);
 
     fn set(section: SectionNo, at: impl IntoIterator<Item = u64>) -> PageSet {
         let mut set = PageSet::EMPTY;
         for at in at {
-            set.insert(PageNo(section.0 * SECTION_PAGES + at));
+            set.insert(section.first_page().plus(at));
         }
         set
     }
@@ -379,12 +380,12 @@ mod tests {
                 assert_eq!(pages.len(), present.len().min(8));
                 for page in pages.pages(section) {
                     assert!(present.contains(page));
-                    seen[PageNo(page.0 % 512).index()] += 1;
+                    seen[to_usize(page.0 % 512)] += 1;
                 }
             }
             let expected = 4000.0 * 8.0_f64.min(present.len() as f64) / present.len() as f64;
             for page in present.pages(section) {
-                let seen = f64::from(seen[PageNo(page.0 % 512).index()]);
+                let seen = f64::from(seen[to_usize(page.0 % 512)]);
                 assert!(
                     (0.4..1.8).contains(&(seen / expected)),
                     "{page} {seen} {expected}"
@@ -422,7 +423,7 @@ mod tests {
             sampler.begin((0..8).map(SectionNo));
             let mut assumed = 0;
             while let Some(section) = sampler.next(&sets) {
-                looked[PageNo(section.0).index()] += 1;
+                looked[to_usize(section.0)] += 1;
             }
             for section in sampler.end().unwrap() {
                 assert!(section.0 >= 6);

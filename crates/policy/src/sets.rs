@@ -94,7 +94,7 @@ pub enum Drift {
 
 /// What is kept of a section.
 #[derive(Clone, Copy, Default, Debug)]
-struct Standing {
+struct SectionHeat {
     /// The drift after which it is cold; [`NEVER`] if it has no pages.
     cold_after: u32,
     /// The last scan that saw it touched, or the last look that found it there. The numbers come round
@@ -114,7 +114,7 @@ const RIPENING_FIRST: usize = 2;
 /// The sets of one VM. A section takes some 16 bytes (see `dense_links.rs`).
 #[derive(Debug, Default)]
 pub struct HotColdSets {
-    sections: DenseLinks<Standing>,
+    sections: DenseLinks<SectionHeat>,
     lists: [List; RIPENING_FIRST + RIPENING],
     /// At most one a second: there are enough numbers for 136 years.
     drifts: u32,
@@ -159,7 +159,7 @@ impl HotColdSets {
             } else {
                 let cold_after = self.drifts + Level::Active.drifts_to_cold();
                 let list = &mut self.lists[ripening(cold_after)];
-                let standing = Standing { cold_after, mark };
+                let standing = SectionHeat { cold_after, mark };
                 self.sections.insert_last(list, section, standing);
                 there += 1;
             }

@@ -88,9 +88,9 @@ impl Observer for Nobody {
 }
 
 /// A function that is told every step.
-pub(crate) struct Told<'a>(pub(crate) &'a mut dyn FnMut(StepRecord));
+pub(crate) struct CallbackObserver<'a>(pub(crate) &'a mut dyn FnMut(StepRecord));
 
-impl Observer for Told<'_> {
+impl Observer for CallbackObserver<'_> {
     fn step(&mut self, moment: Moment, step: Step, page: &Page) {
         (self.0)(StepRecord {
             time_ns: moment.now_ns,

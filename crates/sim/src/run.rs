@@ -8,7 +8,7 @@ use crate::error::SimError;
 use crate::hypersio::{Hypersio, ProgramFifo, ProgramHeap};
 use crate::machine::Machine;
 use crate::next_use::NextUses;
-use crate::observe::{Nobody, Observer, StepRecord, Told};
+use crate::observe::{CallbackObserver, Nobody, Observer, StepRecord};
 use crate::outcome::Outcome;
 use crate::paper::Paper;
 
@@ -38,7 +38,7 @@ pub fn run_told(
     trace: TraceInput<'_>,
     told: &mut dyn FnMut(StepRecord),
 ) -> Result<Outcome, SimError> {
-    dispatch(config, trace, Told(told))
+    dispatch(config, trace, CallbackObserver(told))
 }
 
 fn dispatch<O: Observer>(

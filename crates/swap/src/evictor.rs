@@ -20,7 +20,7 @@ use crate::{
     store::{PoolStore, PutError},
     tier::{PAGE, Packer},
 };
-use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo, to_usize};
 use pagetide_gmem::{Content, ContentStore, EvictionError, EvictionRound, PagedMemory, PlaceError};
 use std::sync::Arc;
 
@@ -67,7 +67,7 @@ impl Evictor {
     /// An evictor of `space` into `store`.
     #[must_use]
     pub fn new(space: Arc<PagedMemory>, store: Arc<PoolStore>) -> Self {
-        let pages = vec![0; PageNo(BATCH_PAGES).index() * PAGE].into();
+        let pages = vec![0; to_usize(BATCH_PAGES) * PAGE].into();
         Self {
             space,
             store,
@@ -118,7 +118,7 @@ impl Evictor {
         for run in begun.runs(section) {
             let mut first = run.start;
             while first < run.end {
-                let end = run.end.min(PageNo(first.0 + BATCH_PAGES));
+                let end = run.end.min(first.plus(BATCH_PAGES));
                 let before = report.evicted_pages;
                 self.evict_batch(&mut round, PageRange::new(first, end), &mut report)?;
                 progress(report.evicted_pages - before);
@@ -140,9 +140,9 @@ impl Evictor {
         if !pages.iter().any(|page| candidates.contains(page)) {
             return Ok(());
         }
-        let bytes = &mut self.pages[..PageNo(pages.bytes()).index()];
+        let bytes = &mut self.pages[..to_usize(pages.bytes())];
         round.read(pages, bytes)?;
-        let mut batch: Vec<(PageNo, Content)> = Vec::with_capacity(PageNo(pages.len()).index());
+        let mut batch: Vec<(PageNo, Content)> = Vec::with_capacity(to_usize(pages.len()));
         let mut full = None;
         for (page, content) in pages.iter().zip(bytes.as_chunks::<PAGE>().0) {
             if !candidates.contains(page) {
@@ -180,7 +180,7 @@ impl Evictor {
 /// Leaves the first `pages_max` pages in the set.
 fn trim_to(set: &mut PageSet, section: SectionNo, pages_max: u64) {
     if set.len() > pages_max {
-        let surplus: Vec<PageNo> = set.pages(section).skip(PageNo(pages_max).index()).collect();
+        let surplus: Vec<PageNo> = set.pages(section).skip(to_usize(pages_max)).collect();
         for page in surplus {
             set.remove(page);
         }

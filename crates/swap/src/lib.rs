@@ -4,7 +4,7 @@
 //! - [`pool`]: the metadata pool, one file per VM that outlives the daemon: page
 //!   words, identity of the VM, stored content.
 //! - [`slots`]: room for stored content within the pool.
-//! - [`tier`]: what stored content looks like: zero, lz4, verbatim; always with a CRC.
+//! - [`tier`]: what stored content looks like: zero, lz4, uncompressed; always with a CRC.
 //! - [`store`]: pool, slots and tiers together as gmem's `ContentStore`.
 //! - [`limit`]: the VM's limit with its marks.
 //! - [`cgroup`]: what the memory cgroups of this process allow it; [`room`]: whether content may

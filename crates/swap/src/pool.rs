@@ -297,7 +297,7 @@ impl Pool {
         } = extent;
         let words_at = HEADER_BYTES;
         let content_at = (words_at + capacity_pages * 8).next_multiple_of(CHUNK_BYTES);
-        // Every page verbatim in slots of 65 units, 15 to a chunk, and a chunk for each slot size.
+        // Every page uncompressed in slots of 65 units, 15 to a chunk, and a chunk for each slot size.
         let content_bytes = (capacity_pages.div_ceil(15) + 128) * CHUNK_BYTES;
         let length = content_at + content_bytes;
         rustix::fs::ftruncate(&file, length).map_err(|source| at(path, "ftruncate", source))?;

@@ -390,13 +390,28 @@ impl Reclaimer {
         Ok(())
     }
 
-    /// A sweep at once, over all sections, whatever it costs.
+    /// A sweep at once, over all sections, whatever it costs. `go_on` is asked after every few of them.
     ///
     /// # Errors
     /// The tracker's.
-    pub fn sweep(&mut self, clock: impl Fn() -> Duration) -> Result<(), TrackerError> {
+    pub fn sweep(
+        &mut self,
+        clock: impl Fn() -> Duration,
+        go_on: impl Fn() -> bool,
+    ) -> Result<(), TrackerError> {
         self.begin_sweep();
-        self.sample_part(&clock, u64::MAX)
+        let before = self.heat.report().sweeps;
+        while self.heat.report().sweeps == before && go_on() {
+            self.sample_part(&clock, SAMPLE_BATCH)?;
+        }
+        Ok(())
+    }
+
+    /// True as long as nothing tells hot memory from cold: a section is known when it was looked at
+    /// twice.
+    #[must_use]
+    pub fn knows_nothing(&self) -> bool {
+        self.heat.report().sweeps < 2
     }
 
     fn look_at_empty(&mut self) {

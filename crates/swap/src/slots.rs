@@ -27,7 +27,7 @@ pub const SLOT_UNIT_BYTES: u64 = 64;
 pub const CHUNK_BYTES: u64 = 64 << 10;
 const UNITS_PER_CHUNK: u32 = 1024;
 const _: () = assert!(CHUNK_BYTES == SLOT_UNIT_BYTES * UNITS_PER_CHUNK as u64);
-/// Most units a slot can have: a page stored verbatim with its CRC.
+/// Most units a slot can have: a page stored uncompressed with its CRC.
 pub const SLOT_UNITS_MAX: u32 = 65;
 const BITMAP_WORDS: usize = 16;
 

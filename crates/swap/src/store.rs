@@ -46,7 +46,7 @@ pub struct TierCounts {
     /// Pages compressed.
     pub lz4_pages: AtomicU64,
     /// Pages as they are.
-    pub verbatim_pages: AtomicU64,
+    pub uncompressed_pages: AtomicU64,
     /// Bytes stored for both, CRCs included.
     pub stored_bytes: AtomicU64,
 }
@@ -209,7 +209,7 @@ impl PoolStore {
 
     fn count(&self, located: Located, sign: i64) {
         let counter = match located.tier() {
-            Tier::Verbatim => &self.counts.verbatim_pages,
+            Tier::Uncompressed => &self.counts.uncompressed_pages,
             Tier::Lz4 | Tier::Zero => &self.counts.lz4_pages,
         };
         counter.fetch_add(sign.cast_unsigned(), Relaxed);
@@ -262,7 +262,7 @@ impl ContentStore for PoolStore {
         match Located::of(content).tier() {
             Tier::Zero => pagetide_addr::Tier::Zero,
             Tier::Lz4 => pagetide_addr::Tier::Compressed,
-            Tier::Verbatim => pagetide_addr::Tier::Verbatim,
+            Tier::Uncompressed => pagetide_addr::Tier::Uncompressed,
         }
     }
 }
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn stored_page_tells_whether_it_is_compressed_or_verbatim() {
+    fn stored_page_tells_whether_it_is_compressed_or_uncompressed() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let pool = Arc::new(Pool::create(&dir.path().join("b.pool"), 64, 3, b"").unwrap());
         let store = PoolStore::new(pool);
@@ -315,7 +315,7 @@ mod tests {
             (text, pagetide_addr::Tier::Compressed),
             (
                 std::array::from_fn(&mut noisy),
-                pagetide_addr::Tier::Verbatim,
+                pagetide_addr::Tier::Uncompressed,
             ),
         ] {
             let packed = packer.pack(store.seed(), PageNo(0), &page).unwrap();

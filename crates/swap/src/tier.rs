@@ -5,7 +5,7 @@
 //! |---|---|---|
 //! | zero | `Content::ZERO` | nothing |
 //! | lz4 | slot, length | CRC-32C, then an lz4 block |
-//! | verbatim | slot, length 4,096 | CRC-32C, then the page: it does not compress |
+//! | uncompressed | slot, length 4,096 | CRC-32C, then the page: it does not compress |
 //!
 //! ```text
 //!   Content (56 bits):   │ slot in 64-byte units: 42 │ bytes stored, less 1: 14 │
@@ -25,7 +25,7 @@ const CRC_BYTES: usize = 4;
 /// Largest stored form of a page.
 pub const STORED_BYTES_MAX: usize = CRC_BYTES + PAGE;
 const LENGTH_BITS: u32 = 14;
-/// An lz4 block longer than this saves too little: the page is stored verbatim, and comes back
+/// An lz4 block longer than this saves too little: the page is stored uncompressed, and comes back
 /// without decompression.
 const LZ4_BYTES_MAX: usize = 3 * PAGE / 4 + 512;
 static ZERO_PAGE: [u8; PAGE] = [0; PAGE];
@@ -38,7 +38,7 @@ pub enum Tier {
     /// Compressed.
     Lz4,
     /// As it is.
-    Verbatim,
+    Uncompressed,
 }
 
 /// Where and how long a stored content is.
@@ -75,7 +75,7 @@ impl Located {
     #[must_use]
     pub fn tier(self) -> Tier {
         if self.bytes as usize == STORED_BYTES_MAX {
-            Tier::Verbatim
+            Tier::Uncompressed
         } else {
             Tier::Lz4
         }
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn noise_is_stored_verbatim_and_text_is_not() {
+    fn noise_is_stored_uncompressed_and_text_is_not() {
         let mut packer = Packer::default();
         let lengths: Vec<usize> = texts()
             .iter()

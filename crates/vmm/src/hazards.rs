@@ -33,7 +33,7 @@ const INIT: u32 = 1;
 
 /// Why nothing of a VM may be evicted at the moment.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum EvictionBar {
+pub enum EvictionBlocker {
     /// Pinned memory.
     #[error(
         "the VMM has {kib} KiB of pinned memory (VmPin): a device or io_uring may write to it at \
@@ -141,7 +141,7 @@ pub fn check(
     vmm: &VmmProcess,
     layout: &RamLayout,
     ours: &[u32],
-) -> Result<Vec<EvictionBar>, Refusal> {
+) -> Result<Vec<EvictionBlocker>, Refusal> {
     let pid = vmm.pid();
     let mut bars = Vec::new();
     let status = in_proc(pid)
@@ -151,26 +151,26 @@ pub fn check(
         status
             .vmpin
             .filter(|kib| *kib > 0)
-            .map(|kib| EvictionBar::Pinned { kib }),
+            .map(|kib| EvictionBlocker::Pinned { kib }),
     );
     bars.extend(
         status
             .vmlck
             .filter(|kib| *kib > 0)
-            .map(|kib| EvictionBar::Locked { kib }),
+            .map(|kib| EvictionBlocker::Locked { kib }),
     );
     descriptors(pid, &mut bars).map_err(|e| Refusal::looking(pid, "list the descriptors", e))?;
     let change = layout.maps_change(vmm)?;
-    bars.extend(change.map(|change| EvictionBar::MapsChanged { change }));
+    bars.extend(change.map(|change| EvictionBlocker::MapsChanged { change }));
     let others = who_else_maps(vmm, layout, ours)?;
     bars.extend(
         others
             .into_iter()
-            .map(|OtherProcess { pid, name }| EvictionBar::MappedByAnother { pid, name }),
+            .map(|OtherProcess { pid, name }| EvictionBlocker::MappedByAnother { pid, name }),
     );
     let reach =
         swap::in_reach(pid, layout).map_err(|e| Refusal::looking(pid, "find the cgroup", e))?;
-    bars.extend(reach.map(EvictionBar::Swap));
+    bars.extend(reach.map(EvictionBlocker::Swap));
     vmm.still_runs()?;
     Ok(bars)
 }
@@ -188,7 +188,7 @@ pub fn pinned_bytes(vmm: &VmmProcess) -> Result<u64, Refusal> {
 }
 
 /// Adds what the VMM's open descriptors forbid.
-fn descriptors(pid: u32, bars: &mut Vec<EvictionBar>) -> io::Result<()> {
+fn descriptors(pid: u32, bars: &mut Vec<EvictionBlocker>) -> io::Result<()> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let entry = entry?;
         // A descriptor closed since it was listed bars nothing.
@@ -197,7 +197,7 @@ fn descriptors(pid: u32, bars: &mut Vec<EvictionBar>) -> io::Result<()> {
         };
         let path = target.to_string_lossy().into_owned();
         if let Some(what) = dma_device(&path) {
-            bars.push(EvictionBar::Device { what, path });
+            bars.push(EvictionBlocker::Device { what, path });
             continue;
         }
         let number = entry.file_name();
@@ -215,7 +215,7 @@ fn descriptors(pid: u32, bars: &mut Vec<EvictionBar>) -> io::Result<()> {
         let on_storage = fs::metadata(entry.path())
             .is_ok_and(|stat| stat.is_file() || stat.file_type().is_block_device());
         if on_storage {
-            bars.push(EvictionBar::DirectFile { fd, path });
+            bars.push(EvictionBlocker::DirectFile { fd, path });
         }
     }
     Ok(())

@@ -238,8 +238,9 @@ impl RamLayout {
     /// # Errors
     /// [`LayoutError::Taken`].
     pub fn with(&self, new: &NewRam, first: PageNo) -> Result<Self, LayoutError> {
-        let end = first.0.checked_add(new.page_count());
-        let pages = PageRange::new(first, PageNo(end.unwrap_or(first.0)));
+        // Of RAM that would lie past the last number there is: none.
+        let fits = first.0.checked_add(new.page_count()).is_some();
+        let pages = first.run(if fits { new.page_count() } else { 0 });
         let taken = |file: &RamFile| file.key == new.key() || overlap(file.pages, pages);
         if pages.is_empty() || self.files.iter().any(taken) {
             return Err(LayoutError::Taken {
@@ -261,7 +262,7 @@ impl RamLayout {
             mapping.file += usize::from(mapping.file >= at);
         }
         let more = new.mappings().iter().map(|mapping| {
-            let page = PageNo(first.0 + (mapping.file_offset >> PAGE_SHIFT));
+            let page = first.plus(mapping.file_offset >> PAGE_SHIFT);
             let file = at;
             (page, RamMapping { file, ..*mapping })
         });
@@ -365,8 +366,7 @@ impl RamLayout {
             .iter()
             .take_while(move |(start, _)| *start < pages.end)
             .filter_map(move |(start, mapping)| {
-                let all =
-                    PageRange::new(*start, PageNo(start.0 + (mapping.len_bytes >> PAGE_SHIFT)));
+                let all = PageRange::new(*start, start.plus(mapping.len_bytes >> PAGE_SHIFT));
                 let part = all.intersect(pages);
                 let within = (part.start.0.checked_sub(start.0)?) << PAGE_SHIFT;
                 (!part.is_empty()).then_some(Piece {
@@ -383,7 +383,7 @@ impl RamLayout {
     pub fn page_at(&self, hva: Hva) -> Option<PageNo> {
         self.mappings.iter().find_map(|(start, mapping)| {
             let within = hva.offset_from(mapping.hva)?;
-            (within < mapping.len_bytes).then_some(PageNo(start.0 + (within >> PAGE_SHIFT)))
+            (within < mapping.len_bytes).then_some(start.plus(within >> PAGE_SHIFT))
         })
     }
 
@@ -391,7 +391,7 @@ impl RamLayout {
     #[must_use]
     pub fn page_in_file(&self, key: FileKey, offset: u64) -> Option<PageNo> {
         let file = self.file(key)?;
-        let page = PageNo(file.pages.start.0 + (offset >> PAGE_SHIFT));
+        let page = file.pages.start.plus(offset >> PAGE_SHIFT);
         file.pages.contains(page).then_some(page)
     }
 }

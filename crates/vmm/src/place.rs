@@ -12,12 +12,14 @@
 //!
 //! | answer of the kernel | what it means here |
 //! |---|---|
-//! | `EEXIST` | [`Installed::AlreadyThere`]; nobody is woken, for it may be an intruder's page |
+//! | `EEXIST` | [`Installed::AlreadyThere`]; nobody is woken, for it may be a foreign page's page |
 //! | `EAGAIN` | the address space is changing (`mmap` in the VMM): tried again, a bounded number of times |
 //! | `ESRCH`  | the VMM has ended: `Gone` |
 
 use crate::layout::{LiveLayout, Piece, RamLayout};
-use pagetide_addr::{Access, Hva, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{
+    Access, Hva, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo, to_usize,
+};
 use pagetide_gmem::{
     Backing, Installed, Mmu, MmuError, MmuLimits, Place, PlaceError, Restrict, Restricted, TableId,
 };
@@ -70,7 +72,7 @@ impl VmPlace {
         for tried in 0..MOST_TRIES {
             match call().map_err(|e| kernel(operation, piece.pages)(source_of(e)))? {
                 FillOutcome::Filled { bytes } => return Ok(bytes >> PAGE_SHIFT),
-                // Whoever waits goes on waiting: it may be an intruder's page.
+                // Whoever waits goes on waiting: it may be a foreign page's page.
                 FillOutcome::AlreadyThere => return Ok(0),
                 FillOutcome::Gone => return Err(PlaceError::Gone),
                 FillOutcome::Retry => rest(tried),
@@ -134,7 +136,7 @@ impl Place for VmPlace {
         assert_eq!(content.len() as u64, pages.bytes(), "content of each page");
         let mut installed = 0;
         for piece in self.layout.look().pieces(pages) {
-            let from = PageNo(piece.pages.start.0 - pages.start.0).byte_offset();
+            let from = piece.pages.start.since(pages.start) * PAGE_BYTES;
             let part = bytes_of(content, from, piece.pages.bytes());
             let filled = self.fill("UFFDIO_COPY", &piece, || {
                 self.userfaultfd.copy(piece.hva, part)
@@ -158,7 +160,7 @@ impl Place for VmPlace {
         assert_eq!(into.len() as u64, pages.bytes(), "room for each page");
         let layout = self.layout.look();
         for piece in layout.pieces(pages) {
-            let from = PageNo(piece.pages.start.0 - pages.start.0).byte_offset();
+            let from = piece.pages.start.since(pages.start) * PAGE_BYTES;
             let (start, len) = (index(from), index(piece.pages.bytes()));
             file(&layout, &piece)
                 .read_at(piece.file_offset, &mut into[start..start + len])
@@ -303,10 +305,7 @@ impl VcpuMmu {
         for (first, end) in runs {
             let part = Piece {
                 hva: Hva(piece.hva.0 + PageNo(first).byte_offset()),
-                pages: PageRange::new(
-                    PageNo(piece.pages.start.0 + first),
-                    PageNo(piece.pages.start.0 + end),
-                ),
+                pages: PageRange::new(piece.pages.start.plus(first), piece.pages.start.plus(end)),
                 file_offset: piece.file_offset + PageNo(first).byte_offset(),
                 ..*piece
             };
@@ -389,7 +388,7 @@ const fn installed(filled: u64) -> Installed {
 
 const fn index(bytes: u64) -> usize {
     // PageNo::index is the one place that turns 64-bit numbers into indices.
-    PageNo(bytes).index()
+    to_usize(bytes)
 }
 
 fn bytes_of(content: &[u8], from: u64, len: u64) -> &[u8] {

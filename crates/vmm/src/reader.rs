@@ -19,7 +19,7 @@
 //! message is also the one that makes room for the woken thread, who shares the
 //! CPU: polling there would keep it from running. (Measured: `poll` before each
 //! `read` costs 0.5 to 1 µs a fault, polling for 50 µs up to 50.) A reader that
-//! is told to poll therefore stays [`Placement::Anywhere`].
+//! is told to poll therefore stays [`ReaderPlacement::Anywhere`].
 //!
 //! ```text
 //!   reader:  read ──► serve ──► read ──► …       EINTR: is it over?
@@ -49,7 +49,7 @@ use std::time::{Duration, Instant};
 
 mod watch;
 
-use watch::{End, Told, Watch, signal};
+use watch::{End, Watch, WatchState, signal};
 
 /// Faults between two looks at where the faulting threads run, at first.
 pub const FAULTS_PER_LOOK: u64 = 64;
@@ -114,7 +114,7 @@ pub trait FaultSink: Send + Sync {
 
 /// Where the reader runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Placement {
+pub enum ReaderPlacement {
     /// On the CPU of the threads that fault.
     FollowFaults,
     /// Where the scheduler puts it.
@@ -125,7 +125,7 @@ pub enum Placement {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ReaderConfig {
     /// Where it runs.
-    pub placement: Placement,
+    pub placement: ReaderPlacement,
     /// After a fault: how long it looks for the next one before it sleeps, in microseconds. It
     /// uses its CPU fully meanwhile, so it must not be that of a vCPU.
     pub poll_us: u64,
@@ -141,7 +141,7 @@ impl Default for ReaderConfig {
     fn default() -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
-            placement: Placement::FollowFaults,
+            placement: ReaderPlacement::FollowFaults,
             poll_us: 0,
             servers: cpus.clamp(*SERVERS.start(), *SERVERS.end()),
         }
@@ -219,7 +219,7 @@ impl FaultReader {
         let servers = Self::start_servers(vmm.pid(), &sink, (config, cpus), &stop)
             .map_err(kernel("starting a thread"))?;
         let counters = Arc::new(ReaderCounters::default());
-        let told = Arc::new(Told::default());
+        let told = Arc::new(WatchState::default());
         let watch = Watch {
             vmm: vmm.fd().try_clone()?,
             stop: Arc::clone(&stop),
@@ -351,7 +351,7 @@ struct Reading {
     userfaultfd: Arc<Userfaultfd>,
     layout: Arc<LiveLayout>,
     pid: u32,
-    told: Arc<Told>,
+    told: Arc<WatchState>,
     counters: Arc<ReaderCounters>,
     config: ReaderConfig,
     servers: Arc<FaultServers>,
@@ -522,7 +522,7 @@ impl Reading {
     /// Every so many faults: goes where `thread` runs.
     fn follow(&mut self, thread: u32) {
         let count = self.counters.faults.load(Ordering::Relaxed);
-        if self.config.placement == Placement::Anywhere || count < self.next_look {
+        if self.config.placement == ReaderPlacement::Anywhere || count < self.next_look {
             return;
         }
         let there = last_cpu(self.pid, thread);
@@ -543,7 +543,7 @@ impl Reading {
             Err(e) => {
                 // A cpuset that keeps us from there: stay, and do not try again.
                 tracing::warn!(cpu = there, error = %e, "the fault reader cannot follow the vCPUs");
-                self.config.placement = Placement::Anywhere;
+                self.config.placement = ReaderPlacement::Anywhere;
             }
         }
     }

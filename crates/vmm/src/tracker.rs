@@ -19,7 +19,7 @@ pub use unmap::{UnmapAndLook, refault_cost};
 
 use crate::Refusal;
 use crate::layout::MapsChange;
-use pagetide_addr::{FileKey, Marks, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{FileKey, FilePage, FileRange, Marks, PageSet, SectionNo};
 use pagetide_sys::pagemap::PagemapError;
 use pagetide_sys::process::ProcessError;
 use pagetide_sys::ptrace::PtraceError;
@@ -153,9 +153,9 @@ pub trait DmaLook: Send + Sync {
     fn touched(
         &self,
         file: FileKey,
-        pages: PageRange,
+        pages: FileRange,
         marks: Marks,
-        visit: &mut dyn FnMut(PageNo),
+        visit: &mut dyn FnMut(FilePage),
     ) -> Result<(), String>;
 }
 
@@ -167,9 +167,9 @@ impl DmaLook for NoDma {
     fn touched(
         &self,
         _file: FileKey,
-        _pages: PageRange,
+        _pages: FileRange,
         _marks: Marks,
-        _visit: &mut dyn FnMut(PageNo),
+        _visit: &mut dyn FnMut(FilePage),
     ) -> Result<(), String> {
         Ok(())
     }

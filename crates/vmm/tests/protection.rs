@@ -72,7 +72,7 @@ fn pages_that_are_not_protected_stay_writable_without_a_fault() {
     place.discard(PageNo(200).single()).unwrap();
     let others = || (0..PAGES).filter(|page| !protected.contains(PageNo(*page)));
     assert_eq!(written(&mapping, others()), 0);
-    let all = PageRange::new(PageNo(0), PageNo(PAGES));
+    let all = PageNo(0).run(PAGES);
     mmu.grant(TableId(0), all, Access::Write, Backing::Home)
         .unwrap();
     let mut left = 0;

@@ -8,7 +8,8 @@ mod huge;
 mod qemu;
 
 use pagetide_addr::{
-    Access, FileKey, Hva, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo,
+    Access, FileKey, FilePage, FileRange, Hva, Marks, PAGE_BYTES, PageNo, PageRange, PageSet,
+    SectionNo,
 };
 use pagetide_gmem::{Backing, Installed, Mmu, Place, PlaceError, Restrict, Restricted, TableId};
 use pagetide_sys::mapping::SharedMapping;
@@ -18,7 +19,7 @@ use pagetide_sys::pagemap::Pagemap;
 use pagetide_sys::ptrace::{PtraceError, run_inside};
 use pagetide_sys::uffd::{Features, UffdError, Userfaultfd};
 use pagetide_vmm::Refusal;
-use pagetide_vmm::hazards::{self, EvictionBar};
+use pagetide_vmm::hazards::{self, EvictionBlocker};
 use pagetide_vmm::layout::{LiveLayout, MapsChange, RamLayout, RamMapping, Strangers};
 use pagetide_vmm::place::{VcpuMmu, VmPlace};
 use pagetide_vmm::process::VmmProcess;
@@ -375,7 +376,7 @@ fn a_successor_takes_the_userfaultfd_again_and_serves_those_who_wait() {
     let (layout, userfaultfd) = (Arc::new(resumed.layout), Arc::new(resumed.userfaultfd));
     let store = Arc::new(Store::new(&userfaultfd, &layout));
     *store.stored.lock().unwrap() = stored;
-    let everything = PageRange::new(PageNo(0), PageNo(layout.page_count()));
+    let everything = PageNo(0).run(layout.page_count());
     store.place.wake(everything).unwrap();
     let reader = start_reader(&again, &userfaultfd, &layout, &store);
     let (mut qemu, memory) = asking.join().unwrap();
@@ -424,7 +425,7 @@ fn a_successor_finds_the_pages_as_they_were_though_qemu_has_more_ram_by_then() {
     let gone = bars.iter().any(|bar| {
         matches!(
             bar,
-            EvictionBar::MapsChanged {
+            EvictionBlocker::MapsChanged {
                 change: MapsChange::Gone(_)
             }
         )
@@ -601,16 +602,16 @@ impl DmaLook for Own {
     fn touched(
         &self,
         file: FileKey,
-        pages: PageRange,
+        pages: FileRange,
         marks: Marks,
-        visit: &mut dyn FnMut(PageNo),
+        visit: &mut dyn FnMut(FilePage),
     ) -> Result<(), String> {
         assert_eq!(file, self.0);
         let start = Hva(self.1.address() as u64 + pages.start.byte_offset());
         let map = Pagemap::of_self().unwrap();
         map.visit(start, pages.len(), |position, entry| {
             if entry.is_present() {
-                visit(PageNo(pages.start.0 + position));
+                visit(pages.start.plus(position));
             }
         })
         .unwrap();
@@ -673,8 +674,8 @@ fn sample_tells_of_the_pages_it_asks_about_and_takes_only_the_next_ones_out() {
     let tracker = UnmapAndLook::new(&vm.vmm, live(&vm.layout), Arc::new(NoDma)).unwrap();
     vm.qemu.guest_memory(PATTERN.start, 2 * MIB);
     let section = SectionNo(16);
-    let whole = section.pages(u64::MAX / 2);
-    let first = PageRange::new(whole.start, PageNo(whole.start.0 + 256));
+    let whole = section.all_pages();
+    let first = whole.start.run(256);
     let second = PageRange::new(first.end, whole.end);
     let set = |pages| PageSet::of_range(section, pages);
     let sample = |asked, next| {
@@ -693,7 +694,7 @@ fn sample_tells_of_the_pages_it_asks_about_and_takes_only_the_next_ones_out() {
     // Some pages linger in per-CPU batches of the kernel.
     assert!(mapped.intersection(&set(first)).len() < 128, "{mapped:?}");
     // Those that are used again are seen.
-    let used = PageRange::new(first.start, PageNo(first.start.0 + 64));
+    let used = first.start.run(64);
     let at = used.start.byte_offset();
     vm.qemu.guest_memory(at, used.bytes());
     let (touched, _) = sample(first, second);
@@ -715,7 +716,7 @@ fn idle_pages_are_told_by_the_marks_of_the_kernel_and_nothing_is_unmapped() {
     vm.qemu.ask(r#"{"execute":"stop"}"#);
     vm.qemu.guest_memory(PATTERN.start, 4 * MIB);
     let section = SectionNo(16);
-    let pages = section.pages(u64::MAX / 2);
+    let pages = section.all_pages();
     let piece = vm.layout.pieces(pages).next().unwrap();
     let frames = || {
         let mut frames = Vec::new();
@@ -743,7 +744,7 @@ fn idle_pages_are_told_by_the_marks_of_the_kernel_and_nothing_is_unmapped() {
     let set = |of: &[u64]| {
         let mut set = PageSet::EMPTY;
         of.iter()
-            .for_each(|page| set.insert(PageNo(pages.start.0 + page)));
+            .for_each(|page| set.insert(pages.start.plus(*page)));
         set
     };
     let sample = |asked, next| {
@@ -896,7 +897,7 @@ fn ram_that_another_process_maps_is_refused_by_name_and_bars_eviction() {
     let bars = hazards::check(&vmm, &layout, &[]).unwrap();
     assert!(matches!(
         bars.as_slice(),
-        [EvictionBar::MappedByAnother { .. }]
+        [EvictionBlocker::MappedByAnother { .. }]
     ));
     other.kill();
     hazards::refuse_if_shared(&vmm, &layout, &[]).unwrap();
@@ -913,7 +914,7 @@ fn a_child_on_the_same_address_space_is_no_stranger() {
     hazards::refuse_if_shared(&vmm, &layout, &[]).unwrap();
 }
 
-fn bars(more: &[&str]) -> Vec<EvictionBar> {
+fn bars(more: &[&str]) -> Vec<EvictionBlocker> {
     let qemu = Qemu::with_shared_ram(more);
     let vmm = VmmProcess::open(qemu.pid()).unwrap();
     let layout = RamLayout::of_process(&vmm).unwrap();
@@ -936,9 +937,9 @@ fn a_file_open_for_direct_io_bars_eviction() {
     };
     assert_eq!(bars(&["-drive", &drive("writeback")]), []);
     let direct = bars(&["-drive", &drive("none")]);
-    let named = direct
-        .iter()
-        .any(|bar| matches!(bar, EvictionBar::DirectFile { path, .. } if path.ends_with("/disk")));
+    let named = direct.iter().any(
+        |bar| matches!(bar, EvictionBlocker::DirectFile { path, .. } if path.ends_with("/disk")),
+    );
     assert!(named, "{direct:?}");
 }
 
@@ -948,5 +949,8 @@ fn locked_memory_bars_eviction() {
         return;
     }
     let locked = bars(&["-overcommit", "mem-lock=on"]);
-    assert!(matches!(locked.as_slice(), [EvictionBar::Locked { .. }]));
+    assert!(matches!(
+        locked.as_slice(),
+        [EvictionBlocker::Locked { .. }]
+    ));
 }

@@ -38,19 +38,19 @@ const WORDS: usize = RECORD_BYTES / 8;
 const MASK: u64 = RECORDS_MAX as u64 - 1;
 const _: () = assert!(RECORDS_MAX.is_power_of_two() && WORDS * 8 == RECORD_BYTES);
 
-/// Whether records are wanted.
+/// Whether records of accesses are written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Wanted {
+pub enum Logging {
     /// From now on.
-    Yes,
+    On,
     /// Not any more; what waits is dropped uncounted, for nobody asked for it.
-    No,
+    Off,
 }
 
 /// Where a host has records of accesses from: engines of its own process, or a VPRI function.
 pub trait AccessSource: Send + Sync {
     /// Says whether records are wanted. They are not, at first.
-    fn want(&self, wanted: Wanted);
+    fn want(&self, wanted: Logging);
 
     /// Appends what has come since, about `most` records at most; the next are taken next time. One
     /// taker at a time.
@@ -262,10 +262,10 @@ impl AccessLog {
 }
 
 impl AccessSource for AccessLog {
-    fn want(&self, wanted: Wanted) {
+    fn want(&self, wanted: Logging) {
         match wanted {
-            Wanted::Yes => self.turn_on(),
-            Wanted::No => self.turn_off(),
+            Logging::On => self.turn_on(),
+            Logging::Off => self.turn_off(),
         }
     }
 
@@ -361,7 +361,7 @@ mod tests {
     fn engine_without_credits_loses_the_newest_and_counts_them() {
         let log = Arc::new(AccessLog::new(1));
         let mut pen = log.pen(0).unwrap();
-        log.want(Wanted::Yes);
+        log.want(Logging::On);
         let all = 0..RECORDS_MAX as u64 + 3;
         let kept = all.map(|at| pen.record(&record(at)));
         assert_eq!(kept.filter(|it| *it == Logged::Lost).count(), 3);
@@ -381,11 +381,11 @@ mod tests {
         assert!(!pen.is_on());
         // It had not seen yet that the log was off.
         assert_eq!(pen.record(&record(1)), Logged::Kept);
-        log.want(Wanted::Yes);
+        log.want(Logging::On);
         assert_eq!(pen.record(&record(2)), Logged::Kept);
         assert_eq!(taken(&log, 9), [2]);
         assert_eq!(pen.record(&record(3)), Logged::Kept);
-        log.want(Wanted::No);
+        log.want(Logging::Off);
         assert!(!log.has_any());
         assert_eq!(log.lost(), 0);
     }

@@ -45,7 +45,7 @@ use crate::{
     sparse::{PAGES_PER_GIB, Sparse, by_gib, gib_of, pages_of},
     sync::{AtomicU8, AtomicU64, Mutex, Ordering},
 };
-use pagetide_addr::{Access, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{Access, FilePage, FilePageSet, FileRange, FileSection, to_usize};
 
 const PAGES_PER_WORD: u64 = 32;
 const READ_BITS: u64 = 0x5555_5555_5555_5555;
@@ -126,7 +126,7 @@ impl PaBitmap {
     /// That it *stays* allowed is what a lease is for.
     #[must_use]
     #[inline]
-    pub fn allows(&self, range: PageRange, access: Access) -> bool {
+    pub fn allows(&self, range: FileRange, access: Access) -> bool {
         if range.end.0 > self.page_count {
             return false;
         }
@@ -149,7 +149,7 @@ impl PaBitmap {
     /// What may be done with `page` now; a page past the end is unmapped.
     #[must_use]
     #[inline]
-    pub fn attribute(&self, page: PageNo) -> Attribute {
+    pub fn attribute(&self, page: FilePage) -> Attribute {
         if page.0 >= self.page_count {
             return Attribute::Unmapped;
         }
@@ -166,7 +166,7 @@ impl PaBitmap {
     #[inline]
     fn look(&self, page: u64) -> (u64, u64) {
         let next_gib = (page / PAGES_PER_GIB + 1) * PAGES_PER_GIB;
-        let Some(gib) = self.gibs.slot(gib_of(PageNo(page))) else {
+        let Some(gib) = self.gibs.slot(gib_of(FilePage(page))) else {
             return (pattern(Attribute::Unmapped.bits()), next_gib);
         };
         match gib.get() {
@@ -180,7 +180,7 @@ impl PaBitmap {
 
     /// Allows `access` to all of `range`; pages past the end stay unmapped. Read-write pages stay so
     /// when reads are granted.
-    pub fn grant(&self, range: PageRange, access: Access) {
+    pub fn grant(&self, range: FileRange, access: Access) {
         let change = match access {
             Access::Read => Change::AllowRead,
             Access::Write => Change::AllowWrite,
@@ -189,31 +189,31 @@ impl PaBitmap {
     }
 
     /// Makes `pages` of `section` unmapped.
-    pub fn unmap(&self, section: SectionNo, pages: &PageSet) {
+    pub fn unmap(&self, section: FileSection, pages: &FilePageSet) {
         for run in pages.runs(section) {
             self.unmap_range(run);
         }
     }
 
     /// Makes `pages` of `section` read-only where they were read-write.
-    pub fn forbid_writes(&self, section: SectionNo, pages: &PageSet) {
+    pub fn forbid_writes(&self, section: FileSection, pages: &FilePageSet) {
         for run in pages.runs(section) {
             self.forbid_writes_range(run);
         }
     }
 
     /// Makes all of `range` unmapped.
-    pub fn unmap_range(&self, range: PageRange) {
+    pub fn unmap_range(&self, range: FileRange) {
         self.change(range, Change::ForbidAll);
     }
 
     /// Makes all of `range` read-only where it was read-write.
-    pub fn forbid_writes_range(&self, range: PageRange) {
+    pub fn forbid_writes_range(&self, range: FileRange) {
         self.change(range, Change::ForbidWrites);
     }
 
-    fn change(&self, range: PageRange, change: Change) {
-        let all = PageRange::new(PageNo(0), PageNo(self.page_count));
+    fn change(&self, range: FileRange, change: Change) {
+        let all = FilePage(0).run(self.page_count);
         for (gib, part) in by_gib(range.intersect(all)) {
             if let Some(words) = self.chunk_for(gib, part, change) {
                 change_words(words, part, change);
@@ -223,7 +223,7 @@ impl PaBitmap {
 
     /// The chunk in which `change` of `part` is to be made; `None` if it is done already, by the
     /// uniform state.
-    fn chunk_for(&self, gib: usize, part: PageRange, change: Change) -> Option<&[AtomicU64]> {
+    fn chunk_for(&self, gib: usize, part: FileRange, change: Change) -> Option<&[AtomicU64]> {
         let whole = pages_of(gib, self.page_count);
         let gib = self.gibs.slot(gib)?;
         if let Some(words) = gib.get() {
@@ -288,7 +288,7 @@ impl Change {
 }
 
 /// Makes `change` to the pages of `part`, which lies in the GiB of `words`.
-fn change_words(words: &[AtomicU64], part: PageRange, change: Change) {
+fn change_words(words: &[AtomicU64], part: FileRange, change: Change) {
     let mut page = part.start.0;
     while page < part.end.0 {
         let next = next_word(page).min(part.end.0);
@@ -306,7 +306,7 @@ const fn pattern(bits: u8) -> u64 {
 /// Index of the word of `page` within its GiB.
 #[inline]
 fn word_of(page: u64) -> usize {
-    PageNo(page % PAGES_PER_GIB / PAGES_PER_WORD).index()
+    to_usize(page % PAGES_PER_GIB / PAGES_PER_WORD)
 }
 
 /// The first page of the word after that of `page`.
@@ -340,8 +340,8 @@ mod loom_tests {
         Arc::new(PaBitmap::new(PAGES, attribute))
     }
 
-    fn all() -> PageRange {
-        PageRange::new(PageNo(0), PageNo(PAGES))
+    fn all() -> FileRange {
+        FilePage(0).run(PAGES)
     }
 
     #[test]
@@ -350,13 +350,13 @@ mod loom_tests {
             let bitmap = bitmap(Attribute::ReadWrite);
             let other = {
                 let bitmap = Arc::clone(&bitmap);
-                thread::spawn(move || bitmap.unmap_range(PageNo(33).single()))
+                thread::spawn(move || bitmap.unmap_range(FilePage(33).single()))
             };
-            bitmap.forbid_writes_range(PageNo(0).single());
+            bitmap.forbid_writes_range(FilePage(0).single());
             other.join().unwrap();
-            assert_eq!(bitmap.attribute(PageNo(0)), Attribute::ReadOnly);
-            assert_eq!(bitmap.attribute(PageNo(1)), Attribute::ReadWrite);
-            assert_eq!(bitmap.attribute(PageNo(33)), Attribute::Unmapped);
+            assert_eq!(bitmap.attribute(FilePage(0)), Attribute::ReadOnly);
+            assert_eq!(bitmap.attribute(FilePage(1)), Attribute::ReadWrite);
+            assert_eq!(bitmap.attribute(FilePage(33)), Attribute::Unmapped);
         });
     }
 
@@ -368,10 +368,10 @@ mod loom_tests {
                 let bitmap = Arc::clone(&bitmap);
                 thread::spawn(move || bitmap.grant(all(), Access::Write))
             };
-            bitmap.unmap_range(PageNo(33).single());
+            bitmap.unmap_range(FilePage(33).single());
             other.join().unwrap();
-            assert!(bitmap.allows(PageRange::new(PageNo(0), PageNo(33)), Access::Write));
-            assert_ne!(bitmap.attribute(PageNo(33)), Attribute::ReadOnly);
+            assert!(bitmap.allows(FilePage(0).run(33), Access::Write));
+            assert_ne!(bitmap.attribute(FilePage(33)), Attribute::ReadOnly);
         });
     }
 
@@ -384,13 +384,13 @@ mod loom_tests {
             let looking = {
                 let bitmap = Arc::clone(&bitmap);
                 thread::spawn(move || {
-                    let first = bitmap.allows(PageNo(0).single(), Access::Read);
-                    let second = bitmap.allows(PageNo(0).single(), Access::Read);
+                    let first = bitmap.allows(FilePage(0).single(), Access::Read);
+                    let second = bitmap.allows(FilePage(0).single(), Access::Read);
                     assert!(second || !first);
                 })
             };
             bitmap.grant(all(), Access::Read);
-            bitmap.unmap_range(PageNo(33).single());
+            bitmap.unmap_range(FilePage(33).single());
             looking.join().unwrap();
         });
     }
@@ -399,8 +399,8 @@ mod loom_tests {
     /// by a chunk that appears, or by one that was there.
     #[test]
     fn loom_page_that_is_seen_is_seen_with_its_content() {
-        let page = PageNo(0).single();
-        for (before, granted) in [(None, all()), (None, page), (Some(PageNo(9)), page)] {
+        let page = FilePage(0).single();
+        for (before, granted) in [(None, all()), (None, page), (Some(FilePage(9)), page)] {
             loom::model(move || {
                 let bitmap = bitmap(Attribute::Unmapped);
                 if let Some(page) = before {
@@ -442,7 +442,7 @@ mod tests {
         }
 
         /// Some pages, a section, whole GiBs or anything.
-        fn range(&mut self) -> PageRange {
+        fn range(&mut self) -> FileRange {
             let start = self.below(PAGES);
             let (start, len) = match self.below(8) {
                 0..4 => (start, self.below(100)),
@@ -453,11 +453,11 @@ mod tests {
                 }
                 _ => (start, self.below(PAGES)),
             };
-            PageRange::new(PageNo(start), PageNo((start + len).min(PAGES)))
+            FileRange::new(FilePage(start), FilePage((start + len).min(PAGES)))
         }
     }
 
-    fn change_both(bitmap: &PaBitmap, naive: &mut [Attribute], range: PageRange, kind: u64) {
+    fn change_both(bitmap: &PaBitmap, naive: &mut [Attribute], range: FileRange, kind: u64) {
         use Attribute::{ReadOnly, ReadWrite, Unmapped};
         let pages = &mut naive[range.start.index()..range.end.index()];
         match kind {
@@ -486,7 +486,7 @@ mod tests {
     fn bitmap_agrees_with_a_naive_one_under_random_operations() {
         for seed in 0..12 {
             let bitmap = PaBitmap::new(PAGES, Attribute::Unmapped);
-            let mut naive = vec![Attribute::Unmapped; PageNo(PAGES).index()];
+            let mut naive = vec![Attribute::Unmapped; to_usize(PAGES)];
             let mut random = Random(seed);
             for _ in 0..150 {
                 let range = random.range();
@@ -499,7 +499,7 @@ mod tests {
                 assert_eq!(bitmap.allows(range, Access::Write), write, "{range:?}");
             }
             for (page, attribute) in naive.iter().enumerate() {
-                assert_eq!(bitmap.attribute(PageNo(page as u64)), *attribute);
+                assert_eq!(bitmap.attribute(FilePage(page as u64)), *attribute);
             }
         }
     }
@@ -507,14 +507,14 @@ mod tests {
     #[test]
     fn sets_of_a_section_change_their_pages_and_no_others() {
         let bitmap = PaBitmap::new(PAGES, Attribute::ReadWrite);
-        let section = SectionNo(3);
-        let mut set = PageSet::EMPTY;
-        for page in [1536, 1537, 1600, 2047].map(PageNo) {
+        let section = FileSection(3);
+        let mut set = FilePageSet::EMPTY;
+        for page in [1536, 1537, 1600, 2047].map(FilePage) {
             set.insert(page);
         }
         bitmap.forbid_writes(section, &set);
-        let mut gone = PageSet::EMPTY;
-        gone.insert(PageNo(1600));
+        let mut gone = FilePageSet::EMPTY;
+        gone.insert(FilePage(1600));
         bitmap.unmap(section, &gone);
         for page in 1500..2100 {
             let expected = match page {
@@ -522,7 +522,7 @@ mod tests {
                 1600 => Attribute::Unmapped,
                 _ => Attribute::ReadWrite,
             };
-            assert_eq!(bitmap.attribute(PageNo(page)), expected, "page {page}");
+            assert_eq!(bitmap.attribute(FilePage(page)), expected, "page {page}");
         }
     }
 
@@ -530,16 +530,16 @@ mod tests {
     fn terabyte_whose_pages_are_alike_has_no_chunk_whatever_is_done_to_all_of_it() {
         let pages = 1024 * PAGES_PER_GIB;
         let bitmap = PaBitmap::new(pages, Attribute::ReadWrite);
-        let all = PageRange::new(PageNo(0), PageNo(pages));
+        let all = FilePage(0).run(pages);
         bitmap.forbid_writes_range(all);
         assert!(bitmap.allows(all, Access::Read) && !bitmap.allows(all, Access::Write));
         bitmap.unmap_range(all);
         assert!(!bitmap.allows(all, Access::Read));
         // What changes nothing makes nothing.
-        bitmap.unmap_range(PageNo(77).single());
+        bitmap.unmap_range(FilePage(77).single());
         assert_eq!(bitmap.chunk_count(), 0);
         assert_eq!(bitmap.bytes(), 32 * 1024);
-        bitmap.grant(PageNo(5 * PAGES_PER_GIB).single(), Access::Read);
+        bitmap.grant(FilePage(5 * PAGES_PER_GIB).single(), Access::Read);
         assert_eq!(bitmap.chunk_count(), 1);
         assert_eq!(bitmap.bytes(), 32 * 1024 + 64 * 1024);
         bitmap.grant(all, Access::Write);
@@ -550,14 +550,14 @@ mod tests {
     #[test]
     fn range_past_the_end_is_not_allowed_though_its_word_is_set() {
         let bitmap = PaBitmap::new(40, Attribute::ReadWrite);
-        let over = PageRange::new(PageNo(39), PageNo(41));
-        assert!(bitmap.allows(PageRange::new(PageNo(0), PageNo(40)), Access::Write));
+        let over = FileRange::new(FilePage(39), FilePage(41));
+        assert!(bitmap.allows(FilePage(0).run(40), Access::Write));
         assert!(!bitmap.allows(over, Access::Read));
         bitmap.unmap_range(over);
         bitmap.grant(over, Access::Write);
-        bitmap.grant(PageNo(u64::MAX - 1).single(), Access::Write);
-        assert_eq!(bitmap.attribute(PageNo(39)), Attribute::ReadWrite);
-        assert_eq!(bitmap.attribute(PageNo(40)), Attribute::Unmapped);
+        bitmap.grant(FilePage(u64::MAX - 1).single(), Access::Write);
+        assert_eq!(bitmap.attribute(FilePage(39)), Attribute::ReadWrite);
+        assert_eq!(bitmap.attribute(FilePage(40)), Attribute::Unmapped);
         assert!(!bitmap.allows(over, Access::Read));
     }
 }

@@ -54,7 +54,9 @@ use crate::{
     sparse::{SECTIONS_PER_GIB, Sparse, by_gib, pages_of},
     sync::{AtomicU32, AtomicU64, Mutex, Ordering, heavy_fence, light_fence, spin_loop},
 };
-use pagetide_addr::{Access, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo};
+use pagetide_addr::{
+    Access, FilePage, FilePageSet, FileRange, FileSection, SECTION_PAGES, to_usize,
+};
 use std::collections::BTreeMap;
 
 /// How often a restriction looks for leases before it gives up: some microseconds,
@@ -77,7 +79,7 @@ pub struct PageAttributes {
     /// What of that each engine has seen.
     seen: Box<[OwnLine]>,
     /// How many queues have each wired page.
-    wired: Mutex<BTreeMap<PageNo, u32>>,
+    wired: Mutex<BTreeMap<FilePage, u32>>,
 }
 
 /// A number on a cache line of its own.
@@ -130,7 +132,7 @@ impl PageAttributes {
     /// Only the thread of that engine may call this, and [`Self::release`]: the counters have one
     /// writer each. [`EnginePort`] keeps to it.
     #[inline]
-    pub(crate) fn lease(&self, engine: usize, range: PageRange, access: Access) -> Option<Lease> {
+    pub(crate) fn lease(&self, engine: usize, range: FileRange, access: Access) -> Option<Lease> {
         self.lease_past(engine, range, access, light_fence)
     }
 
@@ -139,7 +141,7 @@ impl PageAttributes {
     fn lease_past(
         &self,
         engine: usize,
-        range: PageRange,
+        range: FileRange,
         access: Access,
         fence: impl Fn(),
     ) -> Option<Lease> {
@@ -202,7 +204,7 @@ impl PageAttributes {
     #[inline]
     fn add(&self, engine: usize, lease: &Lease, difference: u32) {
         let row = &self.leases[engine];
-        for section in (lease.first..lease.first + lease.count).map(|s| SectionNo(s.into())) {
+        for section in (lease.first..lease.first + lease.count).map(|s| FileSection(s.into())) {
             let (gib, index) = place(section);
             let counters = match row.get(gib) {
                 Some(counters) => counters,
@@ -218,7 +220,7 @@ impl PageAttributes {
     /// The first lease of an engine in a GiB. On that engine's thread, so nobody else makes them.
     #[cold]
     fn make_counters(&self, engine: usize, gib: usize) -> &[AtomicU32] {
-        let sections = SectionNo::count_for(pages_of(gib, self.bitmap.page_count()).len());
+        let sections = FileSection::count_for(pages_of(gib, self.bitmap.page_count()).len());
         let counters = || (0..sections).map(|_| AtomicU32::new(0)).collect();
         let slot = self.leases[engine].slot(gib);
         // A lease lies within the domain: checked before anything is counted.
@@ -228,7 +230,7 @@ impl PageAttributes {
 
     /// True while any engine holds a lease on `section`.
     #[must_use]
-    pub fn is_leased(&self, section: SectionNo) -> bool {
+    pub fn is_leased(&self, section: FileSection) -> bool {
         let (gib, index) = place(section);
         self.leases.iter().any(|row| {
             let counter = row.get(gib).and_then(|counters| counters.get(index));
@@ -245,7 +247,7 @@ impl PageAttributes {
     }
 
     /// The sections of `ranges` on which any engine holds a lease, ascending, each once.
-    pub(crate) fn leased_in(&self, ranges: &[PageRange]) -> Vec<SectionNo> {
+    pub(crate) fn leased_in(&self, ranges: &[FileRange]) -> Vec<FileSection> {
         let mut leased = Vec::new();
         for (gib, part) in ranges.iter().flat_map(|range| by_gib(*range)) {
             for counters in self.leases.iter().filter_map(|row| row.get(gib)) {
@@ -263,7 +265,7 @@ impl PageAttributes {
 
     /// Wires `range` for a queue, if every page of it is read-write now.
     #[must_use]
-    pub fn wire(&self, range: PageRange) -> bool {
+    pub fn wire(&self, range: FileRange) -> bool {
         let mut wired = self.lock_wired();
         // Under this lock no restriction is under way, so the bits stay as they are seen.
         if !self.bitmap.allows(range, Access::Write) {
@@ -276,7 +278,7 @@ impl PageAttributes {
     }
 
     /// Takes back what [`Self::wire`] did, for the same range.
-    pub fn unwire(&self, range: PageRange) {
+    pub fn unwire(&self, range: FileRange) {
         let mut wired = self.lock_wired();
         for page in range.iter() {
             match wired.get_mut(&page) {
@@ -297,19 +299,19 @@ impl PageAttributes {
 
     /// The wired pages of `section`.
     #[must_use]
-    pub fn wired_in(&self, section: SectionNo) -> PageSet {
+    pub fn wired_in(&self, section: FileSection) -> FilePageSet {
         wired_set(&self.lock_wired(), section)
     }
 
     /// Allows `access` to `range` (to be called only for present pages, under the section's lock).
-    pub fn grant(&self, range: PageRange, access: Access) {
+    pub fn grant(&self, range: FileRange, access: Access) {
         self.bitmap.grant(range, access);
     }
 
     /// Makes `pages` of `section` unmapped and waits some microseconds for leases on the section to
     /// go. False if one is still held, or if a page is wired (nothing was done then).
     #[must_use]
-    pub fn unmap(&self, section: SectionNo, pages: &PageSet) -> bool {
+    pub fn unmap(&self, section: FileSection, pages: &FilePageSet) -> bool {
         {
             let wired = self.lock_wired();
             if pages.intersects(&wired_set(&wired, section)) {
@@ -322,7 +324,7 @@ impl PageAttributes {
 
     /// Like [`Self::unmap`], but reads stay allowed.
     #[must_use]
-    pub fn forbid_writes(&self, section: SectionNo, pages: &PageSet) -> bool {
+    pub fn forbid_writes(&self, section: FileSection, pages: &FilePageSet) -> bool {
         {
             let wired = self.lock_wired();
             if pages.intersects(&wired_set(&wired, section)) {
@@ -336,30 +338,30 @@ impl PageAttributes {
     /// Makes all of `ranges` unmapped, then waits some microseconds for leases on their sections to
     /// go. What could not be had is returned, empty if nothing: see [`Restriction::wait`].
     #[must_use]
-    pub fn unmap_ranges(&self, ranges: &[PageRange]) -> Vec<Busy> {
+    pub fn unmap_ranges(&self, ranges: &[FileRange]) -> Vec<Busy> {
         self.begin_unmap(ranges).wait()
     }
 
     /// Like [`Self::unmap_ranges`], but reads stay allowed.
     #[must_use]
-    pub fn forbid_writes_ranges(&self, ranges: &[PageRange]) -> Vec<Busy> {
+    pub fn forbid_writes_ranges(&self, ranges: &[FileRange]) -> Vec<Busy> {
         self.begin_forbid_writes(ranges).wait()
     }
 
     /// The first half of [`Self::unmap_ranges`]: from now on no DMA into `ranges` begins. Of a range
     /// that has wired pages, the parts in their sections are left as they were. Pages past the end
     /// are nobody's.
-    pub fn begin_unmap(&self, ranges: &[PageRange]) -> Restriction<'_> {
+    pub fn begin_unmap(&self, ranges: &[FileRange]) -> Restriction<'_> {
         self.begin(ranges, PaBitmap::unmap_range)
     }
 
     /// The first half of [`Self::forbid_writes_ranges`]: from now on no DMA that writes into
     /// `ranges` begins. Wired pages are left as with [`Self::begin_unmap`].
-    pub fn begin_forbid_writes(&self, ranges: &[PageRange]) -> Restriction<'_> {
+    pub fn begin_forbid_writes(&self, ranges: &[FileRange]) -> Restriction<'_> {
         self.begin(ranges, PaBitmap::forbid_writes_range)
     }
 
-    fn begin(&self, ranges: &[PageRange], clear: fn(&PaBitmap, PageRange)) -> Restriction<'_> {
+    fn begin(&self, ranges: &[FileRange], clear: fn(&PaBitmap, FileRange)) -> Restriction<'_> {
         let mut restriction = Restriction {
             attributes: self,
             cleared: Vec::with_capacity(ranges.len()),
@@ -382,17 +384,17 @@ impl PageAttributes {
     /// Adds `range` to what is to be cleared, without the sections in which a page of it is wired.
     fn split_at_wired(
         &self,
-        wired: &BTreeMap<PageNo, u32>,
-        range: PageRange,
+        wired: &BTreeMap<FilePage, u32>,
+        range: FileRange,
         to: &mut Restriction<'_>,
     ) {
         let page_count = self.bitmap.page_count();
-        let range = range.intersect(PageRange::new(PageNo(0), PageNo(page_count)));
+        let range = range.intersect(FilePage(0).run(page_count));
         let mut start = range.start;
         let mut spared_last = None;
-        let mut push = |start: PageNo, end: PageNo| {
+        let mut push = |start: FilePage, end: FilePage| {
             if start < end {
-                to.cleared.push(PageRange::new(start, end));
+                to.cleared.push(FileRange::new(start, end));
             }
         };
         for (page, _) in wired.range(range.start..range.end) {
@@ -413,11 +415,11 @@ impl PageAttributes {
     pub fn unmap_all(&self) {
         {
             let wired = self.lock_wired();
-            let mut start = PageNo(0);
-            let end = PageNo(self.bitmap.page_count());
+            let mut start = FilePage(0);
+            let end = FilePage(self.bitmap.page_count());
             for page in wired.keys().copied().chain([end]) {
-                self.bitmap.unmap_range(PageRange::new(start, page));
-                start = PageNo(page.0 + 1);
+                self.bitmap.unmap_range(FileRange::new(start, page));
+                start = page.next();
             }
         }
         self.fence();
@@ -425,13 +427,11 @@ impl PageAttributes {
 
     /// Makes every page read-write: the end of a VM's time under Pagetide.
     pub fn grant_all(&self) {
-        self.bitmap.grant(
-            PageRange::new(PageNo(0), PageNo(self.bitmap.page_count())),
-            Access::Write,
-        );
+        self.bitmap
+            .grant(FilePage(0).run(self.bitmap.page_count()), Access::Write);
     }
 
-    fn no_lease_left(&self, section: SectionNo) -> bool {
+    fn no_lease_left(&self, section: FileSection) -> bool {
         self.fence();
         for _ in 0..LEASE_LOOKS {
             if !self.is_leased(section) {
@@ -445,7 +445,7 @@ impl PageAttributes {
         false
     }
 
-    fn lock_wired(&self) -> impl std::ops::DerefMut<Target = BTreeMap<PageNo, u32>> + '_ {
+    fn lock_wired(&self) -> impl std::ops::DerefMut<Target = BTreeMap<FilePage, u32>> + '_ {
         // A panic elsewhere cannot leave the map half changed: each change is one insert or remove.
         self.wired
             .lock()
@@ -458,17 +458,17 @@ impl PageAttributes {
 #[derive(Debug)]
 pub struct Restriction<'a> {
     attributes: &'a PageAttributes,
-    cleared: Vec<PageRange>,
-    wired: Vec<SectionNo>,
+    cleared: Vec<FileRange>,
+    wired: Vec<FileSection>,
 }
 
 /// Why pages of a section could not be restricted.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Busy {
     /// One of them is wired: what its range has in the section was left as it was.
-    Wired(SectionNo),
+    Wired(FileSection),
     /// A DMA is under way in the section. Its bits are cleared: no further one begins.
-    Leased(SectionNo),
+    Leased(FileSection),
 }
 
 impl Restriction<'_> {
@@ -495,15 +495,16 @@ impl Restriction<'_> {
 
 /// The GiB of a section, and its index among the sections of it.
 #[inline]
-const fn place(section: SectionNo) -> (usize, usize) {
-    let gib = SectionNo(section.0 / SECTIONS_PER_GIB);
-    let index = SectionNo(section.0 % SECTIONS_PER_GIB);
-    (gib.index(), index.index())
+const fn place(section: FileSection) -> (usize, usize) {
+    (
+        to_usize(section.0 / SECTIONS_PER_GIB),
+        to_usize(section.0 % SECTIONS_PER_GIB),
+    )
 }
 
-fn wired_set(wired: &BTreeMap<PageNo, u32>, section: SectionNo) -> PageSet {
-    let span = section.pages(u64::MAX / 2);
-    let mut set = PageSet::EMPTY;
+fn wired_set(wired: &BTreeMap<FilePage, u32>, section: FileSection) -> FilePageSet {
+    let span = section.all_pages();
+    let mut set = FilePageSet::EMPTY;
     for page in wired.range(span.start..span.end).map(|(page, _)| *page) {
         set.insert(page);
     }
@@ -518,7 +519,7 @@ impl Lease {
     }
 
     #[inline]
-    fn over(range: PageRange) -> Self {
+    fn over(range: FileRange) -> Self {
         let first = range.start.0 / SECTION_PAGES;
         let end = if range.is_empty() {
             first
@@ -547,7 +548,7 @@ mod loom_tests {
         loom::model(|| {
             let attributes = Arc::new(PageAttributes::new(1, 1, Attribute::ReadWrite));
             let page = Arc::new(loom::cell::UnsafeCell::new(0));
-            let range = PageNo(0).single();
+            let range = FilePage(0).single();
             let engine = {
                 let (attributes, page) = (attributes.clone(), page.clone());
                 loom::thread::spawn(move || {
@@ -557,8 +558,8 @@ mod loom_tests {
                     }
                 })
             };
-            let section = SectionNo(0);
-            if attributes.unmap(section, &PageSet::of_range(section, range)) {
+            let section = FileSection(0);
+            if attributes.unmap(section, &FilePageSet::of_range(section, range)) {
                 page.with_mut(|_| ());
             }
             engine.join().unwrap();
@@ -572,7 +573,7 @@ mod loom_tests {
         loom::model(|| {
             let attributes = Arc::new(PageAttributes::new(1, 1, Attribute::ReadWrite));
             let page = Arc::new(loom::cell::UnsafeCell::new(0));
-            let range = PageNo(0).single();
+            let range = FilePage(0).single();
             let engine = {
                 let (attributes, page) = (attributes.clone(), page.clone());
                 loom::thread::spawn(move || {
@@ -586,7 +587,7 @@ mod loom_tests {
                 })
             };
             attributes.bitmap.unmap_range(range);
-            if attributes.ask() && !attributes.is_leased(SectionNo(0)) {
+            if attributes.ask() && !attributes.is_leased(FileSection(0)) {
                 page.with_mut(|_| ());
             }
             engine.join().unwrap();
@@ -603,14 +604,18 @@ mod loom_tests {
             let engine = {
                 let (attributes, page) = (attributes.clone(), page.clone());
                 loom::thread::spawn(move || {
-                    if let Some(lease) = attributes.lease(0, PageNo(0).single(), Access::Write) {
+                    if let Some(lease) = attributes.lease(0, FilePage(0).single(), Access::Write) {
                         page.with_mut(|_| ());
                         attributes.release(0, lease);
                     }
-                    assert!(attributes.bitmap.allows(PageNo(1).single(), Access::Write));
+                    assert!(
+                        attributes
+                            .bitmap
+                            .allows(FilePage(1).single(), Access::Write)
+                    );
                 })
             };
-            if attributes.unmap_ranges(&[PageNo(0).single()]).is_empty() {
+            if attributes.unmap_ranges(&[FilePage(0).single()]).is_empty() {
                 page.with_mut(|_| ());
             }
             engine.join().unwrap();
@@ -623,7 +628,7 @@ mod loom_tests {
     fn loom_one_fence_is_enough_for_several_ranges() {
         loom::model(|| {
             let attributes = Arc::new(PageAttributes::new(513, 1, Attribute::Unmapped));
-            let both = PageRange::new(PageNo(511), PageNo(513));
+            let both = FileRange::new(FilePage(511), FilePage(513));
             attributes.grant(both, Access::Write);
             let pages: Arc<[_; 2]> = Arc::new([(); 2].map(|()| loom::cell::UnsafeCell::new(0)));
             let engine = {
@@ -635,8 +640,8 @@ mod loom_tests {
                     }
                 })
             };
-            let busy = attributes.unmap_ranges(&[PageNo(511).single(), PageNo(512).single()]);
-            for (n, section) in [SectionNo(0), SectionNo(1)].into_iter().enumerate() {
+            let busy = attributes.unmap_ranges(&[FilePage(511).single(), FilePage(512).single()]);
+            for (n, section) in [FileSection(0), FileSection(1)].into_iter().enumerate() {
                 if !busy.contains(&Busy::Leased(section)) {
                     pages[n].with_mut(|_| ());
                 }
@@ -651,20 +656,24 @@ mod tests {
     use super::*;
     use crate::sparse::PAGES_PER_GIB;
 
-    fn page(n: u64) -> PageRange {
-        PageNo(n).single()
+    fn page(n: u64) -> FileRange {
+        FilePage(n).single()
     }
 
-    fn set(n: u64) -> (SectionNo, PageSet) {
-        let section = PageNo(n).section();
-        (section, PageSet::of_range(section, page(n)))
+    fn set(n: u64) -> (FileSection, FilePageSet) {
+        let section = FilePage(n).section();
+        (section, FilePageSet::of_range(section, page(n)))
     }
 
     #[test]
     fn restriction_is_busy_while_a_lease_is_held_and_done_after() {
         let attributes = PageAttributes::new(2048, 2, Attribute::ReadWrite);
         let lease = attributes
-            .lease(1, PageRange::new(PageNo(500), PageNo(600)), Access::Write)
+            .lease(
+                1,
+                FileRange::new(FilePage(500), FilePage(600)),
+                Access::Write,
+            )
             .unwrap();
         let (section, pages) = set(1);
         assert!(!attributes.unmap(section, &pages));
@@ -687,7 +696,7 @@ mod tests {
         assert!(attributes.unmap(section, &neighbour));
         attributes.unmap_all();
         assert_eq!(
-            attributes.bitmap().attribute(PageNo(7)),
+            attributes.bitmap().attribute(FilePage(7)),
             Attribute::ReadWrite
         );
         attributes.unwire(page(7));
@@ -702,13 +711,13 @@ mod tests {
         let attributes = PageAttributes::new(10, 1, Attribute::ReadWrite);
         assert!(
             attributes
-                .lease(0, PageRange::new(PageNo(9), PageNo(11)), Access::Read)
+                .lease(0, FileRange::new(FilePage(9), FilePage(11)), Access::Read)
                 .is_none()
         );
     }
 
-    fn range(start: u64, end: u64) -> PageRange {
-        PageRange::new(PageNo(start), PageNo(end))
+    fn range(start: u64, end: u64) -> FileRange {
+        FileRange::new(FilePage(start), FilePage(end))
     }
 
     #[test]
@@ -729,11 +738,11 @@ mod tests {
             range(6000, pages + 1000),
         ];
         let busy = attributes.unmap_ranges(&wanted);
-        let wired = Busy::Wired(PageNo(5000).section());
-        let held = [0, 1, far / 512].map(|section| Busy::Leased(SectionNo(section)));
+        let wired = Busy::Wired(FilePage(5000).section());
+        let held = [0, 1, far / 512].map(|section| Busy::Leased(FileSection(section)));
         assert_eq!(busy, [wired, held[0], held[1], held[2]]);
         // The section with the wired page stays as it was; of the others all is gone that was meant.
-        let attribute = |page| attributes.bitmap().attribute(PageNo(page));
+        let attribute = |page| attributes.bitmap().attribute(FilePage(page));
         for page in [10, 511, 4608, 5000, 5119] {
             assert_eq!(attribute(page), Attribute::ReadWrite, "page {page}");
         }

@@ -9,6 +9,8 @@
 pub mod access_log;
 pub mod bitmap;
 #[cfg(not(loom))]
+pub mod bounce;
+#[cfg(not(loom))]
 pub mod check;
 #[cfg(not(loom))]
 pub mod delay;
@@ -18,8 +20,6 @@ pub mod domain;
 pub mod driver;
 #[cfg(not(loom))]
 pub mod function;
-#[cfg(not(loom))]
-pub mod landing;
 pub mod lease;
 #[cfg(not(loom))]
 pub mod mmu;
@@ -38,8 +38,10 @@ mod sync;
 pub mod wire;
 
 #[cfg(not(loom))]
-pub use access_log::{AccessLog, AccessPen, AccessSource, Logged, Wanted};
+pub use access_log::{AccessLog, AccessPen, AccessSource, Logged, Logging};
 pub use bitmap::{Attribute, PaBitmap};
+#[cfg(not(loom))]
+pub use bounce::{BounceArea, BounceError};
 #[cfg(not(loom))]
 pub use delay::Delay;
 #[cfg(not(loom))]
@@ -48,8 +50,6 @@ pub use domain::{
 };
 #[cfg(not(loom))]
 pub use driver::{Driver, DriverCounts, DriverError};
-#[cfg(not(loom))]
-pub use landing::{LandingArea, LandingError};
 pub use lease::{Busy, Lease, PageAttributes, Restriction};
 #[cfg(not(loom))]
 pub use mmu::DmaMmu;
@@ -57,8 +57,8 @@ pub use mmu::DmaMmu;
 pub use queue::{DeviceEnd, Doorbell, FaultAssist, HostEnd, HostPresence, QueueFull, fault_queue};
 #[cfg(not(loom))]
 pub use service::{
-    Account, DPU, FaultService, Handling, Latencies, Preempt, ServiceConfig, ServiceThread,
-    SourceId, Tenant, TenantCpus, VcpuPlace,
+    Account, DPU, FaultService, FaultSourceId, Handling, Latencies, Preempt, ServiceConfig,
+    ServiceThread, Tenant, TenantCpus, VcpuPlace,
 };
 #[cfg(not(loom))]
 pub use source::FaultSource;

@@ -11,7 +11,9 @@
 
 use crate::space::IoSpace;
 use arc_swap::ArcSwap;
-use pagetide_addr::{Access, DomainId, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{
+    Access, DomainId, FilePage, FilePageSet, FileRange, PageNo, PageRange, PageSet, SectionNo,
+};
 use pagetide_gmem::{Backing, Mmu, MmuError, MmuLimits, Restrict, Restricted, TableId};
 use std::sync::Arc;
 
@@ -24,13 +26,13 @@ struct Part {
 
 impl Part {
     /// A page of the address space as a page of the domain.
-    const fn own(&self, page: PageNo) -> PageNo {
-        PageNo(page.0 - self.pages.start.0)
+    const fn own(&self, page: PageNo) -> FilePage {
+        FilePage(page.since(self.pages.start))
     }
 
     /// A page of the domain as a page of the address space.
-    const fn in_space(&self, own: PageNo) -> PageNo {
-        PageNo(own.0 + self.pages.start.0)
+    const fn in_space(&self, own: FilePage) -> PageNo {
+        self.pages.start.plus(own.0)
     }
 }
 
@@ -81,7 +83,7 @@ impl DmaMmu {
 
     /// Pages of a domain as pages of the address space; `None` if they are not all there.
     #[must_use]
-    pub fn in_space(&self, domain: DomainId, pages: PageRange) -> Option<PageRange> {
+    pub fn in_space(&self, domain: DomainId, pages: FileRange) -> Option<PageRange> {
         let parts = self.parts.load();
         let part = parts.iter().find(|part| part.domain.id() == domain)?;
         let in_part = pages.end.0 <= part.pages.len();
@@ -90,13 +92,13 @@ impl DmaMmu {
 }
 
 /// The parts of `pages`, each as pages of its domain.
-fn pieces(parts: &[Part], pages: PageRange) -> impl Iterator<Item = (&Part, PageRange)> {
+fn pieces(parts: &[Part], pages: PageRange) -> impl Iterator<Item = (&Part, FileRange)> {
     parts.iter().filter_map(move |part| {
         let mine = part.pages.intersect(pages);
         (!mine.is_empty()).then(|| {
             (
                 part,
-                PageRange::new(part.own(mine.start), part.own(mine.end)),
+                FileRange::new(part.own(mine.start), part.own(mine.end)),
             )
         })
     })
@@ -110,7 +112,7 @@ impl Mmu for DmaMmu {
     fn wired(&self, section: SectionNo) -> PageSet {
         let mut set = PageSet::EMPTY;
         let parts = self.parts.load();
-        for (part, own) in pieces(&parts, section.pages(u64::MAX / 2)) {
+        for (part, own) in pieces(&parts, section.all_pages()) {
             for (own_section, _) in own.by_section() {
                 for page in part.domain.standing_in(own_section).pages(own_section) {
                     let page = part.in_space(page);
@@ -131,9 +133,9 @@ impl Mmu for DmaMmu {
         to: Restrict,
     ) -> Result<Restricted, MmuError> {
         let parts = self.parts.load();
-        for (part, own) in pieces(&parts, section.pages(u64::MAX / 2)) {
+        for (part, own) in pieces(&parts, section.all_pages()) {
             for (own_section, range) in own.by_section() {
-                let mut set = PageSet::EMPTY;
+                let mut set = FilePageSet::EMPTY;
                 for page in range
                     .iter()
                     .filter(|page| pages.contains(part.in_space(*page)))
@@ -196,7 +198,7 @@ mod tests {
         let of = |domain: &Arc<DmaDomain>| {
             let bitmap = domain.attributes().bitmap();
             (0..bitmap.page_count())
-                .map(|page| bitmap.attribute(PageNo(page)))
+                .map(|page| bitmap.attribute(FilePage(page)))
                 .collect::<Vec<_>>()
         };
         domains.iter().flat_map(of).collect()
@@ -233,7 +235,7 @@ mod tests {
     #[test]
     fn wired_pages_are_found_by_their_numbers_in_the_space() {
         let (mmu, domains) = mmu(&[700, 600]);
-        assert!(domains[1].attributes().wire(PageNo(10).single()));
+        assert!(domains[1].attributes().wire(FilePage(10).single()));
         assert_eq!(
             mmu.wired(SectionNo(1))
                 .pages(SectionNo(1))
@@ -247,13 +249,13 @@ mod tests {
     fn pages_outside_their_domain_are_not_in_the_space() {
         let (mmu, _) = mmu(&[700, 600]);
         let second = mmu.domains()[1].id();
-        let range = PageRange::new(PageNo(1), PageNo(600));
+        let range = FileRange::new(FilePage(1), FilePage(600));
         assert_eq!(
             mmu.in_space(second, range),
             Some(PageRange::new(PageNo(701), PageNo(1300)))
         );
         assert_eq!(
-            mmu.in_space(second, PageRange::new(PageNo(1), PageNo(601))),
+            mmu.in_space(second, FileRange::new(FilePage(1), FilePage(601))),
             None
         );
         assert_eq!(mmu.in_space(DomainId(99), range), None);
@@ -266,11 +268,11 @@ mod tests {
         mmu.remove(more.id());
         let at = PageRange::new(PageNo(2048), PageNo(2088));
         mmu.add(&more, at);
-        let own = PageRange::new(PageNo(0), PageNo(40));
+        let own = FilePage(0).run(40);
         assert_eq!(mmu.in_space(more.id(), own), Some(at));
         let all = PageSet::of_range(at.start.section(), at);
         let restrict = || mmu.restrict(TableId(0), at.start.section(), &all, Restrict::NoAccess);
-        let attribute = || domains[1].attributes().bitmap().attribute(PageNo(39));
+        let attribute = || domains[1].attributes().bitmap().attribute(FilePage(39));
         assert_eq!(restrict().unwrap(), Restricted::Done);
         assert_eq!(attribute(), Attribute::Unmapped);
         // A gap is nobody's.

@@ -23,7 +23,7 @@
 //! The producer pushes, then looks at the bell. Sequentially consistent fences
 //! on both sides keep the two looks from passing one another.
 
-use crate::{landing::LandingArea, source::FaultSource};
+use crate::{bounce::BounceArea, source::FaultSource};
 use crossbeam_queue::ArrayQueue;
 use pagetide_addr::{PageRequest, PageResponse};
 use rustix::{
@@ -120,7 +120,7 @@ struct Channel {
     requests: ArrayQueue<PageRequest>,
     responses: ArrayQueue<PageResponse>,
     outstanding: AtomicUsize,
-    landing: RwLock<Option<Arc<LandingArea>>>,
+    bounce: RwLock<Option<Arc<BounceArea>>>,
     host_away: AtomicBool,
     host_bell: Arc<Doorbell>,
     engine_bell: Arc<Doorbell>,
@@ -146,7 +146,7 @@ pub fn fault_queue(
         requests: ArrayQueue::new(capacity),
         responses: ArrayQueue::new(capacity),
         outstanding: AtomicUsize::new(0),
-        landing: RwLock::default(),
+        bounce: RwLock::default(),
         host_away: AtomicBool::new(false),
         host_bell,
         engine_bell,
@@ -205,8 +205,8 @@ impl DeviceEnd {
     /// Where the engine may let transfers land whose pages are absent; `None` as long as its host takes
     /// no overwrites.
     #[must_use]
-    pub fn landing(&self) -> Option<Arc<LandingArea>> {
-        self.0.landing()
+    pub fn bounce(&self) -> Option<Arc<BounceArea>> {
+        self.0.bounce()
     }
 
     /// Whether there is anybody who could answer.
@@ -221,9 +221,9 @@ impl DeviceEnd {
 }
 
 impl Channel {
-    fn landing(&self) -> Option<Arc<LandingArea>> {
-        let landing = self.landing.read();
-        landing.unwrap_or_else(PoisonError::into_inner).clone()
+    fn bounce(&self) -> Option<Arc<BounceArea>> {
+        let bounce = self.bounce.read();
+        bounce.unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
@@ -231,9 +231,9 @@ impl HostEnd {
     /// Gives the engine slots to let transfers land in, in place of those it may have had, or none any
     /// more. Overwrites that name a slot of an earlier area may come as long as those are outstanding
     /// that were begun with it.
-    pub fn set_landing(&self, area: Option<Arc<LandingArea>>) {
-        let mut landing = (self.0.landing.write()).unwrap_or_else(PoisonError::into_inner);
-        *landing = area;
+    pub fn set_bounce(&self, area: Option<Arc<BounceArea>>) {
+        let mut bounce = (self.0.bounce.write()).unwrap_or_else(PoisonError::into_inner);
+        *bounce = area;
     }
 
     /// Most requests that can be outstanding.
@@ -295,8 +295,8 @@ impl FaultSource for HostEnd {
         HostEnd::respond(self, response);
     }
 
-    fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
-        let area = self.0.landing();
+    fn read_bounced(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
+        let area = self.0.bounce();
         area.is_some_and(|area| area.read(slot, count, into))
     }
 }
@@ -311,7 +311,7 @@ pub trait FaultAssist: Send + Sync {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagetide_addr::{Access, DeviceId, DomainId, PageNo, QueueId, RequestId, ResponseCode};
+    use pagetide_addr::{Access, DeviceId, DomainId, FilePage, QueueId, RequestId, ResponseCode};
 
     fn request(id: u64) -> PageRequest {
         let from = (DeviceId(1), QueueId(0));
@@ -319,7 +319,7 @@ mod tests {
             RequestId(id),
             from,
             DomainId(0),
-            PageNo(id).single(),
+            FilePage(id).single(),
             Access::Read,
         )
     }

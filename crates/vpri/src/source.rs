@@ -25,14 +25,14 @@ pub trait FaultSource: Send + Sync {
     /// given the request up, is dropped.
     fn respond(&self, response: PageResponse);
 
-    /// What the device has written into so many landing slots from a slot on (the content of an
+    /// What the device has written into so many bounce buffers from a slot on (the content of an
     /// [`Overwrite`](pagetide_addr::RequestKind::Overwrite)), appended to the bytes given; false if the source
     /// has no such slots.
-    fn read_landing(&self, _slot: u32, _count: u64, _into: &mut Vec<u8>) -> bool {
+    fn read_bounced(&self, _slot: u32, _count: u64, _into: &mut Vec<u8>) -> bool {
         false
     }
 
-    /// False once the device has given up the request whose content landed in `slot`, before any page
+    /// False once the device has given up the request whose content arrived in a bounce buffer in `slot`, before any page
     /// is evicted that was used since: what was read of the slot must not be installed any more. Asked
     /// under locks, so it must not wait.
     ///

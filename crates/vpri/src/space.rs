@@ -7,7 +7,9 @@
 //! is the same for both and knows them by these traits alone.
 
 use crate::DomainError;
-use pagetide_addr::{Access, DomainId, FileKey, Marks, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{
+    Access, DomainId, FileKey, FilePage, FilePageSet, FileRange, FileSection, Marks,
+};
 use std::{fmt::Debug, os::fd::BorrowedFd, sync::Arc};
 
 /// The device did not do it: it is gone, or does not answer.
@@ -52,17 +54,17 @@ pub trait IoSpace: Debug + Send + Sync {
 
     /// Makes `pages` of `section` unmapped; true if no DMA touches them any more (R2, R3). False if
     /// some still does, if one is standing, or if the device cannot be asked.
-    fn unmap(&self, section: SectionNo, pages: &PageSet) -> bool;
+    fn unmap(&self, section: FileSection, pages: &FilePageSet) -> bool;
 
     /// Like [`Self::unmap`], but reads stay allowed.
-    fn forbid_writes(&self, section: SectionNo, pages: &PageSet) -> bool;
+    fn forbid_writes(&self, section: FileSection, pages: &FilePageSet) -> bool;
 
     /// Allows `access` to `range` (to be called only for present pages, under the section's lock).
-    fn grant(&self, range: PageRange, access: Access);
+    fn grant(&self, range: FileRange, access: Access);
 
     /// Pages of `section` that the device keeps for long: the rings of its queues. They are never
     /// unmapped.
-    fn standing_in(&self, section: SectionNo) -> PageSet;
+    fn standing_in(&self, section: FileSection) -> FilePageSet;
 
     /// Number of such pages in the space.
     fn standing_pages(&self) -> u64;
@@ -73,9 +75,9 @@ pub trait IoSpace: Debug + Send + Sync {
     /// [`LookError`].
     fn touched(
         &self,
-        pages: PageRange,
+        pages: FileRange,
         marks: Marks,
-        visit: &mut dyn FnMut(PageNo),
+        visit: &mut dyn FnMut(FilePage),
     ) -> Result<(), LookError>;
 }
 
@@ -107,5 +109,5 @@ pub trait IoSpaces: Send + Sync {
 
     /// Why no page may be taken from devices now, as a sentence: the device is not there, and DMA
     /// of its last moments may be under way.
-    fn eviction_bar(&self) -> Option<String>;
+    fn eviction_blocker(&self) -> Option<String>;
 }

@@ -16,7 +16,7 @@
 //! elements lies in the cache line that told that it has none.
 
 use crate::sync::OnceLock;
-use pagetide_addr::{PAGE_BYTES, PageNo, PageRange, SECTION_PAGES};
+use pagetide_addr::{FilePage, FileRange, PAGE_BYTES, SECTION_PAGES, to_usize};
 
 /// Pages of a GiB.
 pub(crate) const PAGES_PER_GIB: u64 = (1 << 30) / PAGE_BYTES;
@@ -107,28 +107,28 @@ pub(crate) fn gib_count(page_count: u64) -> u64 {
 
 /// The GiB of `page`.
 #[inline]
-pub(crate) fn gib_of(page: PageNo) -> usize {
-    PageNo(page.0 / PAGES_PER_GIB).index()
+pub(crate) fn gib_of(page: FilePage) -> usize {
+    to_usize(page.0 / PAGES_PER_GIB)
 }
 
 /// The pages of a GiB, cut off at `page_count`.
-pub(crate) fn pages_of(gib: usize, page_count: u64) -> PageRange {
+pub(crate) fn pages_of(gib: usize, page_count: u64) -> FileRange {
     let start = (gib as u64 * PAGES_PER_GIB).min(page_count);
     let end = (start + PAGES_PER_GIB).min(page_count);
-    PageRange::new(PageNo(start), PageNo(end))
+    FileRange::new(FilePage(start), FilePage(end))
 }
 
 /// `range` cut at borders of GiBs, ascending.
 #[inline]
-pub(crate) fn by_gib(range: PageRange) -> impl Iterator<Item = (usize, PageRange)> {
+pub(crate) fn by_gib(range: FileRange) -> impl Iterator<Item = (usize, FileRange)> {
     let mut start = range.start;
     std::iter::from_fn(move || {
         if start >= range.end {
             return None;
         }
         let gib = gib_of(start);
-        let end = PageNo((start.0 / PAGES_PER_GIB + 1) * PAGES_PER_GIB).min(range.end);
-        let part = PageRange::new(start, end);
+        let end = FilePage((start.0 / PAGES_PER_GIB + 1) * PAGES_PER_GIB).min(range.end);
+        let part = FileRange::new(start, end);
         start = end;
         Some((gib, part))
     })
@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn range_is_cut_at_each_gib_and_no_page_is_lost() {
-        let range = PageRange::new(PageNo(PAGES_PER_GIB - 1), PageNo(3 * PAGES_PER_GIB + 2));
+        let range = FileRange::new(FilePage(PAGES_PER_GIB - 1), FilePage(3 * PAGES_PER_GIB + 2));
         let parts: Vec<_> = by_gib(range).collect();
         assert_eq!(
             parts.iter().map(|(gib, _)| *gib).collect::<Vec<_>>(),
@@ -162,6 +162,6 @@ mod tests {
         );
         assert_eq!(parts.iter().map(|(_, p)| p.len()).sum::<u64>(), range.len());
         assert_eq!(parts[1].1, pages_of(1, u64::MAX));
-        assert_eq!(by_gib(PageRange::new(PageNo(9), PageNo(9))).count(), 0);
+        assert_eq!(by_gib(FileRange::new(FilePage(9), FilePage(9))).count(), 0);
     }
 }

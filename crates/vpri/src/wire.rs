@@ -33,7 +33,7 @@ pub use header::Opcode;
 pub use record::{LogEntry, LogRecord, Service};
 pub use reply::{Code, Reply, Status};
 
-use pagetide_addr::{PageNo, PageRange, SECTION_PAGES};
+use pagetide_addr::{FilePage, FileRange, SECTION_PAGES};
 
 /// Virtio device id: provisional, none has been assigned.
 pub const DEVICE_ID: u32 = 63;
@@ -73,7 +73,7 @@ pub const RECORD_BYTES: usize = 32;
 pub const RANGES_MIN: u32 = 256;
 /// Most pages of a space: so that the address of each byte fits 63 bits.
 pub const PAGES_MAX: u64 = 1 << 51;
-/// Bytes of a landing slot: one page.
+/// Bytes of a bounce buffer: one page.
 pub const SLOT_BYTES: u64 = 4096;
 
 const _: () = assert!(MASK_BYTES as u64 * 8 == SECTION_PAGES);
@@ -82,7 +82,7 @@ const _: () = assert!(MASK_BYTES as u64 * 8 == SECTION_PAGES);
 pub mod feature {
     /// The device has an access log queue.
     pub const ACCESS_LOG: u64 = 1 << 0;
-    /// The device may send requests of kind overwrite; the driver may give it a landing area.
+    /// The device may send requests of kind overwrite; the driver may give it a bounce area.
     pub const OVERWRITE: u64 = 1 << 1;
     /// The driver honours the hold time of requests: fault injection.
     pub const INJECT: u64 = 1 << 2;
@@ -197,11 +197,11 @@ fn check(
 }
 
 /// The range whose first page is at `at` and whose length follows.
-fn range_at(bytes: &[u8], at: usize) -> Result<PageRange, WireError> {
+fn range_at(bytes: &[u8], at: usize) -> Result<FileRange, WireError> {
     let (first_page, page_count) = (u64_at(bytes, at), u64_at(bytes, at + 8));
     match first_page.checked_add(page_count) {
         Some(end) if page_count > 0 && end <= PAGES_MAX => {
-            Ok(PageRange::new(PageNo(first_page), PageNo(end)))
+            Ok(FileRange::new(FilePage(first_page), FilePage(end)))
         }
         _ => Err(WireError::Range {
             at,
@@ -211,7 +211,7 @@ fn range_at(bytes: &[u8], at: usize) -> Result<PageRange, WireError> {
     }
 }
 
-fn put_range(into: &mut Vec<u8>, range: PageRange) {
+fn put_range(into: &mut Vec<u8>, range: FileRange) {
     into.extend(range.start.0.to_le_bytes());
     into.extend(range.len().to_le_bytes());
 }

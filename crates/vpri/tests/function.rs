@@ -2,13 +2,13 @@
 //! The driver and the function, which are two processes elsewhere, over their socket.
 
 use pagetide_addr::{
-    Access, DeviceId, DomainId, FileKey, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse,
-    PageSet, QueueId, RequestId, ResponseCode, SectionNo,
+    Access, DeviceId, DomainId, FileKey, FilePage, FilePageSet, FileRange, FileSection, PAGE_BYTES,
+    PageRequest, PageResponse, QueueId, RequestId, ResponseCode,
 };
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_vpri::{
     Attribute, DeviceEnd, DmaDomain, DomainTable, Doorbell, Driver, EnginePort, FaultSource,
-    IoSpace, IoSpaces, Logged, LookUp, RamWindow, Wanted,
+    IoSpace, IoSpaces, Logged, Logging, LookUp, RamWindow,
     check::{self, CheckOptions, Verdict},
     fault_queue,
     function::{FunctionParts, FunctionServer, Phase},
@@ -67,7 +67,7 @@ impl Dpu {
         self.table.map_whole(file.as_fd()).unwrap()
     }
 
-    fn ask(&self, id: u64, domain: DomainId, pages: PageRange) {
+    fn ask(&self, id: u64, domain: DomainId, pages: FileRange) {
         let from = (DeviceId(3), QueueId(1));
         let request = PageRequest::demand(RequestId(id), from, domain, pages, Access::Write);
         self.engine.submit(request).unwrap();
@@ -126,12 +126,12 @@ fn memory() -> GuestFile {
     GuestFile::new_memfd("function", PAGES * PAGE_BYTES).unwrap()
 }
 
-fn pages(start: u64, end: u64) -> PageRange {
-    PageRange::new(PageNo(start), PageNo(end))
+fn pages(start: u64, end: u64) -> FileRange {
+    FileRange::new(FilePage(start), FilePage(end))
 }
 
 fn attribute(domain: &DmaDomain, page: u64) -> Attribute {
-    domain.attributes().bitmap().attribute(PageNo(page))
+    domain.attributes().bitmap().attribute(FilePage(page))
 }
 
 #[test]
@@ -188,18 +188,18 @@ fn page_request_goes_to_the_host_and_its_grant_and_answer_come_back() {
     // The grant went before the answer.
     let port = EnginePort::new(Arc::clone(&window), 0, LookUp::On).unwrap();
     let lease = port.lease(pages(3, 6), Access::Write).unwrap();
-    let set = PageSet::of_range(SectionNo(0), pages(3, 4));
-    assert!(!space.unmap(SectionNo(0), &set), "DMA is under way");
+    let set = FilePageSet::of_range(FileSection(0), pages(3, 4));
+    assert!(!space.unmap(FileSection(0), &set), "DMA is under way");
     assert!(space.is_any_leased());
     port.release(lease);
-    assert!(space.unmap(SectionNo(0), &set));
+    assert!(space.unmap(FileSection(0), &set));
     assert!(!space.is_any_leased());
     assert_eq!(attribute(&domain, 3), Attribute::Unmapped);
     assert!(domain.attributes().wire(pages(5, 6)));
     assert_eq!(space.standing_pages(), 1);
-    assert!(space.standing_in(SectionNo(0)).contains(PageNo(5)));
-    let set = PageSet::of_range(SectionNo(0), pages(5, 6));
-    assert!(!space.unmap(SectionNo(0), &set), "it is standing");
+    assert!(space.standing_in(FileSection(0)).contains(FilePage(5)));
+    let set = FilePageSet::of_range(FileSection(0), pages(5, 6));
+    assert!(!space.unmap(FileSection(0), &set), "it is standing");
     space.detach();
     assert_eq!(attribute(&domain, 900), Attribute::ReadWrite);
     assert_eq!(host.driver.counts().refused_events, 0);
@@ -247,13 +247,13 @@ fn device_that_starts_anew_is_found_and_begins_with_everything_unmapped() {
     let file = memory();
     let space = host.take(&file);
     host.driver.all_known();
-    let some = PageSet::of_range(SectionNo(1), pages(512, 520));
+    let some = FilePageSet::of_range(FileSection(1), pages(512, 520));
     for round in 1..4 {
-        assert!(!space.unmap(SectionNo(1), &some), "there is no device");
-        assert!(host.driver.eviction_bar().is_some());
+        assert!(!space.unmap(FileSection(1), &some), "there is no device");
+        assert!(host.driver.eviction_blocker().is_some());
         let dpu = Dpu::start(dir.path());
         eventually("a session", || host.driver.counts().sessions == round);
-        eventually("it is in use", || host.driver.eviction_bar().is_none());
+        eventually("it is in use", || host.driver.eviction_blocker().is_none());
         let window = dpu.bring(&file);
         let domain = Arc::clone(window.domain());
         assert_eq!(attribute(&domain, 0), Attribute::Unmapped);
@@ -261,7 +261,7 @@ fn device_that_starts_anew_is_found_and_begins_with_everything_unmapped() {
         let request = host.next();
         host.grant(&*space, &request);
         assert_eq!(dpu.answer().code, ResponseCode::Success);
-        assert!(space.unmap(SectionNo(1), &some));
+        assert!(space.unmap(FileSection(1), &some));
         drop(dpu);
         eventually("it is missed", || !host.driver.is_connected());
     }
@@ -285,7 +285,7 @@ fn do_dma(
         random = random
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1);
-        let page = PageNo((random >> 33) % PAGES);
+        let page = FilePage((random >> 33) % PAGES);
         while dpu.engine.next().is_some() {}
         let Some(lease) = port.lease(page.single(), Access::Write) else {
             id += 1;
@@ -326,7 +326,7 @@ fn no_grant_outlives_an_unmap_under_load() {
                     let first = section * 512;
                     for round in 0..ROUNDS {
                         let range = pages(first + round % 400, first + round % 400 + 100);
-                        let set = PageSet::of_range(SectionNo(section), range);
+                        let set = FilePageSet::of_range(FileSection(section), range);
                         let mark = |what| {
                             let all = range.iter();
                             all.for_each(|page| state[page.index()].store(what, Ordering::SeqCst));
@@ -340,7 +340,7 @@ fn no_grant_outlives_an_unmap_under_load() {
                             looks += 1;
                             leases.load(Ordering::Relaxed) > before || (round > 0 && looks > 50)
                         });
-                        while !space.unmap(SectionNo(section), &set) {
+                        while !space.unmap(FileSection(section), &set) {
                             std::hint::spin_loop();
                         }
                         mark(AWAY);
@@ -426,7 +426,7 @@ fn accesses_are_told_with_the_hosts_number_of_the_space_while_they_are_wanted_an
     let mut pen = log.pen(0).unwrap();
     let source = host.driver.access_log();
     assert!(!log.is_on());
-    source.want(Wanted::Yes);
+    source.want(Logging::On);
     let mut records = Vec::new();
     eventually("the log to be on", || {
         source.take(100, &mut records);
@@ -450,7 +450,7 @@ fn accesses_are_told_with_the_hosts_number_of_the_space_while_they_are_wanted_an
         pen.record(&access(theirs, 0));
         source.lost() > 0
     });
-    source.want(Wanted::No);
+    source.want(Logging::Off);
     eventually("the log to be off", || {
         pen.record(&access(theirs, 0));
         !log.is_on()

@@ -23,6 +23,18 @@ pub(super) fn this_program() -> Result<PathBuf, String> {
     std::env::current_exe().map_err(|error| format!("this program cannot be found: {error}"))
 }
 
+/// A program of the project's test kit, which lies beside this one.
+pub(super) fn program_beside(name: &str) -> Result<PathBuf, String> {
+    let beside = this_program()?.with_file_name(name);
+    if beside.exists() {
+        return Ok(beside);
+    }
+    Err(format!(
+        "there is no {}; build it by `cargo build --release -p pagetide-guestkit`",
+        beside.display()
+    ))
+}
+
 /// This program in `dir` under a name that is taken for a VMM's.
 pub(super) fn vmm_program(dir: &Path) -> Result<PathBuf, String> {
     let program = dir.join(VMM_PROGRAM);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What sampled pages hold: packed as the product would store them, then thrown away.
 
-use pagetide_addr::PageNo;
+use pagetide_addr::{PageNo, to_usize};
 use pagetide_swap::tier::{PAGE, Packer, STORED_BYTES_MAX, Seed};
 
 use super::heat::ratio;
@@ -36,7 +36,7 @@ impl Chooser {
         let count = count.min(items.len());
         for at in 0..count {
             let left = (items.len() - at) as u64;
-            items.swap(at, at + PageNo(self.below(left)).index());
+            items.swap(at, at + to_usize(self.below(left)));
         }
         items.truncate(count);
     }
@@ -118,7 +118,7 @@ mod tests {
         assert!((contents.zero_share() - 0.5).abs() < 1e-9);
         assert!((contents.compressible_share() - 0.25).abs() < 1e-9);
         assert!(contents.lz4_ratio() > 0.0 && contents.lz4_ratio() < 0.05);
-        // A verbatim page takes its CRC and the rest of a slot beside its bytes.
+        // A uncompressed page takes its CRC and the rest of a slot beside its bytes.
         assert!(contents.stored_share() > 0.25 && contents.stored_share() < 0.27);
     }
 

@@ -19,7 +19,7 @@
 //! by up to one interval, never colder. A page that becomes resident counts as
 //! touched.
 
-use pagetide_addr::{PageNo, PageSet, SECTION_PAGES, SectionNo};
+use pagetide_addr::{PageNo, PageSet, SECTION_PAGES, SectionNo, to_usize};
 
 /// What a look found in one section, by position of the section in the sample.
 #[derive(Clone, Copy, Default, Debug)]
@@ -62,15 +62,13 @@ struct SectionHeat {
 
 impl SectionHeat {
     fn touched_at(&mut self, page: PageNo) -> &mut u64 {
-        let first = self.section.0 * SECTION_PAGES;
-        &mut self.touched_at_ms[PageNo(page.0 - first).index()]
+        &mut self.touched_at_ms[to_usize(page.place_in_section())]
     }
 
     fn cold_pages(&self, now_ms: u64, threshold_ms: u64) -> impl Iterator<Item = PageNo> + '_ {
         let pages = self.resident.pages(self.section);
-        let first = self.section.0 * SECTION_PAGES;
         pages.filter(move |page| {
-            let touched_at_ms = self.touched_at_ms[PageNo(page.0 - first).index()];
+            let touched_at_ms = self.touched_at_ms[to_usize(page.place_in_section())];
             now_ms - touched_at_ms >= threshold_ms
         })
     }
@@ -93,7 +91,7 @@ impl Heat {
     #[must_use]
     pub fn new(sections: &[SectionNo], seen: &[Seen], thresholds_ms: &[u64], now_ms: u64) -> Self {
         assert_eq!(sections.len(), seen.len(), "one for each section");
-        let pages = PageNo(SECTION_PAGES).index();
+        let pages = to_usize(SECTION_PAGES);
         let sections = sections.iter().zip(seen);
         Self {
             sections: sections

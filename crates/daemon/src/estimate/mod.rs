@@ -79,7 +79,7 @@ fn observe(watch: &Watch, args: &EstimateArgs) -> Result<EstimateReport, Command
     let mut heat = Heat::new(watch.sections(), &seen, &thresholds_ms, 0);
     let mut looks = 1;
     let mut look_max = start.elapsed();
-    let mut bars = watch.eviction_bars()?;
+    let mut blockers = watch.eviction_blockers()?;
     let mut told = start;
     let mut at = Duration::ZERO;
     while at < end {
@@ -95,9 +95,9 @@ fn observe(watch: &Watch, args: &EstimateArgs) -> Result<EstimateReport, Command
             progress(at, end, &heat);
         }
     }
-    for bar in watch.eviction_bars()? {
-        if !bars.contains(&bar) {
-            bars.push(bar);
+    for blocker in watch.eviction_blockers()? {
+        if !blockers.contains(&blocker) {
+            blockers.push(blocker);
         }
     }
     let mut chooser = Chooser::new(at_ms(start.elapsed()) ^ u64::from(args.pid) << 32);
@@ -132,7 +132,7 @@ fn observe(watch: &Watch, args: &EstimateArgs) -> Result<EstimateReport, Command
         look_max_seconds: look_max.as_secs_f64(),
         cold,
         refusals: watch.refusals().to_vec(),
-        eviction_bars: bars,
+        eviction_blockers: blockers,
         warnings: watch.warnings(),
     })
 }

@@ -42,7 +42,7 @@ pub struct EstimateReport {
     /// What would make `pagetide attach` refuse the VM, as sentences.
     pub refusals: Vec<String>,
     /// What would forbid eviction, as sentences.
-    pub eviction_bars: Vec<String>,
+    pub eviction_blockers: Vec<String>,
     /// What else an operator should know, as sentences.
     pub warnings: Vec<String>,
 }
@@ -131,14 +131,14 @@ mod tests {
                 faults_per_second: None,
             }],
             refusals: vec![],
-            eviction_bars: vec!["first bar".into(), "second bar".into()],
+            eviction_blockers: vec!["first blocker".into(), "second blocker".into()],
             warnings: vec![],
         };
         let text = report.text();
         for part in [
-            "resident       512.0 MiB\n",
-            "zero           25.0 %\n",
-            "eviction bars  first bar\n               second bar\n",
+            "resident           512.0 MiB\n",
+            "zero               25.0 %\n",
+            "eviction blockers  first blocker\n                   second blocker\n",
             "\nNOT TOUCHED FOR  COLD    COLD SECTIONS  SAVED      OF WHICH ZERO  FAULTS/S\n\
              2 min            50.0 %  25.0 %         128.0 MiB  30.0 %         -\n",
         ] {

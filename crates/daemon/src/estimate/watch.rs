@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pagetide_addr::{PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
-use pagetide_vmm::hazards::{self, EvictionBar, OtherProcess};
+use pagetide_vmm::hazards::{self, EvictionBlocker, OtherProcess};
 use pagetide_vmm::layout::{LiveLayout, RamLayout};
 use pagetide_vmm::process::VmmProcess;
 use pagetide_vmm::tracker::{AccessTracker, NoDma, TrackerError, UnmapAndLook};
@@ -95,12 +95,13 @@ impl Watch {
     }
 
     /// What would forbid eviction now, beside what would refuse the VM.
-    pub fn eviction_bars(&self) -> Result<Vec<String>, CommandError> {
-        let bars = hazards::check(&self.vmm, &self.layout, &[]).map_err(CommandError::refused)?;
-        Ok(bars
+    pub fn eviction_blockers(&self) -> Result<Vec<String>, CommandError> {
+        let blockers =
+            hazards::check(&self.vmm, &self.layout, &[]).map_err(CommandError::refused)?;
+        Ok(blockers
             .into_iter()
-            .filter(|bar| !matches!(bar, EvictionBar::MappedByAnother { .. }))
-            .map(|bar| bar.to_string())
+            .filter(|blocker| !matches!(blocker, EvictionBlocker::MappedByAnother { .. }))
+            .map(|blocker| blocker.to_string())
             .collect())
     }
 

@@ -22,7 +22,7 @@ use super::{
     vm::{ENDING_WAIT, Prepared, Shared, Vm, empty_table_of, failed},
 };
 use crate::control::{AttachRequest, ControlError, ErrorKind};
-use pagetide_addr::{Access, PageNo, PageRange, SECTION_PAGES, SectionNo};
+use pagetide_addr::{Access, PageNo, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{Backing, Mmu, PageTable, Place, TableId, WordArray, recovery};
 use pagetide_swap::{Pool, PoolError, PoolStore, PoolWords, limit::LIMIT_PAGES_MIN, pool::Phase};
 use pagetide_sys::{
@@ -228,7 +228,7 @@ pub(super) fn refuse_unseen_pages(layout: &RamLayout) -> Result<(), ControlError
 
 /// Whether DMA is under way cannot be told without the device: RAM is taken from one that is there.
 pub(super) fn refuse_without_dpu(shared: &Shared) -> Result<(), ControlError> {
-    let why = shared.spaces.eviction_bar();
+    let why = shared.spaces.eviction_blocker();
     why.map_or(Ok(()), |why| Err(ControlError::refused(why)))
 }
 
@@ -439,7 +439,7 @@ fn take_up(
     // Protection of rounds that died, and faults whose messages died, all at once.
     let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     let vcpus = vcpus.seeing(vmm.pid()).map_err(failed)?;
-    let everything = PageRange::new(PageNo(0), PageNo(layout.page_count()));
+    let everything = PageNo(0).run(layout.page_count());
     let lifted = vcpus.grant(TableId(0), everything, Access::Write, Backing::Home);
     lifted.map_err(failed)?;
     place.wake(everything).map_err(failed)?;
@@ -513,7 +513,7 @@ fn adopt_words(
         }
     });
     let report = report.map_err(|error| {
-        if matches!(error, recovery::RecoveryError::Intruder { .. }) {
+        if matches!(error, recovery::RecoveryError::ForeignPage { .. }) {
             match vmm.try_clone() {
                 Ok(process) => {
                     super::sink::VmIncidents::new(&identity.name, process)

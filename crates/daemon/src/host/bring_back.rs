@@ -7,7 +7,7 @@ use super::{
 };
 use crate::control::ControlError;
 use pagetide_addr::{Access, PageNo, PageRange, PageSet};
-use pagetide_gmem::{Fault, FaultOutcome, State};
+use pagetide_gmem::{Fault, FaultOutcome, PageState};
 use pagetide_vmm::layout::RamLayout;
 use pagetide_vpri::DPU;
 use std::{
@@ -71,7 +71,7 @@ impl Vm {
             while page < pages.end {
                 let run = self.stored_run(page, pages.end);
                 if run.is_empty() {
-                    page = PageNo(page.0 + 1);
+                    page = page.next();
                     continue;
                 }
                 if self.core.detach.stop.load(Relaxed) {
@@ -101,7 +101,7 @@ impl Vm {
     fn refuse_if_poisoned(&self, ram: &RamLayout) -> Result<(), ControlError> {
         let table = self.core.memory.table();
         let poisoned = |(section, pages)| {
-            let lost = table.pages_in_state(section, |state| state == State::Poisoned);
+            let lost = table.pages_in_state(section, |state| state == PageState::Poisoned);
             let mut elsewhere = lost;
             elsewhere.subtract(&PageSet::of_range(section, pages));
             lost.len() - elsewhere.len()
@@ -124,15 +124,15 @@ impl Vm {
     fn stored_run(&self, start: PageNo, end: PageNo) -> PageRange {
         let table = self.core.memory.table();
         let is_stored = |page: &PageNo| {
-            matches!(table.word(*page).state(), State::Stored(content) | State::Filling(content) | State::Evicting(content)
+            matches!(table.word(*page).state(), PageState::Stored(content) | PageState::Filling(content) | PageState::Evicting(content)
                     if !content.is_zero())
         };
-        let most = PageNo((start.0 + DETACH_PAGES).min(end.0));
+        let most = start.plus(DETACH_PAGES).min(end);
         let count = PageRange::new(start, most)
             .iter()
             .take_while(is_stored)
             .count();
-        PageRange::new(start, PageNo(start.0 + count as u64))
+        start.run(count as u64)
     }
 
     fn fill_run(&self, run: PageRange) -> Result<(), ControlError> {

@@ -15,7 +15,7 @@ use pagetide_swap::{Counter, HeatReport, Limit, Pool, PoolStore, reclaim::Reclai
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     Refusal,
-    hazards::{self, EvictionBar},
+    hazards::{self, EvictionBlocker},
     layout::{LiveLayout, RamLayout},
     process::VmmProcess,
     servers::ServerCpus,
@@ -146,15 +146,15 @@ impl VmCore {
         hazards::pinned_bytes(&self.vmm).unwrap_or(0)
     }
 
-    /// Looks for what forbids eviction now, beside what is `known` to.
-    pub(super) fn look_for_hazards(&self, known: Result<Vec<EvictionBar>, Refusal>) {
+    /// TrackerAdapter for what forbids eviction now, beside what is `known` to.
+    pub(super) fn look_for_hazards(&self, known: Result<Vec<EvictionBlocker>, Refusal>) {
         let found = hazards::check(&self.vmm, &self.layout.look(), &self.spaces.processes());
         match known.and_then(|known| Ok((known, found?))) {
             Ok((known, found)) => {
                 let bars = known.iter().chain(&found).map(ToString::to_string);
                 let shortage = self.store.room().shortage().map(|it| it.to_string());
                 self.set_bars(
-                    bars.chain(self.spaces.eviction_bar())
+                    bars.chain(self.spaces.eviction_blocker())
                         .chain(shortage)
                         .collect(),
                 );
@@ -249,7 +249,7 @@ impl VmCore {
             (Counter::EvictedPages, &counters.evicted_pages, 0),
             (Counter::DiscardedPages, &counters.discarded_pages, 1),
             (Counter::CancelledPages, &counters.cancelled_pages, 2),
-            (Counter::NeighbourPages, &counters.neighbour_pages, 3),
+            (Counter::NeighbourPages, &counters.readahead_pages, 3),
             (Counter::PoisonedPages, &counters.poisoned_pages, 4),
             (Counter::FilledPages, &counters.filled_pages, 5),
             (Counter::JoinedFaults, &counters.joined_faults, 6),
@@ -268,10 +268,10 @@ impl VmCore {
             .counter(Counter::DeviceFaults)
             .fetch_add(faults - synced[8], Relaxed);
         synced[8] = faults;
-        let slips = self.tenant.slips();
+        let alias_faults = self.tenant.alias_faults();
         self.pool
             .counter(Counter::AliasFaults)
-            .fetch_add(slips - synced[9], Relaxed);
-        synced[9] = slips;
+            .fetch_add(alias_faults - synced[9], Relaxed);
+        synced[9] = alias_faults;
     }
 }

@@ -18,8 +18,8 @@ use crate::{
 };
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_vpri::{
-    AccessLog, AccessSource, DomainTable, Doorbell, Driver, FaultAssist, FaultService, Handling,
-    HostEnd, IoSpaces, LandingArea, Preempt, ServiceConfig, ServiceThread,
+    AccessLog, AccessSource, BounceArea, DomainTable, Doorbell, Driver, FaultAssist, FaultService,
+    Handling, HostEnd, IoSpaces, Preempt, ServiceConfig, ServiceThread,
 };
 use std::{
     collections::BTreeMap,
@@ -32,10 +32,10 @@ use std::{
 /// not without their devices for longer than they must.
 const DPU_WAIT: Duration = Duration::from_secs(2);
 
-/// Landing slots of an engine of this process: so many pages of reads into absent memory may be under
+/// Bounce buffers of an engine of this process: so many pages of reads into absent memory may be under
 /// way on it, 4 MiB; what finds no slot has its pages brought back first. A DPU process has them of
 /// its driver.
-const LANDING_SLOTS: u32 = 1024;
+const BOUNCE_BUFFERS: u32 = 1024;
 
 /// The devices of this host and the service of their page faults.
 pub(super) struct Devices {
@@ -65,7 +65,7 @@ impl Devices {
         let engines = settings.engines();
         let domains = Arc::new(DomainTable::new(engines.count.get()));
         let (set, hosts) = DeviceSet::start(&settings.state_dir, &engines, &domains)?;
-        give_landing(hosts.ends.iter().take(engines.count.get()))?;
+        give_bounce(hosts.ends.iter().take(engines.count.get()))?;
         let service = FaultService::with(service_config(settings), hosts.ends, hosts.bell);
         let assist: Arc<dyn FaultAssist> = Arc::clone(&service) as _;
         set.set_assist(&assist)?;
@@ -210,10 +210,10 @@ impl Devices {
 }
 
 /// Gives engines of this process slots for reads whose pages are absent.
-fn give_landing<'a>(engines: impl Iterator<Item = &'a HostEnd>) -> Result<(), ControlError> {
+fn give_bounce<'a>(engines: impl Iterator<Item = &'a HostEnd>) -> Result<(), ControlError> {
     for engine in engines {
-        let area = LandingArea::new(LANDING_SLOTS).map_err(failed)?;
-        engine.set_landing(Some(Arc::new(area)));
+        let area = BounceArea::new(BOUNCE_BUFFERS).map_err(failed)?;
+        engine.set_bounce(Some(Arc::new(area)));
     }
     Ok(())
 }

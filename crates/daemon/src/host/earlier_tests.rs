@@ -7,9 +7,9 @@ use super::{
     sink::VmIncidents,
     space::VmSpace,
 };
-use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES};
+use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, to_usize};
 use pagetide_gmem::{
-    Content, MemoryParts, PageTable, PageWord, PagedMemory, State, Unlimited, recovery,
+    Content, MemoryParts, PageState, PageTable, PageWord, PagedMemory, Unlimited, recovery,
 };
 use pagetide_swap::{Pool, PoolStore, PoolWords};
 use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile, uffd::Userfaultfd};
@@ -69,9 +69,9 @@ fn make_pool(path: &Path, files: u64, identity: &[u8]) {
     let page_count = files * FILE_PAGES;
     let (header, chunk) = (64 << 10, 64 << 10);
     let content_at = (header + page_count * 8_u64).next_multiple_of(chunk);
-    let mut bytes = vec![0; PageNo(content_at + chunk).index()];
+    let mut bytes = vec![0; to_usize(content_at + chunk)];
     let mut put = |at: u64, value: u64| {
-        let at = PageNo(at).index();
+        let at = to_usize(at);
         bytes[at..at + 8].copy_from_slice(&value.to_ne_bytes());
     };
     let magic = u64::from_le_bytes(*b"PAGETIDE");
@@ -84,9 +84,9 @@ fn make_pool(path: &Path, files: u64, identity: &[u8]) {
     put(12 * 8, 1);
     for page in 0..page_count {
         let state = if page % FILE_PAGES == 0 {
-            State::Present
+            PageState::Present
         } else {
-            State::Stored(Content::ZERO)
+            PageState::Stored(Content::ZERO)
         };
         put(header + page * 8, PageWord::new(state).bits());
     }

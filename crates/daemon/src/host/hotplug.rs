@@ -59,12 +59,12 @@ use super::{
     vm::{Shared, failed},
 };
 use crate::control::ControlError;
-use pagetide_addr::{Access, FileKey, PageNo, PageRange};
+use pagetide_addr::{Access, FileKey, PageRange};
 use pagetide_gmem::{AddressSpace, Fault, Mmu, Place};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     Refusal,
-    hazards::{self, EvictionBar},
+    hazards::{self, EvictionBlocker},
     layout::{NewRam, RamLayout, RamMapping, RamNews, Strangers},
     place::VmPlace,
     takeover,
@@ -132,7 +132,7 @@ impl Hotplug {
     ///
     /// # Errors
     /// [`Refusal`]: the VMM cannot be looked at.
-    pub(super) fn follow(&mut self) -> Result<Vec<EvictionBar>, Refusal> {
+    pub(super) fn follow(&mut self) -> Result<Vec<EvictionBlocker>, Refusal> {
         self.put_identity_right();
         for (key, refused) in &self.refused {
             if refused.at.elapsed() >= refused.wait {
@@ -150,7 +150,7 @@ impl Hotplug {
         self.vm.set_warnings(warnings);
         let changed = news.unwatched.into_iter();
         Ok(changed
-            .map(|change| EvictionBar::MapsChanged { change })
+            .map(|change| EvictionBlocker::MapsChanged { change })
             .collect())
     }
 
@@ -482,7 +482,7 @@ pub(super) fn outside(layout: &RamLayout, pages: PageRange) -> Vec<PageRange> {
         if at < inside.start {
             parts.push(PageRange::new(at, inside.start));
         }
-        at = PageNo(at.0.max(inside.end.0));
+        at = at.max(inside.end);
     }
     if at < pages.end {
         parts.push(PageRange::new(at, pages.end));
@@ -493,6 +493,7 @@ pub(super) fn outside(layout: &RamLayout, pages: PageRange) -> Vec<PageRange> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_addr::PageNo;
     use pagetide_addr::{Hva, PAGE_BYTES};
     use pagetide_sys::memory_file::GuestFile;
 

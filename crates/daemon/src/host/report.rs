@@ -11,7 +11,7 @@ use crate::{
     protection::vm::{DeviceProtection, ProtectionReport},
 };
 use pagetide_addr::{PAGE_BYTES, PageRange, SectionNo};
-use pagetide_gmem::State;
+use pagetide_gmem::PageState;
 use pagetide_policy::sets::Level;
 use pagetide_swap::Counter;
 use pagetide_vmm::layout::RamFile;
@@ -19,15 +19,15 @@ use pagetide_vpri::Latencies;
 use std::sync::atomic::Ordering::Relaxed;
 
 impl Vm {
-    /// State and figures now.
+    /// PageState and figures now.
     pub(super) fn report(&self) -> VmReport {
         let core = &self.core;
         core.sync_counters();
         let count = |counter| core.pool.counter(counter).load(Relaxed);
         let tiers = core.store.counts();
-        let (lz4, verbatim) = (
+        let (lz4, uncompressed) = (
             tiers.lz4_pages.load(Relaxed),
-            tiers.verbatim_pages.load(Relaxed),
+            tiers.uncompressed_pages.load(Relaxed),
         );
         let layout = core.layout.now();
         let regions: Vec<_> = layout.files().iter().map(|f| self.region(f)).collect();
@@ -50,9 +50,9 @@ impl Vm {
             limit_bytes: core.pool.limit_bytes(),
             pool_bytes: core.pool.allocated_bytes().unwrap_or(0),
             stored_pages,
-            zero_pages: stored_pages.saturating_sub(lz4 + verbatim),
+            zero_pages: stored_pages.saturating_sub(lz4 + uncompressed),
             lz4_pages: lz4,
-            verbatim_pages: verbatim,
+            uncompressed_pages: uncompressed,
             stored_bytes: tiers.stored_bytes.load(Relaxed),
             evicted_pages: count(Counter::EvictedPages),
             vcpu_faults: count(Counter::VcpuFaults),
@@ -61,7 +61,7 @@ impl Vm {
             iopf_us: latency_us(&iopfs.iopf),
             iopf_waited_us: latency_us(&iopfs.waited),
             iopf_preempt_us: latency_us(&iopfs.preempt),
-            neighbour_pages: count(Counter::NeighbourPages),
+            readahead_pages: count(Counter::NeighbourPages),
             discarded_pages: count(Counter::DiscardedPages),
             over_limit_fills: count(Counter::OverLimitFills),
             directly_evicted_pages: core.limit.reserve().direct_pages(),
@@ -81,7 +81,7 @@ impl Vm {
                 reason = "a pause far below 2^53 microseconds"
             )]
             attach_pause_us: core.pool.pause_us() as f64,
-            eviction_bars: bars,
+            eviction_blockers: bars,
             warnings: lock(&core.warnings).clone(),
             restarts: core.pool.restarts(),
             reader_cpu_seconds: self.reader_cpu_seconds(),
@@ -99,7 +99,7 @@ impl Vm {
                 return table.stored_pages(section);
             }
             // A section that files share: those of a VM that was attached before RAM could come and go.
-            let set = table.pages_in_state(section, |state| matches!(state, State::Stored(_)));
+            let set = table.pages_in_state(section, |state| matches!(state, PageState::Stored(_)));
             let within = set.pages(section).filter(|page| pages.contains(*page));
             within.count() as u64
         };
@@ -143,7 +143,7 @@ fn with_protection(report: VmReport, protection: ProtectionReport) -> VmReport {
         policy_bytes: devices.iter().map(|d| d.policy_bytes).sum(),
         heard_accesses: protection.taken_records,
         refused_accesses: protection.refused_records,
-        brought_back_pages: protection.brought_pages,
+        prefetched_pages: protection.brought_pages,
         protected_devices: devices,
         ..report
     }

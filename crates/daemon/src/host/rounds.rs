@@ -42,6 +42,8 @@ const LOOK_ROUND: Duration = Duration::from_secs(1);
 const HAZARDS_HOLD: Duration = Duration::from_millis(100);
 /// A helper is worth its start from so many pages on: 32 MiB.
 const HELPER_PAGES_MIN: u64 = 8 << 10;
+/// Between two sweeps that come first of all: in this time a guest uses what it needs.
+const LEARNING_REST: Duration = Duration::from_millis(250);
 /// Eviction that was stopped by a full pool, or by the kernel, is tried again after this time.
 const SUSPENSION: Duration = Duration::from_secs(5);
 
@@ -221,7 +223,28 @@ impl Rounds {
         }
     }
 
+    /// Two sweeps at once, if nothing is known yet of what is hot. Whoever evicts by guess takes what
+    /// comes back at once, and a guest that waits for it touches so little that all of its memory
+    /// seems to rest.
+    fn learn(&mut self) {
+        if !self.reclaimer.knows_nothing() {
+            return;
+        }
+        let (vm, started) = (Arc::clone(&self.vm), self.started);
+        let clock = || started.elapsed();
+        let go_on = || !vm.limit.is_stopped();
+        while self.reclaimer.knows_nothing() && go_on() {
+            if let Err(error) = self.reclaimer.sweep(clock, go_on) {
+                return self.suspend(format!("accesses cannot be told: {error}"));
+            }
+            if vm.limit.rest(LEARNING_REST) == Wake::Stopped {
+                return;
+            }
+        }
+    }
+
     fn reclaim_to_high_mark(&mut self) {
+        self.learn();
         self.vm.enforce_limit();
         let limit = Arc::clone(&self.vm.limit);
         self.reclaim(Need::Limit, |_| limit.pages_to_high_mark());
@@ -327,6 +350,7 @@ impl Rounds {
     fn obey_orders(&mut self) {
         while let Some(order) = self.vm.next_order() {
             let pages = order.pages;
+            self.learn();
             self.reclaimer.try_again();
             let done = self.reclaim(Need::Wish, |evicted| pages.saturating_sub(evicted));
             self.answer(&order, done);

@@ -135,7 +135,7 @@ impl VmIncidents {
 }
 
 impl Incidents for VmIncidents {
-    fn intruder(&self, page: PageNo) {
+    fn foreign_page(&self, page: PageNo) {
         self.stop_vm(format!(
             "page {page} appeared though its content is stored: another process has written to the VM's RAM; \
              find it (grep the VM's memfd in /proc/*/maps), stop it, and restore the VM from its last good state"

@@ -127,7 +127,7 @@ impl VmSpace {
     /// # Errors
     /// A sentence; the file is then no part of it.
     pub(super) fn add_ram(&self, pages: PageRange) -> Result<Region, ControlError> {
-        let there = Va(pages.start.byte_offset());
+        let there = pages.start.va();
         let request = RegionRequest {
             hint: Some(there),
             ..RegionRequest::of_bytes(pages.bytes())
@@ -157,7 +157,7 @@ impl VmSpace {
     /// A sentence: a device is in the middle of a transfer. Once more, and it goes on. Or it cannot be
     /// taken out by itself.
     pub(super) fn remove_ram(&self, pages: PageRange) -> Result<(), ControlError> {
-        match self.space.lookup(Va(pages.start.byte_offset())) {
+        match self.space.lookup(pages.start.va()) {
             Ok(region) if region.pages() == pages => region.dealloc().map_err(failed),
             Ok(_) if self.regions != Regions::FileByFile => Err(ControlError::refused(
                 "the VM was attached before RAM could come and go, and its RAM files are not to be told apart: \

@@ -5,7 +5,7 @@ use super::vm::failed;
 use crate::control::ControlError;
 use crate::percent::Percent;
 use crate::settings::TrackerChoice;
-use pagetide_addr::{FileKey, Marks, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{FileKey, FilePage, FileRange, Marks, PageSet, SectionNo};
 use pagetide_policy::sampling::Look;
 use pagetide_swap::{AccessTracker, HeatCost, Sampled, Touched, reclaim::TrackerError};
 use pagetide_sys::{page_idle::IdleBitmap, pagemap::PagemapWay};
@@ -52,12 +52,12 @@ impl Way {
         vmm: &VmmProcess,
         layout: Arc<LiveLayout>,
         mmu: &Arc<DmaMmu>,
-    ) -> Result<Looks, TrackerError> {
+    ) -> Result<TrackerAdapter, TrackerError> {
         let devices = Arc::new(Dma(Arc::clone(mmu)));
         let whole = UnmapAndLook::new(vmm, layout, devices)?;
         Ok(match self {
-            Self::Unmap => Looks(Box::new(whole)),
-            Self::Idle => Looks(Box::new(IdlePages::new(whole, IdleBitmap::open()?)?)),
+            Self::Unmap => TrackerAdapter(Box::new(whole)),
+            Self::Idle => TrackerAdapter(Box::new(IdlePages::new(whole, IdleBitmap::open()?)?)),
         })
     }
 }
@@ -89,9 +89,9 @@ impl DmaLook for Dma {
     fn touched(
         &self,
         file: FileKey,
-        pages: PageRange,
+        pages: FileRange,
         marks: Marks,
-        visit: &mut dyn FnMut(PageNo),
+        visit: &mut dyn FnMut(FilePage),
     ) -> Result<(), String> {
         let domains = self.0.domains();
         let Some(domain) = domains.iter().find(|domain| domain.key() == file) else {
@@ -104,7 +104,7 @@ impl DmaLook for Dma {
 }
 
 /// Hands looks on to a tracker of `pagetide-vmm`.
-pub(super) struct Looks(Box<dyn pagetide_vmm::tracker::AccessTracker>);
+pub(super) struct TrackerAdapter(Box<dyn pagetide_vmm::tracker::AccessTracker>);
 
 /// What learning a VM's heat may cost it, with what a small fault costs on this host.
 pub(super) fn heat_cost(way: Way, share: Percent) -> HeatCost {
@@ -132,7 +132,7 @@ pub(super) fn heat_cost(way: Way, share: Percent) -> HeatCost {
     }
 }
 
-impl AccessTracker for Looks {
+impl AccessTracker for TrackerAdapter {
     fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError> {
         let samples: Vec<_> = looks
             .iter()

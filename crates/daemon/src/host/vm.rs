@@ -19,14 +19,14 @@ use super::{
     rounds::Rounds,
     sink::{VmIncidents, VmSink},
     space::VmSpace,
-    tracker::{Looks, Way},
+    tracker::{TrackerAdapter, Way},
 };
 use crate::{
     control::{ControlError, ErrorKind, VmState},
     protection::{
         ProtectorChoice,
         feed::Feed,
-        vm::{Limbs, VmProtection},
+        vm::{VmHandles, VmProtection},
     },
 };
 use pagetide_gmem::{Incidents, MemoryParts, PageTable, PagedMemory};
@@ -39,7 +39,7 @@ use pagetide_vmm::{
     layout::{LiveLayout, RamLayout},
     place::{VcpuMmu, VmPlace},
     process::VmmProcess,
-    reader::{FaultReader, Placement, ReaderConfig},
+    reader::{FaultReader, ReaderConfig, ReaderPlacement},
     takeover,
 };
 use pagetide_vpri::{DmaMmu, FaultService, IoSpaces, Latencies};
@@ -155,7 +155,7 @@ impl Vm {
             .service
             .add_tenant(Arc::clone(&space), Arc::clone(&prepared.mmu))
             .map_err(failed)?;
-        let limbs = Limbs {
+        let limbs = VmHandles {
             space: Arc::clone(&space),
             limit: Arc::clone(&limit),
             tenant: Arc::clone(&tenant),
@@ -202,7 +202,7 @@ impl Vm {
         Ok(vm)
     }
 
-    fn start_threads(&self, tracker: Looks, shared: &Shared) -> Result<(), ControlError> {
+    fn start_threads(&self, tracker: TrackerAdapter, shared: &Shared) -> Result<(), ControlError> {
         let core = &self.core;
         let sink = VmSink {
             vmm: core.identity.process(),
@@ -214,9 +214,9 @@ impl Vm {
         let config = ReaderConfig {
             // One that polls would keep a vCPU from its own CPU.
             placement: if shared.reader_poll_us > 0 {
-                Placement::Anywhere
+                ReaderPlacement::Anywhere
             } else {
-                Placement::FollowFaults
+                ReaderPlacement::FollowFaults
             },
             poll_us: shared.reader_poll_us,
             ..ReaderConfig::default()
@@ -452,14 +452,14 @@ fn protection(
     shared: &Shared,
     mmu: Arc<DmaMmu>,
     layout: &RamLayout,
-    limbs: Limbs,
+    limbs: VmHandles,
 ) -> Arc<VmProtection> {
     let ram = layout.files().iter().map(|file| file.pages()).collect();
     let choice = &shared.protector.0;
     Arc::new(VmProtection::new(choice, mmu, ram, Some(limbs)))
 }
 
-fn tracker_of(prepared: &Prepared, shared: &Shared) -> Result<Looks, ControlError> {
+fn tracker_of(prepared: &Prepared, shared: &Shared) -> Result<TrackerAdapter, ControlError> {
     let layout = Arc::clone(&prepared.layout);
     let tracker = shared.tracker.tracker(&prepared.vmm, layout, &prepared.mmu);
     tracker.map_err(failed)

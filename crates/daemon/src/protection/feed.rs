@@ -21,7 +21,7 @@ use pagetide_addr::{DeviceId, DomainId};
 use pagetide_policy::protect::PolicyChoice;
 use pagetide_trace::{AccessRecord, Service as RecordedService};
 use pagetide_vpri::{
-    AccessSource, Wanted,
+    AccessSource, Logging,
     wire::{LogRecord, Service},
 };
 use std::{
@@ -51,7 +51,7 @@ const BRING_BACK_PAGES: u64 = 1024;
 
 /// A VM as the feed knows it.
 #[derive(Clone)]
-struct Fed {
+struct FedVm {
     name: Arc<str>,
     protection: Arc<VmProtection>,
 }
@@ -63,7 +63,7 @@ pub(crate) struct FeedConfig {
 }
 
 struct State {
-    vms: Vec<Fed>,
+    vms: Vec<FedVm>,
     /// Grows with each change of `vms`.
     generation: u64,
     /// Devices that are no more, of which the thread does not know yet.
@@ -117,7 +117,7 @@ impl Feed {
         let thread = std::thread::Builder::new()
             .name("pt-access-log".into())
             .spawn(move || {
-                let run = || Taker::new(Arc::clone(&its)).run();
+                let run = || FeedThread::new(Arc::clone(&its)).run();
                 if catch_unwind(AssertUnwindSafe(run)).is_err() {
                     its.give_up();
                 }
@@ -135,7 +135,7 @@ impl Feed {
     /// From now on `protection` hears of accesses of its VM.
     pub(crate) fn add(&self, name: &str, protection: &Arc<VmProtection>) {
         self.change(|vms| {
-            vms.push(Fed {
+            vms.push(FedVm {
                 name: name.into(),
                 protection: Arc::clone(protection),
             });
@@ -158,7 +158,7 @@ impl Feed {
         self.change_state(|state| state.leaving.push(device));
     }
 
-    fn change(&self, change: impl FnOnce(&mut Vec<Fed>)) {
+    fn change(&self, change: impl FnOnce(&mut Vec<FedVm>)) {
         self.change_state(|state| change(&mut state.vms));
     }
 
@@ -294,7 +294,7 @@ impl Shared {
         if let Some(recording) = self.recording().as_mut() {
             recording.end();
         }
-        self.source.want(Wanted::No);
+        self.source.want(Logging::Off);
     }
 }
 
@@ -335,10 +335,10 @@ impl Allowance {
 }
 
 /// What runs on the thread.
-struct Taker {
+struct FeedThread {
     shared: Arc<Shared>,
     generation: u64,
-    vms: Vec<Fed>,
+    vms: Vec<FedVm>,
     /// By space, the place in `vms`.
     spaces: HashMap<DomainId, usize>,
     /// Devices that were here and are no more. Their numbers are not given again, so this grows by a
@@ -357,7 +357,7 @@ struct Taker {
     second_at: Instant,
 }
 
-impl Taker {
+impl FeedThread {
     fn new(shared: Arc<Shared>) -> Self {
         let (rate, epoch) = (shared.rate, shared.source.epoch());
         Self {
@@ -383,26 +383,26 @@ impl Taker {
             let is_recorded = hearers != Hearers::Policies;
             let wanted = match is_recorded || self.vms.iter().any(|fed| fed.protection.is_active())
             {
-                true => Wanted::Yes,
-                false => Wanted::No,
+                true => Logging::On,
+                false => Logging::Off,
             };
             self.shared.source.want(wanted);
             for fed in &self.vms {
                 fed.protection.hear_fates(now());
             }
-            if wanted == Wanted::Yes {
+            if wanted == Logging::On {
                 self.take(hearers);
             }
             self.pass_seconds();
             let wishes = self.bring_back();
             self.rest(match (wanted, hearers) {
-                (Wanted::Yes, Hearers::RecordingToo(_)) => TURN_RECORDING,
-                (Wanted::Yes, Hearers::Policies) => TURN,
-                (Wanted::No, _) if wishes => TURN,
-                (Wanted::No, _) => TURN_IDLE,
+                (Logging::On, Hearers::RecordingToo(_)) => TURN_RECORDING,
+                (Logging::On, Hearers::Policies) => TURN,
+                (Logging::Off, _) if wishes => TURN,
+                (Logging::Off, _) => TURN_IDLE,
             });
         }
-        self.shared.source.want(Wanted::No);
+        self.shared.source.want(Logging::Off);
     }
 
     /// Takes note of what VMs and devices there are; false once it is over.
@@ -609,7 +609,7 @@ mod tests {
     #[derive(Default)]
     struct Source {
         waiting: Mutex<Vec<LogRecord>>,
-        wanted: Mutex<Option<Wanted>>,
+        wanted: Mutex<Option<Logging>>,
         lost: AtomicU64,
         epoch: AtomicU64,
         /// The next turn panics.
@@ -617,7 +617,7 @@ mod tests {
     }
 
     impl AccessSource for Source {
-        fn want(&self, wanted: Wanted) {
+        fn want(&self, wanted: Logging) {
             *self.wanted.lock().unwrap() = Some(wanted);
         }
 
@@ -688,7 +688,7 @@ mod tests {
             });
         }
 
-        fn wanted(&self) -> Option<Wanted> {
+        fn wanted(&self) -> Option<Logging> {
             *self.source.wanted.lock().unwrap()
         }
     }
@@ -702,19 +702,19 @@ mod tests {
             rig.protection.protected().contains(SectionNo(1))
         });
         assert_eq!(rig.feed.foreign_records(), 1);
-        assert_eq!(rig.wanted(), Some(Wanted::Yes));
+        assert_eq!(rig.wanted(), Some(Logging::On));
     }
 
     #[test]
     fn log_is_wanted_as_long_as_a_vm_has_a_policy_or_something_is_recorded() {
         let rig = Rig::new("none");
-        eventually("a first turn", || rig.wanted() == Some(Wanted::No));
+        eventually("a first turn", || rig.wanted() == Some(Logging::Off));
         rig.protection.choose(&"adp".parse().unwrap());
         rig.feed.look_again();
-        eventually("records to be wanted", || rig.wanted() == Some(Wanted::Yes));
+        eventually("records to be wanted", || rig.wanted() == Some(Logging::On));
         rig.feed.remove(&rig.protection);
         eventually("nobody to want records", || {
-            rig.wanted() == Some(Wanted::No)
+            rig.wanted() == Some(Logging::Off)
         });
     }
 
@@ -891,7 +891,7 @@ mod tests {
             .feed
             .start_recording(request(dir.path()), None, BTreeMap::new());
         assert!(again.unwrap_err().message.contains("already"));
-        eventually("records to be wanted", || rig.wanted() == Some(Wanted::Yes));
+        eventually("records to be wanted", || rig.wanted() == Some(Logging::On));
         rig.put(rig.space, 1, 5);
         rig.put(rig.space, 2, 6);
         rig.put(DomainId(99), 2, 7);
@@ -912,7 +912,7 @@ mod tests {
         assert_eq!(reader.next_batch(&mut records).unwrap(), 1);
         assert_eq!(records[0].address, 6 * PAGE_BYTES);
         eventually("nobody to want records", || {
-            rig.wanted() == Some(Wanted::No)
+            rig.wanted() == Some(Logging::Off)
         });
     }
 

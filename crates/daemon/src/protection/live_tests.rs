@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Pages that policies wish back, in memory that is a set of numbers.
 
-use super::vm::{Limbs, VmProtection};
+use super::vm::{VmHandles, VmProtection};
 use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo, Va};
 use pagetide_gmem::{
     Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Incidents, Installed,
@@ -80,8 +80,8 @@ impl ContentStore for Ram {
 }
 
 impl Incidents for Ram {
-    fn intruder(&self, page: PageNo) {
-        panic!("an intruder in {page}");
+    fn foreign_page(&self, page: PageNo) {
+        panic!("a foreign page in {page}");
     }
 
     fn poisoned(&self, page: PageNo, why: &StoreError) {
@@ -146,7 +146,7 @@ impl Rig {
             incidents: Arc::clone(&ram) as _,
             neighbours_max: 0,
         });
-        let all = PageRange::new(PageNo(0), PageNo(PAGES));
+        let all = PageNo(0).run(PAGES);
         let mmu = Arc::new(DmaMmu::new([(domain as Arc<dyn IoSpace>, all)]));
         let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default()).unwrap();
         let dpu = Device::with_id(DPU, Arc::clone(&mmu) as _);
@@ -155,14 +155,14 @@ impl Rig {
         let service = FaultService::new(Vec::new(), Arc::new(Doorbell::new().unwrap()));
         let tenant = service.add_tenant(Arc::clone(&space), Arc::clone(&mmu));
         let limit = Arc::new(Limit::new());
-        let limbs = Limbs {
+        let handles = VmHandles {
             space,
             limit: Arc::clone(&limit),
             tenant: tenant.unwrap(),
         };
         let policy = "adaptive".parse().unwrap();
         Self {
-            protection: VmProtection::new(&policy, mmu, vec![all], Some(limbs)),
+            protection: VmProtection::new(&policy, mmu, vec![all], Some(handles)),
             ram,
             limit,
             _service: service,

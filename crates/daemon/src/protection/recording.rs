@@ -181,11 +181,11 @@ struct Progress {
     lost: AtomicU64,
     /// The writer has ended: files are complete, as far as they will be.
     is_complete: AtomicBool,
-    told: Mutex<Told>,
+    told: Mutex<RecordingStatus>,
 }
 
 #[derive(Default)]
-struct Told {
+struct RecordingStatus {
     vms: Vec<String>,
     error: Option<String>,
     ended: Option<Duration>,

@@ -11,8 +11,8 @@
 //! that of what was heard last and now.
 
 use super::{minute::Minute, recently::Recently};
-use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
-use pagetide_gmem::{AddressSpace, Fault, State};
+use pagetide_addr::{DeviceId, FileRange, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
+use pagetide_gmem::{AddressSpace, Fault, PageState};
 #[cfg(test)]
 use pagetide_policy::protect::ProtectionPolicy;
 use pagetide_policy::protect::{
@@ -51,7 +51,7 @@ const FAULT_PAGES: u64 = 16;
 const SECTION_BYTES: u64 = SECTION_PAGES * PAGE_BYTES;
 
 /// What of a VM is acted on: by it faults are heard of, and pages brought back. Not there in a bench.
-pub(crate) struct Limbs {
+pub(crate) struct VmHandles {
     pub(crate) space: Arc<AddressSpace>,
     pub(crate) limit: Arc<Limit>,
     pub(crate) tenant: Arc<Tenant>,
@@ -60,7 +60,7 @@ pub(crate) struct Limbs {
 /// See the module.
 pub(crate) struct VmProtection {
     mmu: Arc<DmaMmu>,
-    limbs: Option<Limbs>,
+    handles: Option<VmHandles>,
     protected: Arc<ProtectedSections>,
     is_active: AtomicBool,
     inner: Mutex<Inner>,
@@ -81,7 +81,7 @@ struct Counts {
 
 /// A device as the log has it.
 #[derive(Default, Clone, Copy)]
-struct Heard {
+struct DeviceTally {
     records: u64,
     at: Duration,
 }
@@ -89,16 +89,16 @@ struct Heard {
 struct Inner {
     protector: Protector,
     recently: Recently,
-    heard: BTreeMap<DeviceId, Heard>,
+    heard: BTreeMap<DeviceId, DeviceTally>,
     at: Duration,
     ram: Vec<PageRange>,
-    bring_backs: VecDeque<Wish>,
+    bring_backs: VecDeque<PrefetchOrder>,
     minute: Minute,
 }
 
 /// A section that a policy wants back.
 #[derive(Clone, Copy)]
-struct Wish {
+struct PrefetchOrder {
     section: SectionNo,
     /// Some of it is back.
     is_begun: bool,
@@ -135,13 +135,13 @@ impl VmProtection {
         choice: &PolicyChoice,
         mmu: Arc<DmaMmu>,
         ram: Vec<PageRange>,
-        limbs: Option<Limbs>,
+        handles: Option<VmHandles>,
     ) -> Self {
         let protector = Protector::new(choice, sections_of(&ram));
-        let before = limbs.as_ref().map_or(0, |it| it.tenant.absent_faults());
+        let before = handles.as_ref().map_or(0, |it| it.tenant.absent_faults());
         Self {
             mmu,
-            limbs,
+            handles,
             protected: Arc::clone(protector.protected()),
             is_active: AtomicBool::new(*choice != PolicyChoice::None),
             inner: Mutex::new(Inner {
@@ -233,8 +233,8 @@ impl VmProtection {
         let mut inner = self.lock();
         let now = inner.step(now);
         let fates = std::mem::take(&mut *self.fates.lock().unwrap_or_else(PoisonError::into_inner));
-        let faulted = self.limbs.iter().flat_map(|limbs| {
-            let next = || limbs.tenant.next_absent_section();
+        let faulted = self.handles.iter().flat_map(|handles| {
+            let next = || handles.tenant.next_absent_section();
             std::iter::from_fn(next).take(FATES_MAX)
         });
         let faulted = faulted.map(|section| (section, Fate::Faulted));
@@ -261,8 +261,8 @@ impl VmProtection {
         }
         inner.release_the_silent(now);
         inner.take_wishes(now);
-        if let Some(limbs) = &self.limbs {
-            inner.minute.second_ends(limbs.tenant.absent_faults());
+        if let Some(handles) = &self.handles {
+            inner.minute.second_ends(handles.tenant.absent_faults());
         }
     }
 
@@ -270,27 +270,27 @@ impl VmProtection {
     /// near: a wish is worth no eviction. Waits for nothing. Of wishes that come to nothing the policies
     /// hear at once: what they expect to be touched soon would be away then.
     pub(crate) fn bring_back(&self, pages: u64) {
-        let Some(limbs) = &self.limbs else {
+        let Some(handles) = &self.handles else {
             self.lock().refuse_wishes();
             return;
         };
         let mut left = pages;
         while left > 0 {
-            if limbs.limit.is_below_low_mark() || limbs.limit.is_stopped() {
+            if handles.limit.is_below_low_mark() || handles.limit.is_stopped() {
                 self.lock().refuse_wishes();
                 return;
             }
             let Some(wish) = self.lock().bring_backs.pop_front() else {
                 return;
             };
-            let brought = limbs.bring_section(wish.section, left);
+            let brought = handles.bring_section(wish.section, left);
             self.counts.brought_pages.fetch_add(brought.pages, Relaxed);
             left = left.saturating_sub(brought.pages.max(1));
             let is_begun = wish.is_begun || brought.pages > 0;
             if brought.is_some_left {
                 self.lock()
                     .bring_backs
-                    .push_front(Wish { is_begun, ..wish });
+                    .push_front(PrefetchOrder { is_begun, ..wish });
             } else if !is_begun {
                 self.lock().not_brought_back(wish.section);
             }
@@ -305,7 +305,7 @@ impl VmProtection {
     /// Wishes `section` back, as a policy does.
     #[cfg(test)]
     pub(super) fn wish(&self, section: SectionNo) {
-        self.lock().bring_backs.push_back(Wish {
+        self.lock().bring_backs.push_back(PrefetchOrder {
             section,
             is_begun: false,
         });
@@ -337,7 +337,7 @@ impl VmProtection {
             brought_pages: self.counts.brought_pages.load(Relaxed),
             faults_a_minute: inner.minute.total(),
             faults: self
-                .limbs
+                .handles
                 .as_ref()
                 .map_or(0, |it| it.tenant.absent_faults()),
         }
@@ -422,7 +422,7 @@ impl Listening<'_> {
     fn address(&self, record: &LogRecord) -> Option<u64> {
         let len = record.len_bytes;
         let sound = len > 0 && len <= ACCESS_BYTES_MAX;
-        let own = PageRange::covering(record.address, u64::from(len)).filter(|_| sound)?;
+        let own = FileRange::covering(record.address, u64::from(len)).filter(|_| sound)?;
         let pages = self.protection.mmu.in_space(record.space, own)?;
         Some(pages.start.byte_offset() + record.address % PAGE_BYTES)
     }
@@ -461,7 +461,7 @@ impl Inner {
             };
             self.release(silent);
         }
-        self.heard.insert(device, Heard { records: 1, at });
+        self.heard.insert(device, DeviceTally { records: 1, at });
         true
     }
 
@@ -473,7 +473,7 @@ impl Inner {
     }
 
     fn release_the_silent(&mut self, now: Duration) {
-        let is_gone = |heard: &Heard| now.saturating_sub(heard.at) >= DEVICE_GONE;
+        let is_gone = |heard: &DeviceTally| now.saturating_sub(heard.at) >= DEVICE_GONE;
         let gone: Vec<_> = (self.heard.iter())
             .filter(|(_, heard)| is_gone(heard))
             .map(|(device, _)| *device)
@@ -487,7 +487,7 @@ impl Inner {
     fn take_wishes(&mut self, now: Duration) {
         let wishes = self.protector.take_bring_backs();
         self.bring_backs
-            .extend(wishes.into_iter().map(|section| Wish {
+            .extend(wishes.into_iter().map(|section| PrefetchOrder {
                 section,
                 is_begun: false,
             }));
@@ -514,7 +514,7 @@ impl Inner {
             .ram
             .iter()
             .flat_map(|part| part.sections())
-            .filter(|section| !is_there(section.pages(u64::MAX / 2).start))
+            .filter(|section| !is_there(section.first_page()))
             .collect();
         for section in gone {
             self.protector.fate(section, Fate::Gone, now);
@@ -533,7 +533,7 @@ struct Brought {
     is_some_left: bool,
 }
 
-impl Limbs {
+impl VmHandles {
     /// Brings about `most` stored pages of `section` back. What would have to wait is left out for
     /// good: the section's own fault will do.
     fn bring_section(&self, section: SectionNo, most: u64) -> Brought {
@@ -544,7 +544,7 @@ impl Limbs {
                 is_some_left: false,
             };
         };
-        let is_stored = |state| matches!(state, State::Stored(_));
+        let is_stored = |state| matches!(state, PageState::Stored(_));
         let stored = memory.table().pages_in_state(section, is_stored);
         for run in stored.runs(section) {
             let mut start = run.start;
@@ -555,7 +555,7 @@ impl Limbs {
                         is_some_left: true,
                     };
                 }
-                let end = PageNo(start.0 + FAULT_PAGES).min(run.end);
+                let end = start.plus(FAULT_PAGES).min(run.end);
                 let part = PageRange::new(start, end);
                 let fault = Fault {
                     device: DPU,

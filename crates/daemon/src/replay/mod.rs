@@ -114,7 +114,7 @@ fn run_all(
     let in_fleet = NonZeroUsize::new(threads / at_once).unwrap_or(NonZeroUsize::MIN);
     let end = vms.iter().map(|vm| vm.end).max().unwrap_or_default() + Duration::from_nanos(1);
     let progress = Progress::new("replay", "hours");
-    let told = Told {
+    let told = ReplayProgress {
         hours: Mutex::new(0),
         progress: &progress,
         expected: (end.as_secs().div_ceil(3600).max(1)) * policies.len() as u64,
@@ -147,13 +147,13 @@ fn run_all(
 }
 
 /// Progress of several runs.
-struct Told<'a> {
+struct ReplayProgress<'a> {
     hours: Mutex<u64>,
     progress: &'a Progress,
     expected: u64,
 }
 
-impl Told<'_> {
+impl ReplayProgress<'_> {
     fn step(&self) {
         let mut hours = self.hours.lock().unwrap_or_else(PoisonError::into_inner);
         *hours += 1;

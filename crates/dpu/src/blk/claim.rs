@@ -33,7 +33,7 @@
 //! # Which descriptor
 //! A lock lasts as long as its open file does. It is taken on the buffered one,
 //! which is in the file table of every engine's ring: so after a SIGKILL it
-//! stands until the last request of the last ring has landed, whoever is to come
+//! stands until the last request of the last ring has arrived in a bounce buffer, whoever is to come
 //! next (see [`crate::lock`] for our successor).
 //!
 //! # Block devices

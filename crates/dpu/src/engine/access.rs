@@ -2,7 +2,7 @@
 //! What an engine tells the access log: the data of each transfer, as it begins (VPRI 5.3).
 //!
 //! Headers and status bytes are left out: they lie in memory that the guest's driver itself touches
-//! for each request, so the CPU keeps it hot. A transfer that begins again (it had landed and could
+//! for each request, so the CPU keeps it hot. A transfer that begins again (it had arrived in a bounce buffer and could
 //! not be delivered) is told again.
 //!
 //! The time is that of the look at the clock by which the chain was taken, so telling costs none.

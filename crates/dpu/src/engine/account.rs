@@ -4,7 +4,7 @@
 
 use super::{Device, Engine, Io, finish::Answer, queue::EngineQueue};
 use crate::slo::{
-    course::{Course, Injected, now_ns},
+    course::{Injected, RequestTimeline, now_ns},
     recorder::{Load, Urgency},
 };
 use std::sync::atomic::Ordering;
@@ -40,7 +40,7 @@ impl Io {
         device: &mut Device,
         queue: &EngineQueue,
         requests: usize,
-        course: &Course,
+        course: &RequestTimeline,
     ) {
         if !device.shared.is_accounted() {
             return;

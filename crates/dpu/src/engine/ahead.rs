@@ -16,7 +16,7 @@ use super::{
     pages::{Located, absent_of, locate, wanted_of},
     queue::EngineQueue,
 };
-use crate::{memory::DeviceMemory, parked::Wanted};
+use crate::{memory::DeviceMemory, parked::PageDemand};
 use pagetide_addr::Access;
 
 /// Chains behind a parked one that are looked at. The next ones begin as soon as it is answered, and
@@ -45,7 +45,7 @@ impl Io {
         queue: &EngineQueue,
         memory: &DeviceMemory,
         head: u16,
-        found: &mut Vec<Wanted>,
+        found: &mut Vec<PageDemand>,
     ) {
         let buffers = &mut self.scratch.buffers;
         match locate(queue, memory, head, buffers) {

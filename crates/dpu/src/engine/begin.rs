@@ -3,10 +3,10 @@
 
 use super::{
     Device, Io,
+    bounce::{Bounce, Plan},
     chain::{EmptyStage, Kind, Ready, Request, Served},
     fair::{Load, Verdict},
     finish::Answer,
-    landing::{Landing, Plan},
     queue::EngineQueue,
 };
 use crate::{
@@ -39,8 +39,8 @@ impl Io {
             queue.tell_error();
             return Ok(());
         }
-        if let Some(landing) = ready.landing.take() {
-            let Landing { plan, offset } = *landing;
+        if let Some(bounce) = ready.bounce.take() {
+            let Bounce { plan, offset } = *bounce;
             let buffers = std::mem::take(&mut self.scratch.buffers);
             self.log_accesses(device, memory, &buffers.writable, Access::Write);
             self.scratch.buffers = buffers;
@@ -49,7 +49,7 @@ impl Io {
                 operation: Operation::Read,
                 offset,
             };
-            return self.start_task(device, queue, memory, (ready, task), Onto::Landing(plan));
+            return self.start_task(device, queue, memory, (ready, task), Onto::Bounce(plan));
         }
         let buffers = std::mem::take(&mut self.scratch.buffers);
         let task = task(device, memory, &ready, &buffers)
@@ -94,8 +94,8 @@ impl Io {
 
     /// Gives back what a chain holds that will not be done.
     fn forgo(&mut self, memory: &DeviceMemory, mut ready: Ready) {
-        if let Some(landing) = ready.landing.take() {
-            self.landings.abandon(&landing.plan);
+        if let Some(bounce) = ready.bounce.take() {
+            self.bounces.abandon(&bounce.plan);
         }
         ready.leases.release(memory);
     }
@@ -142,7 +142,7 @@ impl Io {
             sample: ready.sample,
             course: ready.course,
             retried: false,
-            landed: Vec::new(),
+            bounced: Vec::new(),
         };
         let mut job = match self.scratch.pool.pop() {
             Some(mut job) => {
@@ -156,9 +156,9 @@ impl Io {
         };
         let aimed = match onto {
             Onto::Guest(spans) => job.dma.aim(memory, spans),
-            Onto::Landing(plan) => {
+            Onto::Bounce(plan) => {
                 let aimed = job.dma.aim_apart(memory, &plan.pieces);
-                job.request.landed = plan.runs;
+                job.request.bounced = plan.runs;
                 aimed
             }
         };
@@ -272,8 +272,8 @@ impl Io {
 enum Onto<'a> {
     /// The guest's alone.
     Guest(&'a [Span]),
-    /// The guest's and landing slots.
-    Landing(Plan),
+    /// The guest's and bounce buffers.
+    Bounce(Plan),
 }
 
 /// I/O that a request asks for.

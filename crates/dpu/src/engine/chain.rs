@@ -12,9 +12,9 @@
 
 use super::{
     Device, Io,
+    bounce::{Bounce, MayLand, Run},
     fair::{CHAIN_COST_BYTES, FAULT_COST_BYTES, Load, QUEUE_COST_BYTES, Verdict},
     finish::Answer,
-    landing::{Landing, MayLand, Run},
     pages::{Located, Refused, absent_of, all_of, lease_all, locate, wanted_of},
     queue::{EngineQueue, PARKED_PER_DEVICE_MAX, PARKED_PER_QUEUE_MAX},
 };
@@ -22,10 +22,10 @@ use crate::{
     blk::request::{EmptyHow, Frame, Status},
     chain::Buffers,
     memory::{DeviceMemory, LeaseSet, Span},
-    parked::{Ended, ParkedChain, Purpose, QueueKey, Waiter, Wanted},
+    parked::{Ended, PageDemand, ParkedChain, Purpose, QueueKey, Waiter},
     ring::Step,
     shared::{DeviceShared, StopReason, add},
-    slo::course::Course,
+    slo::course::RequestTimeline,
 };
 use pagetide_addr::Access;
 use std::{io, rc::Rc, sync::atomic::Ordering, time::Instant};
@@ -50,11 +50,11 @@ pub(crate) struct Request {
     /// Bytes of data, for the used ring and the figures.
     pub data_bytes: u32,
     pub sample: Sample,
-    pub course: Course,
+    pub course: RequestTimeline,
     /// Direct I/O was refused once.
     pub retried: bool,
-    /// Pages of it that are absent: what was read of them is in landing slots.
-    pub landed: Vec<Run>,
+    /// Pages of it that are absent: what was read of them is in bounce buffers.
+    pub bounced: Vec<Run>,
 }
 
 /// What kind of I/O is under way.
@@ -88,21 +88,21 @@ pub(crate) enum Sample {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Origin {
     /// From the avail ring or the in-flight region.
-    Fresh(Course),
+    Fresh(RequestTimeline),
     /// From the parked.
     Resumed {
         purpose: Purpose,
         since: Instant,
-        course: Course,
+        course: RequestTimeline,
         ended: Ended,
     },
-    /// Its transfer had landed, and could not be delivered.
-    Again(Course),
+    /// Its transfer had arrived in a bounce buffer, and could not be delivered.
+    Again(RequestTimeline),
 }
 
 impl Origin {
     /// What has been with the chain so far.
-    fn course(&self) -> Course {
+    fn course(&self) -> RequestTimeline {
         match self {
             Self::Fresh(course) | Self::Again(course) | Self::Resumed { course, .. } => *course,
         }
@@ -133,9 +133,9 @@ pub(crate) struct Ready {
     pub frame: Frame,
     pub leases: LeaseSet,
     pub sample: Sample,
-    pub course: Course,
+    pub course: RequestTimeline,
     /// It is a read, and part of it is to land.
-    pub landing: Option<Box<Landing>>,
+    pub bounce: Option<Box<Bounce>>,
 }
 
 impl Io {
@@ -224,7 +224,7 @@ impl Io {
             Some(head) => {
                 self.look_at_clock();
                 self.charge(slot, queue, CHAIN_COST_BYTES);
-                let origin = Origin::Fresh(Course::popped(self.now_ns));
+                let origin = Origin::Fresh(RequestTimeline::popped(self.now_ns));
                 self.serve(device, queue, head, origin)?;
                 1
             }
@@ -420,24 +420,24 @@ impl Io {
                 leases,
                 sample,
                 course: origin.course(),
-                landing: None,
+                bounce: None,
             }));
         }
         leases.release(memory);
-        // One that had landed does not land again at once: that it gets on is worth more.
+        // One that had arrived in a bounce buffer does not land again at once: that it gets on is worth more.
         if !matches!(origin, Origin::Again(_)) && held.is_none() {
             match self.may_land(device, memory, &frame, buffers) {
                 MayLand::No => {}
                 MayLand::Later(first) => return Ok(Prepared::Absent(first)),
-                MayLand::Now(leases, landing) => {
-                    let landing = Some(landing);
+                MayLand::Now(leases, bounce) => {
+                    let bounce = Some(bounce);
                     return Ok(Prepared::Ready(Ready {
                         head,
                         frame,
                         leases,
                         sample,
                         course: origin.course(),
-                        landing,
+                        bounce,
                     }));
                 }
             }
@@ -467,7 +467,7 @@ impl Io {
         device: &mut Device,
         queue: &mut EngineQueue,
         (memory, head): (&DeviceMemory, u16),
-        wanted: Vec<Wanted>,
+        wanted: Vec<PageDemand>,
         (purpose, origin): (Purpose, Origin),
     ) {
         let since = match origin {
@@ -545,7 +545,7 @@ impl Io {
 
 enum Prepared {
     Ready(Ready),
-    Absent(Vec<Wanted>),
+    Absent(Vec<PageDemand>),
     Refused(Refused),
 }
 

@@ -9,7 +9,7 @@
 //! queue. Nothing of it was done: its DMA had not begun.
 
 use super::{
-    Device, EVENTS_PER_TURN, Engine, Io, Progress, chain::Origin, landing::Answered,
+    Device, EVENTS_PER_TURN, Engine, Io, Progress, bounce::Answered, chain::Origin,
     queue::EngineQueue,
 };
 use crate::{
@@ -34,7 +34,7 @@ impl Engine {
                 break;
             };
             progress.anything = true;
-            match self.io.landings.answer(&response) {
+            match self.io.bounces.answer(&response) {
                 Answered::Foreign => {
                     if let Some(resumed) = self.io.parked.answer(response) {
                         self.resume(resumed)?;
@@ -104,7 +104,7 @@ impl Engine {
 
     /// Sends page requests, and sees to it that somebody serves them.
     pub(super) fn ask_for_pages(&mut self, progress: &mut Progress) {
-        if !self.io.parked.has_unsent() && !self.io.landings.has_unsent() {
+        if !self.io.parked.has_unsent() && !self.io.bounces.has_unsent() {
             return;
         }
         let (end, devices, index) = (&self.device_end, &self.devices, self.io.index);
@@ -114,7 +114,7 @@ impl Engine {
                 add(&device.shared.counters[index].prefaults, 1);
             }
         };
-        let overwrites = self.io.landings.send(|request| end.submit(request));
+        let overwrites = self.io.bounces.send(|request| end.submit(request));
         let sent = self.io.parked.send(|request| {
             end.submit(request)?;
             if request.kind == RequestKind::Prefault {
@@ -125,7 +125,7 @@ impl Engine {
         if sent + overwrites == 0 {
             return;
         }
-        self.io.landings.set_area(self.device_end.landing());
+        self.io.bounces.set_area(self.device_end.bounce());
         progress.asked = true;
         progress.anything = true;
         // What this turn finished is told already; only what is under way would have to wait.

@@ -12,7 +12,7 @@ use crate::{
     memory::{DeviceMemory, LeaseSet, Span},
     ring::{Job, Operation},
     shared::{StopReason, add, sub},
-    slo::course::Course,
+    slo::course::RequestTimeline,
 };
 use std::{io, rc::Rc, sync::atomic::Ordering, time::Instant};
 use virtio_queue::QueueT;
@@ -56,7 +56,7 @@ impl Io {
                 if status == Status::IoError {
                     self.tell_failure(device, &job.request, result);
                 }
-                let job = match job.request.landed.is_empty() {
+                let job = match job.request.bounced.is_empty() {
                     true => Some(job),
                     false => self.settle(device, job, status),
                 };
@@ -207,7 +207,7 @@ pub(crate) struct Answer {
     pub written: u32,
     /// Bytes of data moved.
     pub moved: u32,
-    pub course: Course,
+    pub course: RequestTimeline,
 }
 
 /// Decides what follows a result.

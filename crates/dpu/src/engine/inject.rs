@@ -5,11 +5,11 @@ use super::{Device, Io, chain::Origin};
 use crate::{
     chain::Buffers,
     memory::{DeviceMemory, Span},
-    parked::Wanted,
+    parked::PageDemand,
     shared::add,
     slo::course::Injected,
 };
-use pagetide_addr::{Access, PageNo, PageRange};
+use pagetide_addr::Access;
 
 impl Io {
     /// The first data page of a chain, if it is to be taken for absent. Only a chain that was just
@@ -21,7 +21,7 @@ impl Io {
         memory: &DeviceMemory,
         buffers: &Buffers,
         origin: &Origin,
-    ) -> Option<Wanted> {
+    ) -> Option<PageDemand> {
         let is_due = device.shared.injector.may_be_due(self.now_ns);
         if !is_due || !matches!(origin, Origin::Fresh(_)) {
             return None;
@@ -30,16 +30,21 @@ impl Io {
     }
 
     #[cold]
-    fn inject(&self, device: &Device, memory: &DeviceMemory, buffers: &Buffers) -> Option<Wanted> {
+    fn inject(
+        &self,
+        device: &Device,
+        memory: &DeviceMemory,
+        buffers: &Buffers,
+    ) -> Option<PageDemand> {
         let first = |spans: &[Span], access| spans.first().map(|span| (*span, access));
         let (span, access) = first(&buffers.writable, Access::Write)
             .or_else(|| first(&buffers.readable, Access::Read))?;
         let page = span.pages().start;
         let hold = device.shared.injector.claim(self.now_ns)?;
         add(&device.shared.counters[self.index].injected_iopfs, 1);
-        Some(Wanted {
+        Some(PageDemand {
             domain: memory.port(span).domain().id(),
-            pages: PageRange::new(page, PageNo(page.0 + 1)),
+            pages: page.single(),
             access,
             hold_us: hold.hold_us,
         })

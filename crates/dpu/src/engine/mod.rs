@@ -34,6 +34,7 @@ mod access;
 mod account;
 mod ahead;
 mod begin;
+mod bounce;
 mod call;
 pub(crate) mod chain;
 pub(crate) mod command;
@@ -42,7 +43,6 @@ mod faults;
 mod finish;
 mod inject;
 mod kicks;
-mod landing;
 mod obey;
 mod pages;
 mod patience;
@@ -147,7 +147,7 @@ pub(crate) struct Io {
     pub index: usize,
     pub ring: IoRing<Request>,
     pub parked: ParkedChains,
-    pub landings: landing::Landings,
+    pub bounces: bounce::BounceBuffers,
     pub scratch: Scratch,
     pub fair: Fair,
     pub shared: Arc<EngineShared>,
@@ -197,7 +197,7 @@ impl Engine {
                 ring,
                 parked: ParkedChains::new(seed.index, seed.iopf_timeout)
                     .with_capacity(seed.fault_queue_entries),
-                landings: landing::Landings::new(seed.index),
+                bounces: bounce::BounceBuffers::new(seed.index),
                 scratch: Scratch::new(),
                 fair: Fair::new(seed.ring_entries as usize),
                 shared: seed.shared,

@@ -136,7 +136,7 @@ impl Engine {
         self.active.push((device, number));
         self.kicks.listen(token, device, number);
         place.running.push(number);
-        self.io.landings.set_area(self.device_end.landing());
+        self.io.bounces.set_area(self.device_end.bounce());
         self.io.start_rings(place, number)?;
         answer(reply, ());
         Ok(())

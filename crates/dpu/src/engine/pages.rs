@@ -6,10 +6,10 @@ use crate::{
     blk::request::{Frame, frame, status_of},
     chain::{Buffers, Length, WalkError, walk},
     memory::{DeviceMemory, LeaseSet, Span},
-    parked::Wanted,
+    parked::PageDemand,
     shared::StopReason,
 };
-use pagetide_addr::{Access, PageNo, PageRange};
+use pagetide_addr::Access;
 
 /// Present pages of a transfer that are asked for along with absent ones on both sides of them.
 const GAP_PAGES_MAX: u64 = 16;
@@ -111,22 +111,26 @@ pub(super) fn lease_all(
 }
 
 /// Every absent page of a chain.
-pub(super) fn absent_of(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<Wanted> {
+pub(super) fn absent_of(
+    memory: &DeviceMemory,
+    frame: &Frame,
+    buffers: &Buffers,
+) -> Vec<PageDemand> {
     parts(frame, buffers)
         .flat_map(|(span, access)| absent_runs(memory, span, access))
         .collect()
 }
 
 /// Every page of a chain.
-pub(super) fn all_of(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<Wanted> {
+pub(super) fn all_of(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<PageDemand> {
     parts(frame, buffers)
         .flat_map(|(span, access)| whole(memory, span, access))
         .collect()
 }
 
 /// The absent pages of `spans`; all of them if none is absent any more.
-pub(super) fn wanted_of(memory: &DeviceMemory, spans: &[Span], access: Access) -> Vec<Wanted> {
-    let absent: Vec<Wanted> = spans
+pub(super) fn wanted_of(memory: &DeviceMemory, spans: &[Span], access: Access) -> Vec<PageDemand> {
+    let absent: Vec<PageDemand> = spans
         .iter()
         .flat_map(|span| absent_runs(memory, *span, access))
         .collect();
@@ -137,9 +141,9 @@ pub(super) fn wanted_of(memory: &DeviceMemory, spans: &[Span], access: Access) -
     absent
 }
 
-pub(crate) fn whole(memory: &DeviceMemory, span: Span, access: Access) -> Option<Wanted> {
+pub(crate) fn whole(memory: &DeviceMemory, span: Span, access: Access) -> Option<PageDemand> {
     let pages = span.pages();
-    (!pages.is_empty()).then(|| Wanted {
+    (!pages.is_empty()).then(|| PageDemand {
         domain: memory.port(span).domain().id(),
         pages,
         access,
@@ -149,21 +153,21 @@ pub(crate) fn whole(memory: &DeviceMemory, span: Span, access: Access) -> Option
 
 /// The runs of pages of `span` that do not allow `access` now. Runs with a few present pages between
 /// them are one: each run is a request of its own, and to find a page present costs less.
-pub(crate) fn absent_runs(memory: &DeviceMemory, span: Span, access: Access) -> Vec<Wanted> {
+pub(crate) fn absent_runs(memory: &DeviceMemory, span: Span, access: Access) -> Vec<PageDemand> {
     let domain = memory.port(span).domain();
     let bitmap = domain.attributes().bitmap();
-    let mut runs: Vec<Wanted> = Vec::new();
+    let mut runs: Vec<PageDemand> = Vec::new();
     for page in span.pages().iter() {
         if bitmap.allows(page.single(), access) {
             continue;
         }
         match runs.last_mut() {
-            Some(run) if page.0 - run.pages.end.0 <= GAP_PAGES_MAX => {
-                run.pages.end = PageNo(page.0 + 1);
+            Some(run) if page.since(run.pages.end) <= GAP_PAGES_MAX => {
+                run.pages.end = page.next();
             }
-            _ => runs.push(Wanted {
+            _ => runs.push(PageDemand {
                 domain: domain.id(),
-                pages: PageRange::new(page, PageNo(page.0 + 1)),
+                pages: page.single(),
                 access,
                 hold_us: 0,
             }),

@@ -50,9 +50,9 @@ use crate::{
     parked::{Asker, Purpose, QueueKey, Resumed},
     ring::Job,
     shared::{Counters, DeviceShared, StopReason, add, sub},
-    slo::course::Course,
+    slo::course::RequestTimeline,
 };
-use pagetide_addr::{Gpa, PageRange};
+use pagetide_addr::{FileRange, Gpa};
 use pagetide_sys::signal::EventSignal;
 use pagetide_vpri::DmaDomain;
 use std::{
@@ -124,7 +124,7 @@ pub(crate) struct EngineQueue {
     pub stepped_last: bool,
     /// What it may begin before the next queue of its tenant.
     pub credit: Credit,
-    wired: Vec<(Arc<DmaDomain>, PageRange)>,
+    wired: Vec<(Arc<DmaDomain>, FileRange)>,
     pub in_flight: usize,
     pub parked: usize,
     /// Of them, those whose DMA is still to be done.
@@ -228,13 +228,13 @@ impl EngineQueue {
     }
 
     /// The course of the chain that is taken from the ring now.
-    pub fn course_of_next(&mut self, now_ns: u64) -> Course {
+    pub fn course_of_next(&mut self, now_ns: u64) -> RequestTimeline {
         match self.paused.behind.checked_sub(1) {
             Some(behind) => {
                 self.paused.behind = behind;
-                Course::popped_late(self.paused.since_ns, now_ns)
+                RequestTimeline::popped_late(self.paused.since_ns, now_ns)
             }
-            None => Course::popped(now_ns),
+            None => RequestTimeline::popped(now_ns),
         }
     }
 
@@ -426,7 +426,7 @@ impl EngineQueue {
         for span in spans {
             let domain = memory.port(span).domain();
             let pages = span.pages();
-            let have = |(d, p): &(Arc<DmaDomain>, PageRange)| Arc::ptr_eq(d, domain) && *p == pages;
+            let have = |(d, p): &(Arc<DmaDomain>, FileRange)| Arc::ptr_eq(d, domain) && *p == pages;
             if self.wired.iter().any(have) {
                 continue;
             }

@@ -10,7 +10,7 @@ use crate::{
     memory::{DeviceMemory, Span},
     parked::{Ended, ParkedChain, Purpose, Resumed, Waiter},
     shared::{DeviceShared, StopReason, add, sub},
-    slo::course::Course,
+    slo::course::RequestTimeline,
 };
 use pagetide_addr::Access;
 use std::{
@@ -74,7 +74,7 @@ impl Io {
             wanted,
             purpose: Purpose::Dma,
             since: Instant::now(),
-            course: Course::default(),
+            course: RequestTimeline::default(),
         };
         let requests = self.parked.park(parked);
         add(&counters.iopfs, requests as u64);
@@ -140,7 +140,7 @@ impl Io {
             sub(&device.shared.counters[self.index].in_flight, 1);
             let memory = job.dma.memory().clone();
             job.request.leases.release(&memory);
-            self.landings.give_up(&mut job.request.landed);
+            self.bounces.give_up(&mut job.request.bounced);
             self.scratch.keep(job);
         }
         device.queues[usize::from(number)] = Some(queue);

@@ -11,7 +11,7 @@
 //!
 //! | | with an in-flight region | without |
 //! |---|---|---|
-//! | chains that are parked, and reads that have landed and are being settled | stay in the region, to be done again when the ring is started with it | fail with an I/O error |
+//! | chains that are parked, and reads that have arrived in a bounce buffer and are being settled | stay in the region, to be done again when the ring is started with it | fail with an I/O error |
 //! | the same, with an absent page where the status byte goes, or the table that says where | likewise | are lost, which the log tells: there is no place to say it |
 //! | chains that a predecessor left and that were not begun again | stay in the region | there are none |
 //!
@@ -23,7 +23,7 @@
 //! taken, as after a crash; the region says which they are.
 //!
 //! The overwrites of a read that is forsaken remain out until they are answered,
-//! with their slots: nothing of them is installed, see [`super::landing`].
+//! with their slots: nothing of them is installed, see [`super::bounce`].
 
 use super::{Device, Engine, Io, Progress, take_queue};
 use crate::{blk::request::Status, parked::QueueKey, shared::sub};
@@ -62,7 +62,7 @@ impl Engine {
             };
             let key = queue.key;
             let lost = self.forsake_parked(key, undone, progress)?
-                + self.forsake_landed(key, undone, progress);
+                + self.forsake_bounced(key, undone, progress);
             if lost > 0 && undone == Undone::Fails {
                 tracing::warn!(
                     queue = number,
@@ -121,14 +121,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends the settling of a queue's landed reads; how many were not answered.
-    fn forsake_landed(&mut self, key: QueueKey, undone: Undone, progress: &mut Progress) -> usize {
+    /// Ends the settling of a queue's arrived in a bounce buffer reads; how many were not answered.
+    fn forsake_bounced(&mut self, key: QueueKey, undone: Undone, progress: &mut Progress) -> usize {
         let device = self.devices.get_mut(key.device).and_then(Option::as_mut);
         let Some(device) = device else {
             return 0;
         };
         let mut lost = 0;
-        while let Some(mut job) = self.io.landings.forsake_next(key) {
+        while let Some(mut job) = self.io.bounces.forsake_next(key) {
             progress.anything = true;
             let memory = job.dma.memory().clone();
             let request = &mut job.request;

@@ -286,7 +286,7 @@ fn window(tally: &Tally, covers: Duration) -> SloWindow {
 
 #[cfg(test)]
 mod tests {
-    use super::super::course::Course;
+    use super::super::course::RequestTimeline;
     use super::*;
     use pagetide_addr::{PageResponse, QueueId, RequestId, ResponseCode, Tier};
 
@@ -315,7 +315,7 @@ mod tests {
     /// A request that was parked for `waited_ns` and `handled_ns`, then a millisecond at the disk.
     fn faulted(at_ns: u64, waited_ns: u64, handled_ns: u64) -> Done {
         let popped_ns = BEGAN + at_ns - waited_ns - handled_ns - MS;
-        let mut course = Course::popped(popped_ns);
+        let mut course = RequestTimeline::popped(popped_ns);
         course.park(popped_ns);
         course.answered(&PageResponse {
             id: RequestId(1),

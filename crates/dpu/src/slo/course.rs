@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   (behind) popped ── parked ─────────────────────────────┐── submitted ── transferred ── done
-//!                      │ waiting for the host │ handling │ resume │     disk          landing
+//!                      │ waiting for the host │ handling │ resume │     disk          bounce
 //!                      └──────── told by the response ───┘
 //! ```
 //! A chain may be parked more than once; the stages of all its parkings add up. Of several page
@@ -44,7 +44,7 @@ struct Answered {
 
 /// See the module. A zero time means: not, or not yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Course {
+pub(crate) struct RequestTimeline {
     popped_ns: u64,
     /// In its ring, while its queue was paused.
     behind_ns: u64,
@@ -71,10 +71,10 @@ pub(crate) struct Stages {
     pub tier: Tier,
     pub resume_ns: u64,
     pub disk_ns: u64,
-    pub landing_ns: u64,
+    pub bounce_ns: u64,
 }
 
-impl Course {
+impl RequestTimeline {
     /// Of a chain that was taken from its ring.
     pub fn popped(now_ns: u64) -> Self {
         Self {
@@ -136,11 +136,11 @@ impl Course {
     /// Its I/O is given to the kernel.
     pub fn submit(&mut self, now_ns: u64) {
         self.submitted_ns = now_ns;
-        // One that had landed and could not be delivered begins again.
+        // One that had arrived in a bounce buffer and could not be delivered begins again.
         self.transferred_ns = 0;
     }
 
-    /// Its I/O is done; what it has read into landing buffers is still to be put in place.
+    /// Its I/O is done; what it has read into bounce buffers is still to be put in place.
     pub fn transferred(&mut self, now_ns: u64) {
         self.transferred_ns = now_ns;
     }
@@ -161,8 +161,8 @@ impl Course {
             0 => 0,
             at => transferred_ns.saturating_sub(at),
         };
-        let landing_ns = done_ns.saturating_sub(transferred_ns);
-        let elsewhere_ns = self.behind_ns + self.parked_ns + disk_ns + landing_ns;
+        let bounce_ns = done_ns.saturating_sub(transferred_ns);
+        let elsewhere_ns = self.behind_ns + self.parked_ns + disk_ns + bounce_ns;
         Stages {
             engine_ns: total_ns.saturating_sub(elsewhere_ns),
             behind_ns: self.behind_ns,
@@ -171,7 +171,7 @@ impl Course {
             tier: self.tier,
             resume_ns: self.parked_ns - self.waited_ns - self.handling_ns,
             disk_ns,
-            landing_ns,
+            bounce_ns,
         }
     }
 }
@@ -195,11 +195,11 @@ mod tests {
 
     #[test]
     fn stages_of_a_chain_that_was_parked_twice_add_up_to_its_latency() {
-        let mut course = Course::popped(1_000);
+        let mut course = RequestTimeline::popped(1_000);
         course.park(1_100);
         course.answered(&response(10, 20, Tier::Zero));
         course.answered(&response(100, 400, Tier::Compressed));
-        course.answered(&response(50, 60, Tier::Verbatim));
+        course.answered(&response(50, 60, Tier::Uncompressed));
         assert_eq!(course.resume(1_700), 600);
         course.park(1_710);
         course.answered(&response(5, 5, Tier::Zero));
@@ -214,7 +214,7 @@ mod tests {
             tier: Tier::Compressed,
             resume_ns: 110,
             disk_ns: 1_000,
-            landing_ns: 0,
+            bounce_ns: 0,
         };
         assert_eq!(stages, expected);
         assert_eq!(course.latency_ns(2_740), 1_740);
@@ -222,7 +222,7 @@ mod tests {
 
     #[test]
     fn host_that_tells_impossible_times_cannot_make_stages_longer_than_the_parking() {
-        let mut course = Course::popped(0);
+        let mut course = RequestTimeline::popped(0);
         course.park(10);
         course.answered(&response(u64::MAX, u64::MAX, Tier::Unknown));
         course.resume(30);
@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn chain_that_stood_behind_a_faulting_one_counts_from_then() {
-        let mut course = Course::popped_late(1_000, 6_000);
+        let mut course = RequestTimeline::popped_late(1_000, 6_000);
         course.submit(6_000);
         let stages = course.stages(6_100);
         assert_eq!((stages.behind_ns, stages.disk_ns), (5_000, 100));
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn chain_answered_without_io_was_with_the_engine_all_the_time() {
-        let stages = Course::popped(100).stages(150);
+        let stages = RequestTimeline::popped(100).stages(150);
         assert_eq!((stages.engine_ns, stages.disk_ns), (50, 0));
     }
 }

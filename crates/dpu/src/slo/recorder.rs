@@ -14,7 +14,7 @@
 
 use super::{
     account::{Account, SLOW_FLOOR_NS},
-    course::{Course, Injected},
+    course::{Injected, RequestTimeline},
     slow::Done,
 };
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -92,7 +92,7 @@ impl Recorder {
 
     /// A request has its place in the used ring.
     #[inline]
-    pub fn done(&mut self, at_ns: u64, queue: u16, bytes: u32, course: &Course) {
+    pub fn done(&mut self, at_ns: u64, queue: u16, bytes: u32, course: &RequestTimeline) {
         let latency_ns = course.latency_ns(at_ns);
         match u32::try_from(latency_ns) {
             Ok(latency_ns) if u64::from(latency_ns) < SLOW_FLOOR_NS => self.quick.push(Quick {
@@ -189,7 +189,7 @@ mod tests {
 
     fn some(recorder: &mut Recorder, count: usize, at_ns: u64) {
         for _ in 0..count {
-            recorder.done(at_ns, 0, 512, &Course::popped(at_ns));
+            recorder.done(at_ns, 0, 512, &RequestTimeline::popped(at_ns));
         }
     }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A slow request, and the stage that held it.
 
-use super::course::{Course, Injected, Stages};
+use super::course::{Injected, RequestTimeline, Stages};
 use pagetide_addr::Tier;
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ pub enum SlowCause {
     /// The disk.
     Disk,
     /// Putting in place what was read beside pages that were absent.
-    Landing,
+    Bounce,
 }
 
 /// Causes there are.
@@ -36,11 +36,11 @@ impl SlowCause {
         Self::Handling(Tier::Present),
         Self::Handling(Tier::Zero),
         Self::Handling(Tier::Compressed),
-        Self::Handling(Tier::Verbatim),
+        Self::Handling(Tier::Uncompressed),
         Self::Handling(Tier::Unknown),
         Self::Resume,
         Self::Disk,
-        Self::Landing,
+        Self::Bounce,
     ];
 
     fn of(stages: &Stages) -> Self {
@@ -51,7 +51,7 @@ impl SlowCause {
             (stages.handling_ns, Self::Handling(stages.tier)),
             (stages.resume_ns, Self::Resume),
             (stages.disk_ns, Self::Disk),
-            (stages.landing_ns, Self::Landing),
+            (stages.bounce_ns, Self::Bounce),
         ];
         let longest = held.into_iter().max_by_key(|(ns, _)| *ns);
         longest.map_or(Self::Engine, |(_, cause)| cause)
@@ -72,7 +72,7 @@ impl std::fmt::Display for SlowCause {
             Self::Handling(tier) => write!(f, "handling, {tier}"),
             Self::Resume => f.write_str("response to resume"),
             Self::Disk => f.write_str("disk"),
-            Self::Landing => f.write_str("landing"),
+            Self::Bounce => f.write_str("bounce"),
         }
     }
 }
@@ -102,7 +102,7 @@ pub(crate) struct Done {
     pub at_ns: u64,
     pub queue: u16,
     pub bytes: u32,
-    pub course: Course,
+    pub course: RequestTimeline,
 }
 
 impl Done {
@@ -126,7 +126,7 @@ impl Done {
             SlowCause::Handling(_) => stages.handling_ns,
             SlowCause::Resume => stages.resume_ns,
             SlowCause::Disk => stages.disk_ns,
-            SlowCause::Landing => stages.landing_ns,
+            SlowCause::Bounce => stages.bounce_ns,
         };
         SlowRequest {
             ago: Duration::from_nanos(now_ns.saturating_sub(self.at_ns)),

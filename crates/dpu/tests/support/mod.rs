@@ -3,7 +3,9 @@
 //! messages; and a host that answers page requests as a test likes.
 #![expect(dead_code, reason = "each test file uses a part of it")]
 
-use pagetide_addr::{Access, PAGE_BYTES, PageNo, PageRequest, PageResponse, PageSet, ResponseCode};
+use pagetide_addr::{
+    Access, FilePage, FilePageSet, PAGE_BYTES, PageRequest, PageResponse, ResponseCode,
+};
 use pagetide_dpu::{
     BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, ImageUse, OnFault, SocketAccess, Writes,
 };
@@ -328,9 +330,9 @@ impl Guest {
 
 /// Takes the pages of `bytes` at `at` from devices.
 pub fn take_away(domain: &DmaDomain, at: u64, bytes: u64) {
-    let pages = pagetide_addr::PageRange::covering(at, bytes).unwrap();
+    let pages = pagetide_addr::FileRange::covering(at, bytes).unwrap();
     for (section, part) in pages.by_section() {
-        let set = PageSet::of_range(section, part);
+        let set = FilePageSet::of_range(section, part);
         eventually("no lease on pages to be taken", || {
             domain.attributes().unmap(section, &set)
         });
@@ -339,7 +341,7 @@ pub fn take_away(domain: &DmaDomain, at: u64, bytes: u64) {
         !domain
             .attributes()
             .bitmap()
-            .allows(PageNo::containing(at).single(), Access::Read)
+            .allows(FilePage::containing(at).single(), Access::Read)
     );
 }
 

@@ -23,7 +23,7 @@
 use super::{
     memory::PagedMemory,
     place::PlaceError,
-    word::{Content, Event, PageWord, State},
+    word::{Content, Event, PageState, PageWord},
 };
 use crate::{
     error::GmError,
@@ -123,8 +123,8 @@ impl PagedMemory {
         let mut chosen = PageSet::EMPTY;
         for page in wanted.pages(section).filter(|page| pages.contains(*page)) {
             match (self.table.word(page).state(), present.contains(page)) {
-                (State::Present, true) => chosen.insert(page),
-                (State::Present, false) => self.write_off(page),
+                (PageState::Present, true) => chosen.insert(page),
+                (PageState::Present, false) => self.write_off(page),
                 _ => {}
             }
         }
@@ -136,13 +136,13 @@ impl PagedMemory {
 
     /// A hole that the guest left: from now on a page of zeros like any other.
     fn write_off(&self, page: PageNo) {
-        let discarding = self
-            .table
-            .change(page, PageWord::new(State::Present), Event::FoundHole);
+        let discarding =
+            self.table
+                .change(page, PageWord::new(PageState::Present), Event::FoundHole);
         if discarding.is_some() {
             let left_out =
                 self.table
-                    .change(page, PageWord::new(State::Discarding), Event::LeftOut);
+                    .change(page, PageWord::new(PageState::Discarding), Event::LeftOut);
             debug_assert!(left_out.is_some(), "{page} changed under an exclusive lock");
             self.counters.discarded_pages.fetch_add(1, Relaxed);
             let mut one = PageSet::EMPTY;
@@ -265,7 +265,7 @@ impl EvictionRound<'_> {
         let mut going = PageSet::EMPTY;
         let under_way = self.is_under_way();
         for (page, content) in batch {
-            let present = PageWord::new(State::Present);
+            let present = PageWord::new(PageState::Present);
             let still = under_way
                 && state.cancel(*page)
                 && space
@@ -317,7 +317,7 @@ impl EvictionRound<'_> {
 
     fn stayed(&self, page: PageNo) {
         let word = self.space.table.word(page);
-        if let State::Evicting(content) = word.state() {
+        if let PageState::Evicting(content) = word.state() {
             let done = self.space.table.change(page, word, Event::StillPresent);
             debug_assert!(done.is_some(), "{page} changed under an exclusive lock");
             if !content.is_zero() {

@@ -37,7 +37,7 @@ pub struct MemoryCounters {
     /// them was dropped without being brought back.
     pub overwritten_pages: Count,
     /// Pages brought along with a faulting neighbour.
-    pub neighbour_pages: Count,
+    pub readahead_pages: Count,
     /// Faults that joined a fill under way.
     pub joined_faults: Count,
     /// Faults on pages that were present: protected, granted late, or woken needlessly.

@@ -16,10 +16,10 @@ use super::{
     memory::{PagedMemory, Resolved},
     place::{Installed, PlaceError},
     store::StoreError,
-    word::{Content, Event, PageWord, State},
+    word::{Content, Event, PageState, PageWord},
 };
 use crate::sync::try_share;
-use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange};
+use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, to_usize};
 use std::sync::atomic::Ordering::Relaxed;
 
 const ZERO_PAGE: [u8; 4096] = [0; 4096];
@@ -32,7 +32,7 @@ pub(crate) const FILL_PAGES_MAX: u64 = 16;
 fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
     thread_local! {
         static PAGES: std::cell::RefCell<Box<[u8]>> =
-            std::cell::RefCell::new(vec![0; PageNo(FILL_PAGES_MAX * PAGE_BYTES).index()].into());
+            std::cell::RefCell::new(vec![0; to_usize(FILL_PAGES_MAX * PAGE_BYTES)].into());
     }
     PAGES.with_borrow_mut(|buffer| work(buffer))
 }
@@ -40,7 +40,7 @@ fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
 /// The checker's threads share one system thread, and so would share the buffer.
 #[cfg(loom)]
 fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
-    work(&mut vec![0; PageNo(FILL_PAGES_MAX * PAGE_BYTES).index()])
+    work(&mut vec![0; to_usize(FILL_PAGES_MAX * PAGE_BYTES)])
 }
 impl PagedMemory {
     /// Fills the stored pages at the start of `run`, which lies in one section whose lock is held
@@ -54,7 +54,7 @@ impl PagedMemory {
                     None => Resolved::BeingFilled,
                 };
             }
-            let bytes = &buffer[..PageNo(claimed.bytes()).index()];
+            let bytes = &buffer[..to_usize(claimed.bytes())];
             let (installed, resolved) = self.install(claimed, bytes);
             self.counters
                 .filled_pages
@@ -76,7 +76,7 @@ impl PagedMemory {
             return 0;
         }
         match self.fill(run) {
-            Resolved::UpTo(end) => end.0 - run.start.0,
+            Resolved::UpTo(end) => end.since(run.start),
             Resolved::BeingFilled | Resolved::Failed(_) => 0,
         }
     }
@@ -88,10 +88,10 @@ impl PagedMemory {
         let mut end = run.start;
         for (page, into) in run
             .iter()
-            .zip(buffer.chunks_exact_mut(PageNo(PAGE_BYTES).index()))
+            .zip(buffer.chunks_exact_mut(to_usize(PAGE_BYTES)))
         {
             let word = self.table.word(page);
-            let State::Stored(content) = word.state() else {
+            let PageState::Stored(content) = word.state() else {
                 break;
             };
             if self.table.change(page, word, Event::Claim).is_none() {
@@ -99,7 +99,7 @@ impl PagedMemory {
             }
             if let Err(error) = self.load(page, content, into) {
                 let first = page == run.start;
-                let claimed = PageWord::new(State::Filling(content));
+                let claimed = PageWord::new(PageState::Filling(content));
                 if !first {
                     // Whoever waits for it tries again, and gets to know the reason himself.
                     self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Present);
@@ -110,7 +110,7 @@ impl PagedMemory {
                 }
                 return (PageRange::new(run.start, end), first.then_some(error));
             }
-            end = PageNo(page.0 + 1);
+            end = page.next();
         }
         (PageRange::new(run.start, end), None)
     }
@@ -130,11 +130,11 @@ impl PagedMemory {
     pub(super) fn claim(&self, run: PageRange) -> PageRange {
         let claims = |page: &PageNo| {
             let word = self.table.word(*page);
-            matches!(word.state(), State::Stored(_))
+            matches!(word.state(), PageState::Stored(_))
                 && self.table.change(*page, word, Event::Claim).is_some()
         };
         let claimed = run.iter().take_while(claims).count() as u64;
-        PageRange::new(run.start, PageNo(run.start.0 + claimed))
+        run.start.run(claimed)
     }
 
     /// Installs claimed pages, whose content is in `bytes`. Tells which have it now, and how far the
@@ -146,7 +146,7 @@ impl PagedMemory {
             self.place.install_run(claimed, bytes)
         };
         let (done, error) = match installed {
-            Ok(pages) => (PageNo(claimed.start.0 + pages), None),
+            Ok(pages) => (claimed.start.plus(pages), None),
             Err(error) => (claimed.start, Some(error)),
         };
         let installed = PageRange::new(claimed.start, done);
@@ -163,7 +163,7 @@ impl PagedMemory {
             Ok(true) | Err(_) => FaultOutcome::Lost,
         };
         for page in left.iter() {
-            if let State::Filling(_) = self.table.word(page).state() {
+            if let PageState::Filling(_) = self.table.word(page).state() {
                 let word = self.table.word(page);
                 self.finish(page, word, Event::InstallFailed, outcome);
             }
@@ -171,7 +171,7 @@ impl PagedMemory {
         let resolved = match is_there {
             Ok(false) => Resolved::UpTo(done),
             Ok(true) => {
-                self.incidents.intruder(done);
+                self.incidents.foreign_page(done);
                 Resolved::Failed(FaultOutcome::Lost)
             }
             Err(error) => self.failed(done, &error),
@@ -182,7 +182,7 @@ impl PagedMemory {
     /// Installs the one page that was claimed. That it is not all zeros is known from its word.
     fn install_claimed(&self, page: PageNo, bytes: &[u8]) -> Result<u64, PlaceError> {
         match (self.table.word(page).state(), bytes.try_into()) {
-            (State::Filling(content), Ok(bytes)) if !content.is_zero() => {
+            (PageState::Filling(content), Ok(bytes)) if !content.is_zero() => {
                 let installed = self.place.install(page, bytes)?;
                 Ok(u64::from(installed == Installed::Installed))
             }
@@ -203,7 +203,7 @@ impl PagedMemory {
         self.grant_to(pages, |id| id != DeviceId::VCPUS);
         for page in pages.iter() {
             let word = self.table.word(page);
-            if let State::Filling(content) = word.state() {
+            if let PageState::Filling(content) = word.state() {
                 self.finish(page, word, Event::Installed, FaultOutcome::Present);
                 if !content.is_zero() {
                     self.store.free(content);

@@ -41,7 +41,7 @@
 use super::{
     memory::PagedMemory,
     place::PlaceError,
-    word::{Event, Presence, State},
+    word::{Event, PageState, Presence},
     words::NoRoom,
 };
 use crate::{
@@ -49,7 +49,7 @@ use crate::{
     mmu::{Restrict, Restricted},
     sync::own,
 };
-use pagetide_addr::{DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va};
+use pagetide_addr::{DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo};
 
 /// Why memory did not become part of the space, or is part of it still.
 #[derive(Debug, thiserror::Error)]
@@ -122,7 +122,6 @@ pub enum GrowthError {
 
 impl From<GrowthError> for GmError {
     fn from(error: GrowthError) -> Self {
-        let va = |page: PageNo| Va(page.byte_offset());
         match error {
             GrowthError::Misplaced { why, .. } => Self::InvalidArgument {
                 argument: "pages",
@@ -139,9 +138,9 @@ impl From<GrowthError> for GmError {
                 by: "the rings of a device: stop it first",
             },
             GrowthError::Device { source, .. } => source,
-            GrowthError::Words(NoRoom { start, .. }) => Self::NoMemory { va: va(start) },
+            GrowthError::Words(NoRoom { start, .. }) => Self::NoMemory { va: start.va() },
             GrowthError::Place { section, .. } => Self::Lost {
-                va: va(PageNo(section.0 * SECTION_PAGES)),
+                va: section.first_page().va(),
             },
         }
     }
@@ -311,18 +310,22 @@ impl PagedMemory {
         for page in pages.iter() {
             let word = self.table.word(page);
             if self.table.change(page, word, Event::Deallocate).is_none() {
-                debug_assert_eq!(word.state(), State::Unallocated, "{page} is being filled");
+                debug_assert_eq!(
+                    word.state(),
+                    PageState::Unallocated,
+                    "{page} is being filled"
+                );
                 continue;
             }
             match word.state() {
-                State::Stored(content) if !content.is_zero() => self.store.free(content),
-                State::Evicting(content) => {
+                PageState::Stored(content) if !content.is_zero() => self.store.free(content),
+                PageState::Evicting(content) => {
                     present_pages += 1;
                     if !content.is_zero() {
                         self.store.free(content);
                     }
                 }
-                State::Present => present_pages += 1,
+                PageState::Present => present_pages += 1,
                 _ => {}
             }
         }

@@ -4,7 +4,7 @@
 use crate::{
     Activation, AddressSpace, Admission, AllocPolicy, Backing, Content, ContentStore, Device,
     Fault, FaultOutcome, GrowthError, Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits,
-    Mode, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict, Restricted, State,
+    Mode, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict, Restricted,
     StoreError, TableId, VolatileWords, WordArray, recovery,
 };
 use pagetide_addr::{
@@ -116,8 +116,8 @@ impl Admission for Fake {
 }
 
 impl Incidents for Fake {
-    fn intruder(&self, page: PageNo) {
-        panic!("an intruder in {page}");
+    fn foreign_page(&self, page: PageNo) {
+        panic!("a foreign page in {page}");
     }
     fn poisoned(&self, page: PageNo, why: &StoreError) {
         panic!("{page}: {why}");
@@ -231,7 +231,7 @@ fn fault(memory: &PagedMemory, pages: PageRange) -> FaultOutcome {
     outcome
 }
 
-fn state(memory: &PagedMemory, page: u64) -> State {
+fn state(memory: &PagedMemory, page: u64) -> PageState {
     memory.table().word(PageNo(page)).state()
 }
 
@@ -244,7 +244,7 @@ fn slowest_page_of_a_range_tells_the_tier_it_would_come_from() {
     assert_eq!(tier(0, 2), Tier::Present);
     assert_eq!(tier(1, 3), Tier::Zero);
     let place = Content::at(7).unwrap();
-    let stored = PageWord::new(State::Stored(place));
+    let stored = PageWord::new(PageState::Stored(place));
     memory.table().set_initial(PageNo(5), stored);
     // This store does not tell its tiers apart.
     assert_eq!(tier(0, 8), Tier::Unknown);
@@ -263,15 +263,15 @@ fn region_anywhere_below_the_capacity_is_as_its_memory_is() {
     memory.allocate(low).unwrap();
     memory.allocate(high).unwrap();
     assert_eq!(memory.table().page_count(), CAPACITY);
-    assert_eq!(state(&memory, 513), State::Present);
-    assert_eq!(state(&memory, 514), State::Stored(Content::ZERO));
+    assert_eq!(state(&memory, 513), PageState::Present);
+    assert_eq!(state(&memory, 514), PageState::Stored(Content::ZERO));
     fake.with(|vm| {
         assert_eq!(vm.granted, BTreeSet::from([513, first]));
         assert_eq!(vm.counted_in, 2);
         assert!(vm.woken.contains(&1111) && vm.woken.len() == 600 + 1024);
     });
     for page in [0, 511, 512 + 600, 4096, first - 1] {
-        assert_eq!(state(&memory, page), State::Unallocated, "page {page}");
+        assert_eq!(state(&memory, page), PageState::Unallocated, "page {page}");
         let outcome = fault(&memory, PageNo(page).single());
         assert_eq!(outcome, FaultOutcome::OutOfRange, "page {page}");
     }
@@ -309,7 +309,7 @@ fn removal_leaves_nothing_and_frees_each_stored_content_once() {
     assert_eq!(fault(&memory, region(2, 1)), FaultOutcome::OutOfRange);
     fake.with(|vm| (vm.gone, vm.present) = (false, BTreeSet::new()));
     memory.allocate(region(2, 300)).unwrap();
-    assert_eq!(state(&memory, 1024), State::Stored(Content::ZERO));
+    assert_eq!(state(&memory, 1024), PageState::Stored(Content::ZERO));
     assert_eq!(memory.table().page_count(), 1024 + 300);
 }
 
@@ -341,7 +341,7 @@ fn round_under_way_finds_its_pages_gone_and_hands_its_content_back() {
     let other = Content::at(6).unwrap();
     assert_eq!(next.commit(&[(PageNo(3), other)]).evicted.len(), 1);
     drop(next);
-    assert_eq!(state(&memory, 3), State::Stored(other));
+    assert_eq!(state(&memory, 3), PageState::Stored(other));
 }
 
 #[test]
@@ -362,7 +362,7 @@ fn busy_device_keeps_its_section_from_leaving_but_is_granted_nothing_more() {
         }
         other => panic!("{other:?}"),
     }
-    assert_eq!(state(&memory, 9), State::Present);
+    assert_eq!(state(&memory, 9), PageState::Present);
     assert_eq!(fault(&memory, region(0, 9)), FaultOutcome::OutOfRange);
     assert_eq!(
         memory.bring_along(crate::Neighbours::Next(PageNo(9).single())),
@@ -375,7 +375,7 @@ fn busy_device_keeps_its_section_from_leaving_but_is_granted_nothing_more() {
     fake.with(|vm| (vm.busy, vm.wired) = (false, BTreeSet::from([600])));
     let held = memory.deallocate(region(0, 1024));
     assert!(matches!(held, Err(GrowthError::Wired { device: DEVICE, section }) if section.0 == 1));
-    assert_eq!(state(&memory, 9), State::Unallocated);
+    assert_eq!(state(&memory, 9), PageState::Unallocated);
     fake.with(|vm| vm.wired.clear());
     memory.deallocate(region(0, 1024)).unwrap();
     assert_eq!(memory.table().page_count(), 0);
@@ -434,9 +434,9 @@ fn successor_finds_the_regions_of_a_dead_process_and_goes_on_where_it_stopped() 
     words.make_room(region(0, 2048)).unwrap();
     let content = Content::at(99).unwrap();
     for (page, left) in [
-        (0, State::Present),
-        (1, State::Filling(content)),
-        (1024, State::Stored(Content::at(98).unwrap())),
+        (0, PageState::Present),
+        (1, PageState::Filling(content)),
+        (1024, PageState::Stored(Content::at(98).unwrap())),
     ] {
         let bits = PageWord::new(left).bits();
         words
@@ -461,9 +461,9 @@ fn successor_finds_the_regions_of_a_dead_process_and_goes_on_where_it_stopped() 
     let (fake, memory) = memory(table);
     fake.with(|vm| vm.present.insert(0));
     memory.allocate(region(0, 512)).unwrap();
-    assert_eq!(state(&memory, 0), State::Present);
-    assert_eq!(state(&memory, 1), State::Stored(content));
-    assert_eq!(state(&memory, 2), State::Stored(Content::ZERO));
+    assert_eq!(state(&memory, 0), PageState::Present);
+    assert_eq!(state(&memory, 1), PageState::Stored(content));
+    assert_eq!(state(&memory, 2), PageState::Stored(Content::ZERO));
     assert_eq!(memory.table().page_count(), 512);
 }
 
@@ -471,7 +471,7 @@ fn successor_finds_the_regions_of_a_dead_process_and_goes_on_where_it_stopped() 
 fn word_that_is_damaged_is_found_by_a_successor_which_changes_nothing() {
     let words = VolatileWords::with_capacity(CAPACITY);
     words.make_room(region(0, 512)).unwrap();
-    let mended = PageWord::new(State::Filling(Content::ZERO)).bits();
+    let mended = PageWord::new(PageState::Filling(Content::ZERO)).bits();
     let damaged = u64::MAX;
     assert!(PageWord::from_bits(damaged).is_err());
     for (page, bits) in [(0, mended), (1, damaged)] {
@@ -494,7 +494,7 @@ fn forgotten_tail_of_a_section_leaves_a_region_that_is_found_by_its_new_length()
     memory.allocate(region(0, 2 * 512)).unwrap();
     recovery::forget_pages(memory.table(), PageRange::new(PageNo(700), PageNo(1024)));
     assert_eq!(memory.table().page_count(), 700);
-    assert_eq!(state(&memory, 700), State::Unallocated);
+    assert_eq!(state(&memory, 700), PageState::Unallocated);
     memory.allocate(region(0, 700)).unwrap();
 }
 

@@ -18,7 +18,7 @@ use super::{
     store::{Admission, ContentStore, Incidents},
     table::{PageTable, Section},
     waiters::{Pending, Reply, Waiters},
-    word::{Event, PageWord, State},
+    word::{Event, PageState, PageWord},
 };
 use crate::{
     error::GmError,
@@ -27,7 +27,7 @@ use crate::{
     space::attachments::Attachments,
     sync::{Arc, share, try_share},
 };
-use pagetide_addr::{Access, DeviceId, PageNo, PageRange, SectionNo, Va};
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange, SectionNo};
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Most absent pages that are filled by whoever asks not to wait: at some microseconds each, more
@@ -175,7 +175,7 @@ impl PagedMemory {
                 Resolved::BeingFilled if fault.device == DeviceId::VCPUS => {
                     if self.table.mark_waited(page) {
                         self.counters.joined_faults.fetch_add(1, Relaxed);
-                        (page, still) = (PageNo(page.0 + 1), 0);
+                        (page, still) = (page.next(), 0);
                     }
                 }
                 Resolved::BeingFilled => return None,
@@ -210,12 +210,12 @@ impl PagedMemory {
     /// The runs of pages in `run` that devices may have: present by their words, and in no round.
     fn grantable(&self, section: &Section, run: PageRange) -> Vec<PageRange> {
         let may = |page: PageNo| {
-            self.table.word(page).state() == State::Present && !section.is_candidate(page)
+            self.table.word(page).state() == PageState::Present && !section.is_candidate(page)
         };
         let mut runs = Vec::new();
         let mut start = run.start;
         for page in run.iter() {
-            let next = PageNo(page.0 + 1);
+            let next = page.next();
             if !may(page) {
                 runs.push(PageRange::new(start, page));
                 start = next;
@@ -229,7 +229,7 @@ impl PagedMemory {
     fn unknown_presence(&self, section: SectionNo, error: &PlaceError) -> GmError {
         let first = self.table.pages_of(section).start;
         self.incidents.fill_failed(first, error);
-        let va = Va(first.byte_offset());
+        let va = first.va();
         GmError::Lost { va }
     }
 
@@ -268,7 +268,7 @@ impl PagedMemory {
                     };
                     if joined {
                         self.counters.joined_faults.fetch_add(1, Relaxed);
-                        PageNo(page.0 + 1)
+                        page.next()
                     } else {
                         page
                     }
@@ -280,7 +280,8 @@ impl PagedMemory {
     }
 
     pub(super) fn absent_pages(&self, pages: PageRange) -> u64 {
-        let is_stored = |page: &PageNo| matches!(self.table.word(*page).state(), State::Stored(_));
+        let is_stored =
+            |page: &PageNo| matches!(self.table.word(*page).state(), PageState::Stored(_));
         pages.iter().filter(is_stored).count() as u64
     }
 
@@ -288,7 +289,7 @@ impl PagedMemory {
     pub(super) fn absent_at_hand(&self, pages: PageRange) -> Option<u64> {
         let mut absent = 0;
         for page in pages.iter() {
-            if let State::Stored(content) = self.table.word(page).state() {
+            if let PageState::Stored(content) = self.table.word(page).state() {
                 if !content.is_zero() && !self.store.is_at_hand(content) {
                     return None;
                 }
@@ -306,22 +307,22 @@ impl PagedMemory {
         }
         let word = self.table.word(page);
         match word.state() {
-            State::Present => self.resolve_present(section, page, fault),
-            State::Stored(_) => {
+            PageState::Present => self.resolve_present(section, page, fault),
+            PageState::Stored(_) => {
                 let end = fault
                     .pages
                     .end
                     .min(self.table.pages_of(page.section()).end)
-                    .min(PageNo(page.0 + FILL_PAGES_MAX));
+                    .min(page.plus(FILL_PAGES_MAX));
                 self.fill(PageRange::new(page, end))
             }
-            State::Filling(_) | State::Discarding => Resolved::BeingFilled,
-            State::Evicting(_) => self.settle_evicting(page, word),
-            State::Poisoned => {
+            PageState::Filling(_) | PageState::Discarding => Resolved::BeingFilled,
+            PageState::Evicting(_) => self.settle_evicting(page, word),
+            PageState::Poisoned => {
                 self.poison_for_kernel(page);
                 Resolved::Failed(FaultOutcome::Lost)
             }
-            State::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
+            PageState::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
         }
     }
 
@@ -334,7 +335,7 @@ impl PagedMemory {
             Err(error) => return self.failed(page, &error),
         };
         let changed = self.table.change(page, word, event);
-        if let (Some(_), Event::StillPresent, State::Evicting(content)) =
+        if let (Some(_), Event::StillPresent, PageState::Evicting(content)) =
             (changed, event, word.state())
             && !content.is_zero()
         {
@@ -367,7 +368,7 @@ impl PagedMemory {
             self.grant_to(page.single(), |id| id == DeviceId::VCPUS);
         }
         self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
-        Resolved::UpTo(PageNo(page.0 + 1))
+        Resolved::UpTo(page.next())
     }
 
     /// A hole where the word says present: the guest gave the page up (balloon, free page
@@ -379,20 +380,20 @@ impl PagedMemory {
         page: PageNo,
         install: impl FnOnce() -> Result<Installed, PlaceError>,
     ) -> (Option<Installed>, Resolved) {
-        let present = PageWord::new(State::Present);
+        let present = PageWord::new(PageState::Present);
         if self.table.change(page, present, Event::FoundHole).is_none() {
             return (None, Resolved::BeingFilled);
         }
         section.cancel(page);
         self.counters.discarded_pages.fetch_add(1, Relaxed);
-        let discarding = PageWord::new(State::Discarding);
+        let discarding = PageWord::new(PageState::Discarding);
         match install() {
             // There already: the guest was quicker through another fault of this very page.
             Ok(installed) => {
                 self.finish(page, discarding, Event::Installed, FaultOutcome::Present);
                 self.wake(page.single());
                 self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
-                (Some(installed), Resolved::UpTo(PageNo(page.0 + 1)))
+                (Some(installed), Resolved::UpTo(page.next()))
             }
             Err(error) => {
                 self.finish(page, discarding, Event::InstallFailed, FaultOutcome::Lost);
@@ -412,7 +413,7 @@ impl PagedMemory {
     /// without ever being written, or a kernel out of memory.
     pub(super) fn without_progress(&self, page: PageNo) -> FaultOutcome {
         let source = std::io::Error::from(std::io::ErrorKind::TimedOut);
-        let (start, end) = (page, PageNo(page.0 + 1));
+        let (start, end) = (page, page.next());
         let error = PlaceError::Kernel {
             operation: "installing",
             start,

@@ -39,5 +39,5 @@ pub use place::{Installed, Place, PlaceError};
 pub use store::{Admission, ContentStore, Incidents, StoreError, Unlimited};
 pub use table::PageTable;
 pub use waiters::Reply;
-pub use word::{Content, PageWord, State};
+pub use word::{Content, PageState, PageWord};
 pub use words::{NoRoom, VolatileWords, WordArray};

@@ -25,7 +25,7 @@ use super::{
     fill::FILL_PAGES_MAX,
     memory::PagedMemory,
     table::{BLOCK_PAGES, Section},
-    word::State,
+    word::PageState,
 };
 use pagetide_addr::{PageNo, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
@@ -56,8 +56,8 @@ pub(crate) fn of(space: &PagedMemory, page: PageNo) -> Option<Neighbours> {
     let expected = section.next_expected.load(Relaxed) == page.0;
     let window = next_window(section.window.load(Relaxed), expected, space.neighbours_max);
     section.window.store(window, Relaxed);
-    let first = PageNo(page.0 + 1);
-    let end = PageNo((first.0 + u64::from(window)).min(pages.end.0));
+    let first = page.next();
+    let end = first.plus(u64::from(window)).min(pages.end);
     section.next_expected.store(first.max(end).0, Relaxed);
     match window {
         0 => is_dense(section, page).then(|| Neighbours::Around(block_of(page, pages))),
@@ -71,8 +71,8 @@ fn is_dense(section: &Section, page: PageNo) -> bool {
 }
 
 fn block_of(page: PageNo, pages: PageRange) -> PageRange {
-    let start = PageNo(page.0 - page.0 % BLOCK_PAGES);
-    let end = PageNo((start.0 + BLOCK_PAGES).min(pages.end.0));
+    let start = PageNo(page.0 / BLOCK_PAGES * BLOCK_PAGES);
+    let end = start.plus(BLOCK_PAGES).min(pages.end);
     // Memory that was taken out since the fault ends before it.
     PageRange::new(start.min(end), end)
 }
@@ -92,17 +92,17 @@ pub(crate) fn bring(space: &PagedMemory, neighbours: Neighbours) -> u64 {
     let mut page = range.start;
     while page < range.end && brought < asked {
         let filled = match space.table.word(page).state() {
-            State::Stored(_) => {
-                let end = range.end.min(PageNo(page.0 + step.min(asked - brought)));
+            PageState::Stored(_) => {
+                let end = range.end.min(page.plus(step.min(asked - brought)));
                 space.fill_neighbours(PageRange::new(page, end))
             }
             _ => 0,
         };
         brought += filled;
-        page = PageNo(page.0 + filled.max(1));
+        page = page.plus(filled.max(1));
     }
     space.admission.give_back(asked - brought);
-    space.counters.neighbour_pages.fetch_add(brought, Relaxed);
+    space.counters.readahead_pages.fetch_add(brought, Relaxed);
     brought
 }
 

@@ -39,10 +39,10 @@ use super::{
     memory::{AT_ONCE_PAGES_MAX, PagedMemory, Resolved, STILL_MAX},
     place::{Installed, PlaceError},
     table::Section,
-    word::State,
+    word::PageState,
 };
 use crate::sync::{share, try_share};
-use pagetide_addr::{OVERWRITE_PAGES_MAX, PAGE_BYTES, PageNo, PageRange};
+use pagetide_addr::{OVERWRITE_PAGES_MAX, PAGE_BYTES, PageNo, PageRange, to_usize};
 use std::sync::atomic::Ordering::Relaxed;
 
 const _: () = assert!(OVERWRITE_PAGES_MAX <= AT_ONCE_PAGES_MAX);
@@ -192,7 +192,7 @@ impl<'a> Work<'a> {
             }
             Resolved::UpTo(_) => self.still += 1,
             // By whoever was first, with what was stored: then it is present.
-            Resolved::BeingFilled => (self.page, self.still) = (PageNo(self.page.0 + 1), 0),
+            Resolved::BeingFilled => (self.page, self.still) = (self.page.next(), 0),
             Resolved::Failed(outcome) => self.done.outcome = outcome,
         }
     }
@@ -204,28 +204,28 @@ impl<'a> Work<'a> {
         let (memory, page) = (self.memory, self.page);
         let word = memory.table.word(page);
         match word.state() {
-            State::Stored(_) if !(self.still_wanted)() => Resolved::Failed(FaultOutcome::Gone),
-            State::Stored(_) => self.install_from(page),
-            State::Present => match memory.place.is_present(page) {
+            PageState::Stored(_) if !(self.still_wanted)() => Resolved::Failed(FaultOutcome::Gone),
+            PageState::Stored(_) => self.install_from(page),
+            PageState::Present => match memory.place.is_present(page) {
                 Ok(true) => memory.found_present(section, page, self.fault),
                 Ok(false) if !(self.still_wanted)() => Resolved::Failed(FaultOutcome::Gone),
                 Ok(false) => self.install_in_hole(section, page),
                 Err(error) => memory.failed(page, &error),
             },
-            State::Filling(_) | State::Discarding => Resolved::BeingFilled,
-            State::Evicting(_) => memory.settle_evicting(page, word),
-            State::Poisoned => {
+            PageState::Filling(_) | PageState::Discarding => Resolved::BeingFilled,
+            PageState::Evicting(_) => memory.settle_evicting(page, word),
+            PageState::Poisoned => {
                 memory.poison_for_kernel(page);
                 Resolved::Failed(FaultOutcome::Lost)
             }
-            State::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
+            PageState::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
         }
     }
 
     fn install_from(&mut self, page: PageNo) -> Resolved {
         let end = (self.fault.pages.end)
             .min(self.memory.table.pages_of(page.section()).end)
-            .min(PageNo(page.0 + FILL_PAGES_MAX));
+            .min(page.plus(FILL_PAGES_MAX));
         let claimed = self.memory.claim(PageRange::new(page, end));
         if claimed.is_empty() {
             // Somebody else was quicker: look again at what he does.
@@ -254,7 +254,7 @@ impl<'a> Work<'a> {
 
     fn bytes_of(&self, pages: PageRange) -> &'a [u8] {
         let first = self.fault.pages.start.0;
-        let at = |page: PageNo| PageNo((page.0 - first) * PAGE_BYTES).index();
+        let at = |page: PageNo| to_usize((page.0 - first) * PAGE_BYTES);
         &self.content[at(pages.start)..at(pages.end)]
     }
 
@@ -262,7 +262,7 @@ impl<'a> Work<'a> {
         let counters = &self.memory.counters;
         (counters.overwritten_pages).fetch_add(installed.len(), Relaxed);
         for page in installed.iter() {
-            self.done.installed |= 1 << (page.0 - self.fault.pages.start.0);
+            self.done.installed |= 1 << (page.since(self.fault.pages.start));
         }
     }
 

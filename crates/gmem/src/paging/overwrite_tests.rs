@@ -4,8 +4,8 @@
 use crate::{
     Activation, AddressSpace, Admission, AllocPolicy, Backing, Content, ContentStore, Device,
     Fault, FaultOutcome, Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits, Mode,
-    Overwritten, PageTable, PageWord, PagedMemory, Place, PlaceError, RegionRequest, Restrict,
-    Restricted, State, StoreError, TableId, VolatileWords,
+    Overwritten, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, RegionRequest,
+    Restrict, Restricted, StoreError, TableId, VolatileWords,
 };
 use pagetide_addr::{
     Access, DeviceId, OVERWRITE_PAGES_MAX, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo,
@@ -33,7 +33,7 @@ struct Vm {
     is_full: bool,
     /// Pages that may still be installed before the kernel refuses one.
     installs_left: Option<u32>,
-    intruders: Vec<PageNo>,
+    foreign_pages: Vec<PageNo>,
     failures: u32,
 }
 
@@ -138,8 +138,8 @@ impl Admission for Fake {
 }
 
 impl Incidents for Fake {
-    fn intruder(&self, page: PageNo) {
-        self.with(|vm| vm.intruders.push(page));
+    fn foreign_page(&self, page: PageNo) {
+        self.with(|vm| vm.foreign_pages.push(page));
     }
     fn poisoned(&self, page: PageNo, why: &StoreError) {
         panic!("{page}: {why}");
@@ -180,7 +180,7 @@ impl Mmu for Fake {
 /// Two sections, every page stored: page `n` as content `n + 1`.
 fn setting() -> (Fake, Arc<AddressSpace>) {
     let fake = Fake::default();
-    let stored = PageWord::new(State::Stored(Content::ZERO));
+    let stored = PageWord::new(PageState::Stored(Content::ZERO));
     let table = PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES)));
     let memory = PagedMemory::new(MemoryParts {
         table,
@@ -195,11 +195,11 @@ fn setting() -> (Fake, Arc<AddressSpace>) {
     let device = Device::with_id(DPU, Arc::new(fake.clone()));
     (space.attach(&device, Mode::Coherent, Activation::Now)).unwrap();
     let region = space.alloc(&RegionRequest::of_bytes(end.0)).unwrap();
-    assert_eq!(region.pages(), PageRange::new(PageNo(0), PageNo(PAGES)));
+    assert_eq!(region.pages(), PageNo(0).run(PAGES));
     let words = space.memory().unwrap().table();
     for page in region.pages().iter() {
         assert_eq!(words.word(page), stored);
-        set(&space, page.0, State::Stored(content(page.0)));
+        set(&space, page.0, PageState::Stored(content(page.0)));
     }
     (fake, space)
 }
@@ -208,18 +208,18 @@ fn content(page: u64) -> Content {
     Content::at(page + 1).unwrap()
 }
 
-fn set(space: &AddressSpace, page: u64, state: State) {
+fn set(space: &AddressSpace, page: u64, state: PageState) {
     let table = space.memory().unwrap().table();
     table.set_initial(PageNo(page), PageWord::new(state));
 }
 
-fn state(space: &AddressSpace, page: u64) -> State {
+fn state(space: &AddressSpace, page: u64) -> PageState {
     space.memory().unwrap().table().word(PageNo(page)).state()
 }
 
 fn make_present(fake: &Fake, space: &AddressSpace, page: u64, byte: u8) {
     fake.with(|vm| vm.present.insert(page, byte));
-    set(space, page, State::Present);
+    set(space, page, PageState::Present);
 }
 
 fn whole(first: u64, count: u64) -> (Fault, Vec<u8>) {
@@ -252,7 +252,7 @@ fn absent_pages_get_the_bytes_written_and_their_stored_ones_are_dropped_unread()
     assert_eq!(overwrite(&space, first, 40), installed((1 << 40) - 1));
     for page in first..first + 40 {
         assert_eq!(fake.byte(page), Some(NEW));
-        assert_eq!(state(&space, page), State::Present);
+        assert_eq!(state(&space, page), PageState::Present);
         assert!(fake.with(|vm| vm.granted.contains(&page)));
     }
     let freed: Vec<_> = (first..first + 40).map(content).collect();
@@ -281,20 +281,20 @@ fn present_page_stays_as_it_is_and_is_granted_to_the_device_that_must_write_it()
 #[test]
 fn page_that_somebody_is_filling_is_left_to_the_device() {
     let (fake, space) = setting();
-    set(&space, 8, State::Filling(content(8)));
+    set(&space, 8, PageState::Filling(content(8)));
     assert_eq!(overwrite(&space, 7, 3), installed(0b101));
     assert_eq!(fake.byte(8), None);
-    assert_eq!(state(&space, 8), State::Filling(content(8)));
+    assert_eq!(state(&space, 8), PageState::Filling(content(8)));
 }
 
 #[test]
 fn hole_that_the_guest_left_begins_with_the_bytes_written() {
     let (fake, space) = setting();
-    set(&space, 5, State::Present);
+    set(&space, 5, PageState::Present);
     assert_eq!(overwrite(&space, 5, 1), installed(1));
     assert_eq!(
         (fake.byte(5), state(&space, 5)),
-        (Some(NEW), State::Present)
+        (Some(NEW), PageState::Present)
     );
     assert!(fake.with(|vm| vm.freed.is_empty() && vm.room_taken == 0));
 }
@@ -302,7 +302,7 @@ fn hole_that_the_guest_left_begins_with_the_bytes_written() {
 #[test]
 fn page_whose_content_is_lost_is_refused_and_what_was_installed_before_it_is_told() {
     let (fake, space) = setting();
-    set(&space, 11, State::Poisoned);
+    set(&space, 11, PageState::Poisoned);
     let done = overwrite(&space, 10, 3);
     let expected = Overwritten {
         outcome: FaultOutcome::Lost,
@@ -310,7 +310,7 @@ fn page_whose_content_is_lost_is_refused_and_what_was_installed_before_it_is_tol
     };
     assert_eq!(done, expected);
     assert_eq!((fake.byte(11), fake.byte(12)), (None, None));
-    assert_eq!(state(&space, 12), State::Stored(content(12)));
+    assert_eq!(state(&space, 12), PageState::Stored(content(12)));
     assert_eq!(fake.with(|vm| vm.room_taken), 1);
 }
 
@@ -330,21 +330,21 @@ fn install_that_fails_half_way_leaves_the_rest_stored_with_its_old_content() {
         assert_eq!(vm.room_taken, 2);
     });
     for page in 2..4 {
-        assert_eq!(state(&space, page), State::Stored(content(page)));
+        assert_eq!(state(&space, page), PageState::Stored(content(page)));
     }
     fake.with(|vm| vm.installs_left = None);
     assert_eq!(overwrite(&space, 0, 4), installed(0b1100));
 }
 
 #[test]
-fn page_that_an_intruder_made_present_keeps_its_stored_copy() {
+fn page_that_a_foreign_writer_made_present_keeps_its_stored_copy() {
     let (fake, space) = setting();
     fake.with(|vm| vm.present.insert(6, OLD));
     let done = overwrite(&space, 6, 1);
     assert_eq!(done, Overwritten::nothing(FaultOutcome::Lost));
-    assert_eq!(state(&space, 6), State::Stored(content(6)));
+    assert_eq!(state(&space, 6), PageState::Stored(content(6)));
     fake.with(|vm| {
-        assert_eq!(vm.intruders, [PageNo(6)]);
+        assert_eq!(vm.foreign_pages, [PageNo(6)]);
         assert!(vm.freed.is_empty());
     });
 }
@@ -398,15 +398,15 @@ fn device_that_gives_up_while_room_is_made_replaces_nothing_that_is_stored_by_th
     let (fault, bytes) = whole(4, 2);
     // Once there is room, the request has been begun anew, and the page evicted with new content.
     let still_wanted = || {
-        set(&space, 4, State::Stored(content(900)));
+        set(&space, 4, PageState::Stored(content(900)));
         fake.with(|vm| vm.room_taken == 0)
     };
     let gone = Overwritten::nothing(FaultOutcome::Gone);
     assert_eq!(space.overwrite(&fault, &bytes, &still_wanted), gone);
     let at_once = space.overwrite_without_waiting(&fault, &bytes, &still_wanted);
     assert_eq!(at_once, Some(gone), "it is over");
-    assert_eq!(state(&space, 4), State::Stored(content(900)));
-    assert_eq!(state(&space, 5), State::Stored(content(5)));
+    assert_eq!(state(&space, 4), PageState::Stored(content(900)));
+    assert_eq!(state(&space, 5), PageState::Stored(content(5)));
     fake.with(|vm| {
         assert!(vm.present.is_empty() && vm.freed.is_empty());
         assert_eq!(vm.room_taken, 0, "it was given back");
@@ -424,16 +424,16 @@ fn device_that_gives_up_half_way_is_told_what_was_installed_and_no_more_is() {
     };
     assert_eq!(space.overwrite(&fault, &bytes, &still_wanted), expected);
     let second = SECTION_PAGES;
-    assert_eq!(state(&space, second), State::Stored(content(second)));
+    assert_eq!(state(&space, second), PageState::Stored(content(second)));
     assert_eq!(fake.with(|vm| vm.room_taken), 1);
 }
 
 #[test]
 fn hole_is_not_filled_for_a_device_that_has_given_up() {
     let (fake, space) = setting();
-    set(&space, 5, State::Present);
+    set(&space, 5, PageState::Present);
     let (fault, bytes) = whole(5, 1);
     let done = space.overwrite(&fault, &bytes, &|| false);
     assert_eq!(done, Overwritten::nothing(FaultOutcome::Gone));
-    assert_eq!((fake.byte(5), state(&space, 5)), (None, State::Present));
+    assert_eq!((fake.byte(5), state(&space, 5)), (None, PageState::Present));
 }

@@ -5,7 +5,7 @@
 use super::{
     place::{Place, PlaceError},
     table::PageTable,
-    word::{Content, DamagedWord, PageWord, Presence, Recovered, State},
+    word::{Content, DamagedWord, PageState, PageWord, Presence, Recovered},
 };
 use pagetide_addr::{PageNo, PageRange};
 
@@ -24,7 +24,7 @@ pub enum RecoveryError {
     #[error(
         "{count} pages (the first is {first}) are present though their content is stored: another process has written to the VM's RAM"
     )]
-    Intruder {
+    ForeignPage {
         /// The first of them.
         first: PageNo,
         /// How many.
@@ -55,10 +55,10 @@ pub fn forget_pages(table: &PageTable, pages: PageRange) {
         let known = table.pages_of(section);
         let part = part.intersect(known);
         for page in part.iter() {
-            table.set_initial(page, PageWord::new(State::Unallocated));
+            table.set_initial(page, PageWord::new(PageState::Unallocated));
         }
         if part.end == known.end && !part.is_empty() {
-            table.set_pages(section, part.start.0 - known.start.0);
+            table.set_pages(section, part.start.since(known.start));
         }
     }
 }
@@ -75,7 +75,7 @@ pub fn recover_words(
 ) -> Result<RecoveryReport, RecoveryError> {
     let mut report = RecoveryReport::default();
     let mut mended = Vec::new();
-    let mut intruders = Vec::new();
+    let mut foreign_pages = Vec::new();
     for section in table.sections() {
         let pages = table.pages_of(section);
         let mut present = pagetide_addr::PageSet::EMPTY;
@@ -92,7 +92,7 @@ pub fn recover_words(
             let word = PageWord::from_bits(bits)
                 .map_err(|source| RecoveryError::Damaged { page, source })?;
             match word.recover(presence) {
-                Recovered::Intruder => intruders.push(page),
+                Recovered::ForeignPage => foreign_pages.push(page),
                 Recovered::Word { word: now, .. } => {
                     if now.bits() != bits {
                         mended.push((page, now));
@@ -102,10 +102,10 @@ pub fn recover_words(
             }
         }
     }
-    if let Some(first) = intruders.first() {
-        return Err(RecoveryError::Intruder {
+    if let Some(first) = foreign_pages.first() {
+        return Err(RecoveryError::ForeignPage {
             first: *first,
-            count: intruders.len() as u64,
+            count: foreign_pages.len() as u64,
         });
     }
     report.mended_words = mended.len() as u64;
@@ -122,14 +122,14 @@ fn count(
     stored: &mut impl FnMut(PageNo, Content),
 ) {
     match word.state() {
-        State::Stored(content) => {
+        PageState::Stored(content) => {
             report.stored_pages += 1;
             if !content.is_zero() {
                 stored(page, content);
             }
         }
-        State::Poisoned => report.poisoned_pages += 1,
-        State::Unallocated => {}
+        PageState::Poisoned => report.poisoned_pages += 1,
+        PageState::Unallocated => {}
         _ => report.present_pages += 1,
     }
 }

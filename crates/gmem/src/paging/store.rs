@@ -3,7 +3,7 @@
 
 use super::{
     memory::PagedMemory,
-    word::{Content, State},
+    word::{Content, PageState},
 };
 use pagetide_addr::{PageNo, PageRange, Tier};
 
@@ -64,16 +64,18 @@ impl PagedMemory {
             return Tier::Unknown;
         }
         let tier = |page| match self.table.word(page).state() {
-            State::Present | State::Unallocated => Tier::Present,
-            State::Discarding => Tier::Zero,
-            State::Stored(content) | State::Filling(content) | State::Evicting(content) => {
+            PageState::Present | PageState::Unallocated => Tier::Present,
+            PageState::Discarding => Tier::Zero,
+            PageState::Stored(content)
+            | PageState::Filling(content)
+            | PageState::Evicting(content) => {
                 if content.is_zero() {
                     Tier::Zero
                 } else {
                     self.store.tier(content)
                 }
             }
-            State::Poisoned => Tier::Unknown,
+            PageState::Poisoned => Tier::Unknown,
         };
         pages.iter().map(tier).max().unwrap_or_default()
     }
@@ -116,8 +118,8 @@ impl Admission for Unlimited {
 /// Who is told when something is wrong that only stopping the VM or a person can mend.
 pub trait Incidents: Send + Sync {
     /// `page` is present though its content is stored: another process made it so. The stored copy
-    /// is kept; the VM must stop before it sees the intruder's page.
-    fn intruder(&self, page: PageNo);
+    /// is kept; the VM must stop before it sees the foreign page's page.
+    fn foreign_page(&self, page: PageNo);
 
     /// The content of `page` is lost; accesses to it fail from now on.
     fn poisoned(&self, page: PageNo, why: &StoreError);

@@ -25,7 +25,7 @@
 //! at a section's border, so each section belongs to one region at most, and its
 //! pages are the first so many of it. Sections are made, in chunks, when their
 //! pages are first allocated; a page that is in no region has no word that
-//! anybody looks at, and reads as [`State::Unallocated`].
+//! anybody looks at, and reads as [`PageState::Unallocated`].
 //!
 //! ```text
 //!   page     0 ············ 1044      2048 ······ 3071        capacity
@@ -36,11 +36,11 @@
 //! looks without the lock has a hint.
 
 use super::{
-    word::{Event, PageWord, State},
+    word::{Event, PageState, PageWord},
     words::{NoRoom, WordArray},
 };
 use crate::sync::{AtomicU64, Ordering, RwLock};
-use pagetide_addr::{PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo};
+use pagetide_addr::{PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, to_usize};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// What is known of one section.
@@ -95,9 +95,9 @@ impl Section {
     /// Counts a fault in the block of `page`; returns how many there were since the last round, up
     /// to 15.
     pub(crate) fn count_fault(&self, page: PageNo) -> u64 {
-        let block = page.0 % SECTION_PAGES / BLOCK_PAGES;
+        let block = page.place_in_section() / BLOCK_PAGES;
         let shift = block % COUNTS_PER_WORD * COUNT_BITS;
-        let word = &self.faults[PageNo(block / COUNTS_PER_WORD).index()];
+        let word = &self.faults[to_usize(block / COUNTS_PER_WORD)];
         let count = |word: u64| (word >> shift) & COUNT_MAX;
         let counted = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |word| {
             (count(word) < COUNT_MAX).then(|| word + (1 << shift))
@@ -116,8 +116,8 @@ impl Section {
     }
 
     fn place(page: PageNo) -> (usize, u64) {
-        let position = page.0 % SECTION_PAGES;
-        (PageNo(position / 64).index(), 1 << (position % 64))
+        let position = page.place_in_section();
+        (to_usize(position / 64), 1 << (position % 64))
     }
 
     /// Number of the round under way, or of the last one.
@@ -161,8 +161,8 @@ impl Section {
     }
 }
 
-fn is_stored(state: State) -> bool {
-    matches!(state, State::Stored(_))
+fn is_stored(state: PageState) -> bool {
+    matches!(state, PageState::Stored(_))
 }
 
 /// Sections that are made together: 128 MiB of pages.
@@ -182,7 +182,7 @@ impl PageTable {
     /// A table over `words` whose every page is in a region.
     #[must_use]
     pub fn new(words: Box<dyn WordArray>) -> Self {
-        let everything = PageRange::new(PageNo(0), PageNo(words.page_count()));
+        let everything = PageNo(0).run(words.page_count());
         let table = Self::growing(words);
         for (section, pages) in everything.by_section() {
             table.set_pages(section, pages.len());
@@ -211,7 +211,7 @@ impl PageTable {
     pub fn reopen(words: Box<dyn WordArray>) -> Result<Self, NoRoom> {
         let with_room = words.sections_with_room()?;
         let table = Self::growing(words);
-        let unallocated = PageWord::new(State::Unallocated).bits();
+        let unallocated = PageWord::new(PageState::Unallocated).bits();
         for section in with_room {
             let all = section.pages(table.capacity_pages());
             let last = all
@@ -295,8 +295,8 @@ impl PageTable {
         let is_stored = |page: &PageNo| {
             PageWord::from_bits(self.raw_bits(*page)).is_ok_and(|word| is_stored(word.state()))
         };
-        let first = PageNo(section.0 * SECTION_PAGES);
-        let all = PageRange::new(first, PageNo(first.0 + pages));
+        let first = section.first_page();
+        let all = first.run(pages);
         let stored = all.iter().filter(is_stored).count() as u64;
         state.stored.store(stored, Ordering::Relaxed);
         if pages == 0 {
@@ -323,22 +323,22 @@ impl PageTable {
         self.end.store(end.unwrap_or(0), Ordering::Release);
     }
 
-    /// Gives the words of `pages` memory, all of them [`State::Unallocated`] where they had none.
+    /// Gives the words of `pages` memory, all of them [`PageState::Unallocated`] where they had none.
     pub(crate) fn make_room(&self, pages: PageRange) -> Result<(), NoRoom> {
         self.words.make_room(pages)
     }
 
-    /// The word of `page` now; [`State::Unallocated`] if it is in no region.
+    /// The word of `page` now; [`PageState::Unallocated`] if it is in no region.
     ///
     /// # Panics
     /// If the word is damaged: words were checked when the table was opened, and only this process
     /// writes them.
     #[must_use]
     pub fn word(&self, page: PageNo) -> PageWord {
-        let position = page.0 % SECTION_PAGES;
+        let position = page.place_in_section();
         let pages = |section: &Section| section.pages.load(Ordering::Acquire);
         if self.section(page.section()).map_or(0, pages) <= position {
-            return PageWord::new(State::Unallocated);
+            return PageWord::new(PageState::Unallocated);
         }
         self.word_with_room(page)
     }
@@ -408,7 +408,7 @@ impl PageTable {
         }
     }
 
-    fn count_stored(&self, page: PageNo, before: State, after: State) {
+    fn count_stored(&self, page: PageNo, before: PageState, after: PageState) {
         let (was, is) = (is_stored(before), is_stored(after));
         let Some(section) = (was != is).then(|| self.section(page.section())).flatten() else {
             return;
@@ -437,8 +437,8 @@ impl PageTable {
     pub fn pages_of(&self, section: SectionNo) -> PageRange {
         let pages = |section: &Section| section.pages.load(Ordering::Acquire);
         let len = self.section(section).map_or(0, pages);
-        let start = PageNo(section.0 * SECTION_PAGES);
-        PageRange::new(start, PageNo(start.0 + len))
+        let start = section.first_page();
+        start.run(len)
     }
 
     /// The pages of `section` whose state satisfies `wanted`.
@@ -446,7 +446,7 @@ impl PageTable {
     pub fn pages_in_state(
         &self,
         section: SectionNo,
-        wanted: impl Fn(crate::State) -> bool,
+        wanted: impl Fn(crate::PageState) -> bool,
     ) -> PageSet {
         let mut set = PageSet::EMPTY;
         for page in self

@@ -8,7 +8,7 @@
 //!         Present ◄─────────────────────┘                   Stored
 //!          ▲ │  ▲                                            │ ▲ │
 //!          │ │  │ zeros installed, or not              claim │ │ │ present though stored:
-//!          │ │  └──────── Discarding ─────────┐              │ │ │ an intruder (no transition)
+//!          │ │  └──────── Discarding ─────────┐              │ │ │ a foreign page (no transition)
 //!          │ └ hole though ──►▲    │ left out └──────────────┼─┘
 //!          │   present             └──────────► Stored(zero) │ │ install failed
 //!          │ installed                                       ▼ │
@@ -29,7 +29,7 @@
 //! |---|---|---|
 //! | `Present` | fine | the guest discarded it: zeros |
 //! | `Evicting` | the page wins, stored copy dropped | `Stored` |
-//! | `Stored` | an intruder's page: keep the copy, stop the VM | fine |
+//! | `Stored` | a foreign page's page: keep the copy, stop the VM | fine |
 //! | `Filling` | the page wins, stored copy dropped | `Stored` |
 //! | `Discarding` | the page wins | zeros |
 //! | `Poisoned` | — | stays so |
@@ -78,9 +78,9 @@ impl Content {
     }
 }
 
-/// State of a page. Numbers are on disk (in the metadata pool): never change them.
+/// PageState of a page. Numbers are on disk (in the metadata pool): never change them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum State {
+pub enum PageState {
     /// In its place; the guest may use it.
     Present,
     /// Stored, and about to be punched out of its place.
@@ -155,21 +155,21 @@ pub enum Recovered {
     },
     /// Somebody else made the page present while its content is stored: who, is for the caller to
     /// find; the stored copy is kept.
-    Intruder,
+    ForeignPage,
 }
 
 impl PageWord {
     /// The word of a state, nobody waiting.
     #[must_use]
-    pub const fn new(state: State) -> Self {
+    pub const fn new(state: PageState) -> Self {
         let (number, content) = match state {
-            State::Present => (1, 0),
-            State::Evicting(content) => (2, content.0),
-            State::Stored(content) => (3, content.0),
-            State::Filling(content) => (4, content.0),
-            State::Discarding => (5, 0),
-            State::Poisoned => (6, 0),
-            State::Unallocated => (UNALLOCATED, 0),
+            PageState::Present => (1, 0),
+            PageState::Evicting(content) => (2, content.0),
+            PageState::Stored(content) => (3, content.0),
+            PageState::Filling(content) => (4, content.0),
+            PageState::Discarding => (5, 0),
+            PageState::Poisoned => (6, 0),
+            PageState::Unallocated => (UNALLOCATED, 0),
         };
         Self(number | content << CONTENT_SHIFT)
     }
@@ -198,18 +198,18 @@ impl PageWord {
         self.0
     }
 
-    /// State of the page.
+    /// PageState of the page.
     #[must_use]
-    pub const fn state(self) -> State {
+    pub const fn state(self) -> PageState {
         let content = Content(self.0 >> CONTENT_SHIFT);
         match self.0 & STATE_MASK {
-            1 => State::Present,
-            2 => State::Evicting(content),
-            3 => State::Stored(content),
-            4 => State::Filling(content),
-            5 => State::Discarding,
-            UNALLOCATED => State::Unallocated,
-            _ => State::Poisoned,
+            1 => PageState::Present,
+            2 => PageState::Evicting(content),
+            3 => PageState::Stored(content),
+            4 => PageState::Filling(content),
+            5 => PageState::Discarding,
+            UNALLOCATED => PageState::Unallocated,
+            _ => PageState::Poisoned,
         }
     }
 
@@ -223,7 +223,7 @@ impl PageWord {
     #[must_use]
     pub const fn with_waiter(self) -> Option<Self> {
         match self.state() {
-            State::Filling(_) | State::Discarding => Some(Self(self.0 | WAITED)),
+            PageState::Filling(_) | PageState::Discarding => Some(Self(self.0 | WAITED)),
             _ => None,
         }
     }
@@ -232,26 +232,29 @@ impl PageWord {
     #[must_use]
     pub const fn after(self, event: Event) -> Option<Self> {
         let next = match (self.state(), event) {
-            (State::Present, Event::Commit(content)) => State::Evicting(content),
-            (State::Evicting(content), Event::Punched) => State::Stored(content),
-            (State::Stored(content), Event::Claim) => State::Filling(content),
-            (State::Filling(content), Event::InstallFailed) => State::Stored(content),
-            (State::Filling(_), Event::ContentLost) => State::Poisoned,
-            (State::Present, Event::FoundHole) => State::Discarding,
-            (State::Discarding, Event::LeftOut)
-            | (State::Unallocated, Event::Allocate(Presence::Absent)) => {
-                State::Stored(Content::ZERO)
+            (PageState::Present, Event::Commit(content)) => PageState::Evicting(content),
+            (PageState::Evicting(content), Event::Punched) => PageState::Stored(content),
+            (PageState::Stored(content), Event::Claim) => PageState::Filling(content),
+            (PageState::Filling(content), Event::InstallFailed) => PageState::Stored(content),
+            (PageState::Filling(_), Event::ContentLost) => PageState::Poisoned,
+            (PageState::Present, Event::FoundHole) => PageState::Discarding,
+            (PageState::Discarding, Event::LeftOut)
+            | (PageState::Unallocated, Event::Allocate(Presence::Absent)) => {
+                PageState::Stored(Content::ZERO)
             }
             (
-                State::Present | State::Evicting(_) | State::Stored(_) | State::Poisoned,
+                PageState::Present
+                | PageState::Evicting(_)
+                | PageState::Stored(_)
+                | PageState::Poisoned,
                 Event::Deallocate,
-            ) => State::Unallocated,
+            ) => PageState::Unallocated,
             // Zeros that could not be installed leave a hole to be found again. `Stored` would be
             // wrong: another fault may have found the same hole and filled it in the meantime.
-            (State::Unallocated, Event::Allocate(Presence::Present))
-            | (State::Evicting(_), Event::StillPresent)
-            | (State::Filling(_) | State::Discarding, Event::Installed)
-            | (State::Discarding, Event::InstallFailed) => State::Present,
+            (PageState::Unallocated, Event::Allocate(Presence::Present))
+            | (PageState::Evicting(_), Event::StillPresent)
+            | (PageState::Filling(_) | PageState::Discarding, Event::Installed)
+            | (PageState::Discarding, Event::InstallFailed) => PageState::Present,
             _ => return None,
         };
         Some(Self::new(next))
@@ -260,20 +263,24 @@ impl PageWord {
     /// What the word of a dead predecessor means, given whether the page is present.
     pub const fn recover(self, presence: Presence) -> Recovered {
         let (state, dropped) = match (self.state(), presence) {
-            (State::Present | State::Discarding, Presence::Present) => (State::Present, None),
-            (State::Present | State::Discarding, Presence::Absent) => {
-                (State::Stored(Content::ZERO), None)
+            (PageState::Present | PageState::Discarding, Presence::Present) => {
+                (PageState::Present, None)
             }
-            (State::Evicting(content) | State::Filling(content), Presence::Present) => {
-                (State::Present, Some(content))
+            (PageState::Present | PageState::Discarding, Presence::Absent) => {
+                (PageState::Stored(Content::ZERO), None)
+            }
+            (PageState::Evicting(content) | PageState::Filling(content), Presence::Present) => {
+                (PageState::Present, Some(content))
             }
             (
-                State::Evicting(content) | State::Filling(content) | State::Stored(content),
+                PageState::Evicting(content)
+                | PageState::Filling(content)
+                | PageState::Stored(content),
                 Presence::Absent,
-            ) => (State::Stored(content), None),
-            (State::Stored(_), Presence::Present) => return Recovered::Intruder,
-            (State::Poisoned, _) => (State::Poisoned, None),
-            (State::Unallocated, _) => (State::Unallocated, None),
+            ) => (PageState::Stored(content), None),
+            (PageState::Stored(_), Presence::Present) => return Recovered::ForeignPage,
+            (PageState::Poisoned, _) => (PageState::Poisoned, None),
+            (PageState::Unallocated, _) => (PageState::Unallocated, None),
         };
         Recovered::Word {
             word: Self::new(state),
@@ -302,14 +309,14 @@ mod tests {
     use super::*;
 
     const C: Content = Content(77);
-    const STATES: [State; 7] = [
-        State::Present,
-        State::Evicting(C),
-        State::Stored(C),
-        State::Filling(C),
-        State::Discarding,
-        State::Poisoned,
-        State::Unallocated,
+    const STATES: [PageState; 7] = [
+        PageState::Present,
+        PageState::Evicting(C),
+        PageState::Stored(C),
+        PageState::Filling(C),
+        PageState::Discarding,
+        PageState::Poisoned,
+        PageState::Unallocated,
     ];
     const EVENTS: [Event; 12] = [
         Event::Commit(C),
@@ -327,25 +334,27 @@ mod tests {
     ];
 
     /// The picture at the head of this file, as a table: every other pair is impossible.
-    fn drawn(state: State, event: Event) -> Option<State> {
+    fn drawn(state: PageState, event: Event) -> Option<PageState> {
         Some(match (state, event) {
-            (State::Present, Event::Commit(c)) => State::Evicting(c),
-            (State::Present, Event::FoundHole) => State::Discarding,
-            (State::Evicting(c), Event::Punched) => State::Stored(c),
-            (State::Evicting(_), Event::StillPresent) => State::Present,
-            (State::Stored(c), Event::Claim) => State::Filling(c),
-            (State::Filling(_), Event::Installed) => State::Present,
-            (State::Filling(c), Event::InstallFailed) => State::Stored(c),
-            (State::Filling(_), Event::ContentLost) => State::Poisoned,
-            (State::Discarding, Event::Installed) => State::Present,
-            (State::Discarding, Event::InstallFailed) => State::Present,
-            (State::Discarding, Event::LeftOut) => State::Stored(Content::ZERO),
-            (State::Unallocated, Event::Allocate(Presence::Present)) => State::Present,
-            (State::Unallocated, Event::Allocate(Presence::Absent)) => State::Stored(Content::ZERO),
-            (State::Present, Event::Deallocate) => State::Unallocated,
-            (State::Evicting(_), Event::Deallocate) => State::Unallocated,
-            (State::Stored(_), Event::Deallocate) => State::Unallocated,
-            (State::Poisoned, Event::Deallocate) => State::Unallocated,
+            (PageState::Present, Event::Commit(c)) => PageState::Evicting(c),
+            (PageState::Present, Event::FoundHole) => PageState::Discarding,
+            (PageState::Evicting(c), Event::Punched) => PageState::Stored(c),
+            (PageState::Evicting(_), Event::StillPresent) => PageState::Present,
+            (PageState::Stored(c), Event::Claim) => PageState::Filling(c),
+            (PageState::Filling(_), Event::Installed) => PageState::Present,
+            (PageState::Filling(c), Event::InstallFailed) => PageState::Stored(c),
+            (PageState::Filling(_), Event::ContentLost) => PageState::Poisoned,
+            (PageState::Discarding, Event::Installed) => PageState::Present,
+            (PageState::Discarding, Event::InstallFailed) => PageState::Present,
+            (PageState::Discarding, Event::LeftOut) => PageState::Stored(Content::ZERO),
+            (PageState::Unallocated, Event::Allocate(Presence::Present)) => PageState::Present,
+            (PageState::Unallocated, Event::Allocate(Presence::Absent)) => {
+                PageState::Stored(Content::ZERO)
+            }
+            (PageState::Present, Event::Deallocate) => PageState::Unallocated,
+            (PageState::Evicting(_), Event::Deallocate) => PageState::Unallocated,
+            (PageState::Stored(_), Event::Deallocate) => PageState::Unallocated,
+            (PageState::Poisoned, Event::Deallocate) => PageState::Unallocated,
             _ => return None,
         })
     }
@@ -382,7 +391,7 @@ mod tests {
             let word = PageWord::new(state).with_waiter();
             assert_eq!(
                 word.is_some(),
-                matches!(state, State::Filling(_) | State::Discarding)
+                matches!(state, PageState::Filling(_) | PageState::Discarding)
             );
             assert!(word.is_none_or(PageWord::is_waited_for));
         }
@@ -398,16 +407,19 @@ mod tests {
                     Presence::Absent
                 };
                 match PageWord::new(state).recover(presence) {
-                    Recovered::Intruder => assert!(present && matches!(state, State::Stored(_))),
+                    Recovered::ForeignPage => {
+                        assert!(present && matches!(state, PageState::Stored(_)))
+                    }
                     Recovered::Word { word, dropped } => {
                         assert_eq!(
                             dropped.is_some(),
-                            present && matches!(state, State::Evicting(_) | State::Filling(_))
+                            present
+                                && matches!(state, PageState::Evicting(_) | PageState::Filling(_))
                         );
-                        let kept = matches!(word.state(), State::Stored(c) if c == C);
+                        let kept = matches!(word.state(), PageState::Stored(c) if c == C);
                         let had = matches!(
                             state,
-                            State::Evicting(_) | State::Stored(_) | State::Filling(_)
+                            PageState::Evicting(_) | PageState::Stored(_) | PageState::Filling(_)
                         );
                         assert_eq!(kept, had && !present, "{state:?} present={present}");
                     }

@@ -7,9 +7,9 @@
 //! never got any costs nothing. Once a section has room it keeps it: somebody
 //! may be looking at its words without a lock.
 
-use super::word::{PageWord, State};
+use super::word::{PageState, PageWord};
 use crate::sync::AtomicU64;
-use pagetide_addr::{PageNo, PageRange, SECTION_PAGES, SectionNo};
+use pagetide_addr::{PageNo, PageRange, SECTION_PAGES, SectionNo, to_usize};
 use std::sync::OnceLock;
 
 /// Words of an address space, one a page.
@@ -29,7 +29,7 @@ pub trait WordArray: Send + Sync {
     fn cell(&self, page: PageNo) -> &AtomicU64;
 
     /// Gives the words of all sections that `pages` touches memory. Those of a section that had none
-    /// are [`State::Unallocated`] then; others stay as they are. A death on the way leaves each
+    /// are [`PageState::Unallocated`] then; others stay as they are. A death on the way leaves each
     /// section with all its words or without room.
     ///
     /// # Errors
@@ -115,9 +115,9 @@ impl WordArray for VolatileWords {
     }
 
     fn cell(&self, page: PageNo) -> &AtomicU64 {
-        let chunk = self.chunks[PageNo(page.0 / CHUNK_PAGES).index()].get();
+        let chunk = self.chunks[to_usize(page.0 / CHUNK_PAGES)].get();
         match chunk {
-            Some(words) => &words[PageNo(page.0 % CHUNK_PAGES).index()],
+            Some(words) => &words[to_usize(page.0 % CHUNK_PAGES)],
             None => panic!("{page} has no word yet"),
         }
     }
@@ -125,7 +125,7 @@ impl WordArray for VolatileWords {
     fn make_room(&self, pages: PageRange) -> Result<(), NoRoom> {
         let end = pages.end.0.min(self.capacity_pages).div_ceil(CHUNK_PAGES);
         for chunk in pages.start.0 / CHUNK_PAGES..end {
-            self.make_chunk(PageNo(chunk).index(), PageWord::new(State::Unallocated));
+            self.make_chunk(to_usize(chunk), PageWord::new(PageState::Unallocated));
         }
         Ok(())
     }

@@ -8,7 +8,7 @@
 pub(crate) mod state;
 
 pub(crate) use state::{
-    Content, DemandPage, Inner, Kind, Leaving, Origin, RegionCore, State, Wired, Wiring,
+    Content, DemandPage, Inner, Kind, Leaving, Origin, RegionCore, RegionState, Wired, Wiring,
 };
 
 use crate::{
@@ -146,10 +146,10 @@ impl Region {
             return Mapped::Paged;
         }
         match &self.core.lock().state {
-            State::Empty | State::Freed => Mapped::Nothing,
-            State::Mapped(Content::Wired(_)) => Mapped::Wired,
-            State::Mapped(Content::Demand(_)) => Mapped::Demand,
-            State::Leaving | State::Stuck(_) => Mapped::Leaving,
+            RegionState::Empty | RegionState::Freed => Mapped::Nothing,
+            RegionState::Mapped(Content::Wired(_)) => Mapped::Wired,
+            RegionState::Mapped(Content::Demand(_)) => Mapped::Demand,
+            RegionState::Leaving | RegionState::Stuck(_) => Mapped::Leaving,
         }
     }
 
@@ -261,7 +261,7 @@ impl Region {
             self.space.require_attached(device)?;
         }
         let mut inner = self.core.lock();
-        if matches!(inner.state, State::Freed) {
+        if matches!(inner.state, RegionState::Freed) {
             return Err(GmError::Destroyed);
         }
         inner.placement = placement;
@@ -295,7 +295,7 @@ impl Region {
     }
 
     fn refuse_if_freed(&self) -> Result<(), GmError> {
-        if matches!(self.core.lock().state, State::Freed) {
+        if matches!(self.core.lock().state, RegionState::Freed) {
             return Err(GmError::Destroyed);
         }
         if self.core.kind == Kind::Paged {

@@ -32,7 +32,7 @@ use crate::{
     space::attachments::{Table, TableMask},
     sync::{Arc, Mutex, MutexGuard, lock},
 };
-use pagetide_addr::{Access, PAGE_SHIFT, Pa, PageNo, PageRange, Va};
+use pagetide_addr::{Access, Pa, PageNo, PageRange, Va};
 use std::{
     collections::BTreeMap,
     sync::atomic::{AtomicU64, Ordering},
@@ -116,7 +116,7 @@ impl Content {
 }
 
 /// See the picture.
-pub(crate) enum State {
+pub(crate) enum RegionState {
     Empty,
     Mapped(Content),
     Leaving,
@@ -127,7 +127,7 @@ pub(crate) enum State {
 
 /// What a region's lock guards.
 pub(crate) struct Inner {
-    pub(crate) state: State,
+    pub(crate) state: RegionState,
     pub(crate) protection: Protection,
     pub(crate) placement: Placement,
     /// Whose memory pages are placed in; the faulting device's if nobody is named.
@@ -169,7 +169,7 @@ impl RegionCore {
             origin,
             kind,
             inner: Mutex::new(Inner {
-                state: State::Empty,
+                state: RegionState::Empty,
                 protection: Protection::default(),
                 placement: Placement::default(),
                 home: None,
@@ -183,7 +183,7 @@ impl RegionCore {
     }
 
     pub(crate) fn start(&self) -> Va {
-        Va(self.pages.start.0 << PAGE_SHIFT)
+        self.pages.start.va()
     }
 
     // Release in `operation_done` pairs with Acquire here: who sees none queued sees what they did.
@@ -207,16 +207,16 @@ impl RegionCore {
         if mapping.is_some_and(|serial| !inner.state.is_mapped_as(serial)) {
             return not_mapped;
         }
-        match std::mem::replace(&mut inner.state, State::Leaving) {
-            State::Mapped(content) | State::Stuck(content) => Ok(Leaving {
+        match std::mem::replace(&mut inner.state, RegionState::Leaving) {
+            RegionState::Mapped(content) | RegionState::Stuck(content) => Ok(Leaving {
                 region: self,
                 content: Some(content),
             }),
-            State::Freed => {
-                inner.state = State::Freed;
+            RegionState::Freed => {
+                inner.state = RegionState::Freed;
                 Err(GmError::Destroyed)
             }
-            before @ (State::Empty | State::Leaving) => {
+            before @ (RegionState::Empty | RegionState::Leaving) => {
                 inner.state = before;
                 not_mapped
             }
@@ -225,7 +225,7 @@ impl RegionCore {
 
     /// True while a mapping of it is being taken away.
     pub(crate) fn is_leaving(&self) -> bool {
-        matches!(self.lock().state, State::Leaving)
+        matches!(self.lock().state, RegionState::Leaving)
     }
 
     /// True if it is mapped, or stuck, by the mapping of that number.
@@ -236,11 +236,11 @@ impl RegionCore {
     /// As [`Self::is_mapped_as`], and also while some mapping is being taken away, which may fail.
     pub(crate) fn may_be_mapped_as(&self, serial: u64) -> bool {
         let inner = self.lock();
-        matches!(inner.state, State::Leaving) || inner.state.is_mapped_as(serial)
+        matches!(inner.state, RegionState::Leaving) || inner.state.is_mapped_as(serial)
     }
 }
 
-impl State {
+impl RegionState {
     /// Every table has it.
     pub(crate) fn set_mapped(&mut self) {
         *self = match std::mem::replace(self, Self::Empty) {
@@ -281,7 +281,7 @@ impl Leaving<'_> {
             Some((_, error)) => Err(error.clone()),
             None => {
                 let gone = self.content.take();
-                self.region.lock().state = State::Empty;
+                self.region.lock().state = RegionState::Empty;
                 drop(gone);
                 Ok(())
             }
@@ -292,7 +292,7 @@ impl Leaving<'_> {
 impl Drop for Leaving<'_> {
     fn drop(&mut self) {
         if let Some(content) = self.content.take() {
-            self.region.lock().state = State::Stuck(content);
+            self.region.lock().state = RegionState::Stuck(content);
         }
     }
 }

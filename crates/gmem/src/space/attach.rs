@@ -17,13 +17,13 @@ use super::{
     mapping::allowed,
 };
 use crate::{
-    device::{Device, Place, Standing},
+    device::{Device, DeviceState, Place},
     error::GmError,
     mmu::{Inherited, Restrict},
-    region::{Content, Region, State, Wiring},
+    region::{Content, Region, RegionState, Wiring},
     sync::{Arc, lock},
 };
-use pagetide_addr::{PAGE_BYTES, PageNo, PageRange};
+use pagetide_addr::{PAGE_BYTES, PageRange};
 use std::sync::Weak;
 
 impl AddressSpace {
@@ -66,7 +66,7 @@ impl AddressSpace {
         Ok(())
     }
 
-    fn may_attach(&self, device: &Device, standing: &Standing) -> Result<(), GmError> {
+    fn may_attach(&self, device: &Device, standing: &DeviceState) -> Result<(), GmError> {
         if self.memory.is_some() && !device.recovers() {
             return Err(GmError::Unsupported {
                 what: "a device that cannot wait for a page, where pages may be elsewhere",
@@ -92,7 +92,7 @@ impl AddressSpace {
         self: &Arc<Self>,
         device: &Arc<Device>,
         mode: Mode,
-        standing: &mut Standing,
+        standing: &mut DeviceState,
     ) -> Result<(), GmError> {
         let mut list = self.devices.own();
         // Once more: now the space cannot be destroyed meanwhile.
@@ -140,7 +140,7 @@ impl AddressSpace {
         for core in self.frame_cores() {
             let mut inner = core.lock();
             let protection = inner.protection;
-            let State::Mapped(Content::Wired(wired)) = &mut inner.state else {
+            let RegionState::Mapped(Content::Wired(wired)) = &mut inner.state else {
                 continue;
             };
             if !device.limits().page_sizes.contains(wired.page_bytes) {
@@ -166,7 +166,9 @@ impl AddressSpace {
     /// Destroys a table that nobody uses.
     fn discard(&self, table: &Table) {
         for core in self.frame_cores() {
-            if let State::Mapped(content) | State::Stuck(content) = &mut core.lock().state {
+            if let RegionState::Mapped(content) | RegionState::Stuck(content) =
+                &mut core.lock().state
+            {
                 content.forget(table);
             }
         }
@@ -224,7 +226,7 @@ impl AddressSpace {
         };
         let inner = core.lock();
         core.pages == pages
-            && matches!(&inner.state, State::Mapped(Content::Wired(wired))
+            && matches!(&inner.state, RegionState::Mapped(Content::Wired(wired))
                 if wired.access == mapping.access
                     && wired.runs.first().is_some_and(|(run, first)| *run == pages && *first == mapping.frames))
     }
@@ -257,7 +259,7 @@ impl AddressSpace {
     fn activate_or_return(
         self: &Arc<Self>,
         device: &Device,
-        standing: &mut Standing,
+        standing: &mut DeviceState,
         elsewhere: Option<&Arc<Self>>,
     ) -> Result<(), GmError> {
         match self.activate_here(device) {
@@ -301,7 +303,7 @@ impl AddressSpace {
         self.leave(device, &mut standing)
     }
 
-    fn leave(&self, device: &Device, standing: &mut Standing) -> Result<(), GmError> {
+    fn leave(&self, device: &Device, standing: &mut DeviceState) -> Result<(), GmError> {
         let mut list = self.devices.own();
         deactivate(&mut list, device)?;
         if let Some((gone, LastUse::Yes)) = list.remove(device.id()) {
@@ -321,10 +323,7 @@ fn inherited_pages(mapping: &Inherited) -> Result<PageRange, GmError> {
         && bytes.is_multiple_of(PAGE_BYTES)
         && mapping.frames.checked_add(bytes).is_some();
     match end {
-        Some(end) if whole && bytes > 0 => Ok(PageRange::new(
-            PageNo::containing(mapping.start.0),
-            PageNo::containing(end.0),
-        )),
+        Some(end) if whole && bytes > 0 => Ok(PageRange::new(mapping.start.page(), end.page())),
         _ => Err(GmError::InvalidArgument {
             argument: "inherited mapping",
             why: "it must be made of whole pages and frames",
@@ -348,7 +347,7 @@ fn deactivate(list: &mut List, device: &Device) -> Result<(), GmError> {
 /// Takes the device out of use wherever it is active; returns where that was.
 fn deactivate_elsewhere(
     device: &Device,
-    standing: &mut Standing,
+    standing: &mut DeviceState,
 ) -> Result<Option<Arc<AddressSpace>>, GmError> {
     let active = standing.active.as_ref().and_then(Weak::upgrade);
     if let Some(space) = &active {
@@ -359,7 +358,7 @@ fn deactivate_elsewhere(
 }
 
 /// After a failure: the device is active where it was, if it can be.
-fn return_to(device: &Device, standing: &mut Standing, before: Option<&Arc<AddressSpace>>) {
+fn return_to(device: &Device, standing: &mut DeviceState, before: Option<&Arc<AddressSpace>>) {
     if let Some(space) = before
         && space.activate_here(device).is_ok()
     {

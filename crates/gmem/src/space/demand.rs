@@ -24,18 +24,14 @@ use crate::{
     frames::Frame,
     mmu::{Backing, Restrict},
     paging::{Fault, FaultOutcome},
-    region::{Content, DemandPage, Inner, Kind, Placement, RegionCore, State},
+    region::{Content, DemandPage, Inner, Kind, Placement, RegionCore, RegionState},
     sync::Arc,
 };
-use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, Va};
+use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange, Va};
 use std::collections::{BTreeMap, btree_map::Entry};
 
 /// Pages that a fault brings along in a region with [`Placement::Prefetch`].
 pub(crate) const PREFETCH_PAGES: u64 = 15;
-
-fn va_of(page: PageNo) -> Va {
-    Va(page.0 << PAGE_SHIFT)
-}
 
 impl AddressSpace {
     /// See [`Device::fault`].
@@ -45,7 +41,7 @@ impl AddressSpace {
         addr: Va,
         access: Access,
     ) -> Result<(), GmError> {
-        let page = PageNo(addr.0 >> PAGE_SHIFT);
+        let page = addr.page();
         let Some(core) = self.region_over(page.single()) else {
             return Err(GmError::NotAllocated { va: addr });
         };
@@ -70,7 +66,7 @@ impl AddressSpace {
         access: Access,
     ) -> Result<(), GmError> {
         let list = self.devices.share();
-        may_fault(list.find_same(device), device.id(), va_of(page))?;
+        may_fault(list.find_same(device), device.id(), page.va())?;
         drop(list);
         let (reply, outcome) = std::sync::mpsc::channel();
         let fault = Fault {
@@ -86,9 +82,9 @@ impl AddressSpace {
         self.fault(&fault, Some(told));
         match outcome.recv() {
             Ok(FaultOutcome::Present) => Ok(()),
-            Ok(FaultOutcome::OutOfRange) => Err(GmError::NotAllocated { va: va_of(page) }),
+            Ok(FaultOutcome::OutOfRange) => Err(GmError::NotAllocated { va: page.va() }),
             Ok(FaultOutcome::Lost | FaultOutcome::Gone) | Err(_) => {
-                Err(GmError::Lost { va: va_of(page) })
+                Err(GmError::Lost { va: page.va() })
             }
         }
     }
@@ -99,7 +95,9 @@ impl AddressSpace {
         match served {
             Ok(None) => FaultOutcome::Present,
             Ok(Some(device)) => {
-                self.queue_prefetch(core, &device, PageNo(fault.pages.end.0 - 1));
+                if let Some(last) = fault.pages.last() {
+                    self.queue_prefetch(core, &device, last);
+                }
                 FaultOutcome::Present
             }
             Err(
@@ -121,7 +119,7 @@ impl AddressSpace {
         let list = self.devices.share();
         let mut prefetching = None;
         for page in fault.pages.iter() {
-            let attached = may_fault(list.find(fault.device), fault.device, va_of(page))?;
+            let attached = may_fault(list.find(fault.device), fault.device, page.va())?;
             let placement = serve(&list, attached, core, page, fault.access)?;
             if placement == Placement::Prefetch {
                 prefetching = Some(Arc::clone(&attached.device));
@@ -131,8 +129,8 @@ impl AddressSpace {
     }
 
     fn queue_prefetch(&self, core: &Arc<RegionCore>, device: &Arc<Device>, page: PageNo) {
-        let first = PageNo(page.0 + 1);
-        let end = core.pages.end.min(PageNo(first.0 + PREFETCH_PAGES));
+        let first = page.next();
+        let end = core.pages.end.min(first.plus(PREFETCH_PAGES));
         if first < end {
             let operation = Operation::Prefetch {
                 region: PendingRegion::new(core),
@@ -153,7 +151,7 @@ impl AddressSpace {
     ) {
         let list = self.devices.share();
         for page in pages.iter() {
-            let served = may_fault(list.find_same(device), device.id(), va_of(page))
+            let served = may_fault(list.find_same(device), device.id(), page.va())
                 .and_then(|attached| serve(&list, attached, core, page, Access::Read));
             if served.is_err() {
                 return;
@@ -186,13 +184,13 @@ fn serve(
     page: PageNo,
     access: Access,
 ) -> Result<Placement, GmError> {
-    let va = va_of(page);
+    let va = page.va();
     let mut inner = core.lock();
     if !inner.protection.allows(access) {
         return Err(GmError::Denied { va, access });
     }
-    if matches!(inner.state, State::Empty) {
-        inner.state = State::Mapped(Content::Demand(BTreeMap::new()));
+    if matches!(inner.state, RegionState::Empty) {
+        inner.state = RegionState::Mapped(Content::Demand(BTreeMap::new()));
     }
     let Inner {
         state,
@@ -202,7 +200,7 @@ fn serve(
     } = &mut *inner;
     let strongest = protection.strongest().unwrap_or(access);
     match state {
-        State::Mapped(Content::Wired(wired)) => {
+        RegionState::Mapped(Content::Wired(wired)) => {
             let granted = allowed(*protection, wired.access);
             if access == Access::Write && granted != Some(Access::Write) {
                 return Err(GmError::Denied { va, access });
@@ -214,7 +212,7 @@ fn serve(
                 attached.table.grant(*run, granted, wired.backing(*first))?;
             }
         }
-        State::Mapped(Content::Demand(pages)) => {
+        RegionState::Mapped(Content::Demand(pages)) => {
             let memory = Memory {
                 list,
                 attached,
@@ -223,12 +221,14 @@ fn serve(
             };
             let served = memory.serve_page(pages, page, strongest);
             if pages.is_empty() {
-                *state = State::Empty;
+                *state = RegionState::Empty;
             }
             served?;
         }
-        State::Freed | State::Empty => return Err(GmError::NotAllocated { va }),
-        State::Leaving | State::Stuck(_) => return Err(GmError::NotMapped { va: core.start() }),
+        RegionState::Freed | RegionState::Empty => return Err(GmError::NotAllocated { va }),
+        RegionState::Leaving | RegionState::Stuck(_) => {
+            return Err(GmError::NotMapped { va: core.start() });
+        }
     }
     Ok(*placement)
 }
@@ -259,7 +259,7 @@ impl Memory<'_> {
             Entry::Vacant(vacant) => {
                 let frame = self
                     .new_frame()
-                    .ok_or(GmError::NoMemory { va: va_of(page) })?;
+                    .ok_or(GmError::NoMemory { va: page.va() })?;
                 frame.prepare()?;
                 vacant.insert(DemandPage {
                     frame,

@@ -12,10 +12,10 @@ use super::{
 use crate::{
     error::GmError,
     mmu::Restrict,
-    region::{Content, Inner, Kind, Protection, RegionCore, State, Wired, Wiring},
+    region::{Content, Inner, Kind, Protection, RegionCore, RegionState, Wired, Wiring},
     sync::Arc,
 };
-use pagetide_addr::{Access, PAGE_BYTES, Pa, PageNo, PageRange};
+use pagetide_addr::{Access, PAGE_BYTES, Pa, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
 
 fn wrong(argument: &'static str, why: &'static str) -> GmError {
@@ -59,7 +59,7 @@ impl AddressSpace {
         let mut inner = core.lock();
         check_mappable(&inner, core, wiring.access)?;
         // Stuck, should a driver panic on the way.
-        inner.state = State::Stuck(Content::Wired(wired));
+        inner.state = RegionState::Stuck(Content::Wired(wired));
         let granted = grant_everywhere(&list, &mut inner.state);
         if let Err(error) = granted {
             take_back(&list, &mut inner.state);
@@ -87,7 +87,7 @@ impl AddressSpace {
         }
         let list = self.devices.share();
         let mut inner = core.lock();
-        while matches!(inner.state, State::Leaving) {
+        while matches!(inner.state, RegionState::Leaving) {
             // Somebody unmaps it, which does not take long.
             drop(inner);
             crate::sync::yield_now();
@@ -96,9 +96,9 @@ impl AddressSpace {
         // First, so that a device that fails cannot fault its way back in.
         inner.protection = protection;
         let (ranges, tables) = match &inner.state {
-            State::Empty | State::Leaving => return Ok(()),
-            State::Freed => return Err(GmError::Destroyed),
-            State::Mapped(content) | State::Stuck(content) => {
+            RegionState::Empty | RegionState::Leaving => return Ok(()),
+            RegionState::Freed => return Err(GmError::Destroyed),
+            RegionState::Mapped(content) | RegionState::Stuck(content) => {
                 let mut ranges = Vec::new();
                 content.add_ranges(&mut ranges);
                 (coalesce(ranges), content.tables())
@@ -126,7 +126,7 @@ impl AddressSpace {
 /// Gives wired pages the access that the region's protection and the mapping both allow; pages that
 /// faults brought are given again by faults.
 fn regrant_wired(list: &List, inner: &Inner) -> Result<(), GmError> {
-    let State::Mapped(Content::Wired(wired)) = &inner.state else {
+    let RegionState::Mapped(Content::Wired(wired)) = &inner.state else {
         return Ok(());
     };
     let Some(access) = allowed(inner.protection, wired.access) else {
@@ -152,9 +152,9 @@ pub(super) fn allowed(protection: Protection, access: Access) -> Option<Access> 
 fn check_mappable(inner: &Inner, core: &RegionCore, access: Access) -> Result<(), GmError> {
     let va = core.start();
     match &inner.state {
-        State::Empty => {}
-        State::Freed => return Err(GmError::Destroyed),
-        State::Mapped(_) | State::Leaving | State::Stuck(_) => {
+        RegionState::Empty => {}
+        RegionState::Freed => return Err(GmError::Destroyed),
+        RegionState::Mapped(_) | RegionState::Leaving | RegionState::Stuck(_) => {
             return Err(GmError::AlreadyMapped { va });
         }
     }
@@ -178,8 +178,8 @@ pub(super) fn require_page_size(list: &List, page_bytes: u64) -> Result<(), GmEr
     }
 }
 
-fn grant_everywhere(list: &List, state: &mut State) -> Result<(), GmError> {
-    if let State::Stuck(Content::Wired(wired)) = state {
+fn grant_everywhere(list: &List, state: &mut RegionState) -> Result<(), GmError> {
+    if let RegionState::Stuck(Content::Wired(wired)) = state {
         for table in list.tables() {
             wired.tables.insert(table);
             wired.grant(table)?;
@@ -189,15 +189,15 @@ fn grant_everywhere(list: &List, state: &mut State) -> Result<(), GmError> {
 }
 
 /// Undoes what was granted before a table failed. If that fails too, the region stays stuck.
-fn take_back(list: &List, state: &mut State) {
-    let State::Stuck(content) = state else {
+fn take_back(list: &List, state: &mut RegionState) {
+    let RegionState::Stuck(content) = state else {
         return;
     };
     let mut ranges = Vec::new();
     content.add_ranges(&mut ranges);
     let taken = list.take_away(&coalesce(ranges), content.tables(), Restrict::NoAccess);
     if taken.is_ok() {
-        *state = State::Empty;
+        *state = RegionState::Empty;
     }
 }
 
@@ -228,8 +228,8 @@ fn runs_of(
     }
     let mut runs: Vec<(PageRange, Pa)> = Vec::new();
     for (number, frame) in (0_u64..).zip(frames) {
-        let start = PageNo(pages.start.0 + number * pages_each);
-        let one = PageRange::new(start, PageNo(start.0 + pages_each));
+        let start = pages.start.plus(number * pages_each);
+        let one = start.run(pages_each);
         if !frame.0.is_multiple_of(page_bytes) || frame.checked_add(page_bytes).is_none() {
             return Err(wrong("frames", "each must be aligned to the page size"));
         }
@@ -246,6 +246,7 @@ fn runs_of(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_addr::PageNo;
 
     #[test]
     fn frames_that_follow_one_another_are_one_run() {

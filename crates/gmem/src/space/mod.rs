@@ -45,7 +45,7 @@ use crate::{
 };
 use attachments::Attachments;
 use operations::Operations;
-use pagetide_addr::{PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, Va};
+use pagetide_addr::{PAGE_BYTES, PageRange, Va};
 use region_map::RegionMap;
 use std::sync::atomic::AtomicU64;
 
@@ -184,7 +184,7 @@ impl AddressSpace {
             .add(begin.0, end.0 - 1)
             .map_err(|_| wrong("it cannot be allocated from"))?;
         Ok(Arc::new(Self {
-            pages: PageRange::new(PageNo(begin.0 >> PAGE_SHIFT), PageNo(end.0 >> PAGE_SHIFT)),
+            pages: PageRange::new(begin.page(), end.page()),
             policy,
             arena,
             regions: RegionMap::new(),

@@ -54,11 +54,9 @@ impl RegionMap {
 
     /// Where regions of just these pages are kept.
     fn home_of(&self, pages: PageRange) -> &Shard {
-        let last = PageNo(pages.end.0.saturating_sub(1));
-        if pages.start.section() == last.section() {
-            self.shard_of(pages.start)
-        } else {
-            &self.long
+        match pages.last() {
+            Some(last) if last.section() == pages.start.section() => self.shard_of(pages.start),
+            _ => &self.long,
         }
     }
 

@@ -7,7 +7,7 @@ use crate::{
     device::Device,
     error::GmError,
     paging::GrowthError,
-    region::{Kind, Origin, Region, RegionCore, State},
+    region::{Kind, Origin, Region, RegionCore, RegionState},
     sync::Arc,
 };
 use pagetide_addr::{PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, SECTION_BYTES, Va};
@@ -218,7 +218,7 @@ impl AddressSpace {
     /// [`GmError::NotAllocated`].
     #[doc(alias = "gm_as_lookup")]
     pub fn lookup(self: &Arc<Self>, addr: Va) -> Result<Region, GmError> {
-        let page = PageNo(addr.0 >> PAGE_SHIFT);
+        let page = addr.page();
         let core = self.region_over(page.single());
         core.map_or(Err(GmError::NotAllocated { va: addr }), |core| {
             Ok(Region {
@@ -264,11 +264,11 @@ impl AddressSpace {
         match &self.memory {
             Some(memory) if core.kind == Kind::Paged => {
                 let mut inner = core.lock();
-                if matches!(inner.state, State::Freed) {
+                if matches!(inner.state, RegionState::Freed) {
                     return Err(GmError::Destroyed);
                 }
                 memory.deallocate(core.pages)?;
-                inner.state = State::Freed;
+                inner.state = RegionState::Freed;
             }
             _ => self.free_frames(core)?,
         }
@@ -282,13 +282,13 @@ impl AddressSpace {
         loop {
             let mut inner = core.lock();
             match &inner.state {
-                State::Freed => return Err(GmError::Destroyed),
-                State::Empty => {
-                    inner.state = State::Freed;
+                RegionState::Freed => return Err(GmError::Destroyed),
+                RegionState::Empty => {
+                    inner.state = RegionState::Freed;
                     return Ok(());
                 }
-                State::Mapped(_) | State::Stuck(_) => drop(inner),
-                State::Leaving => {
+                RegionState::Mapped(_) | RegionState::Stuck(_) => drop(inner),
+                RegionState::Leaving => {
                     drop(inner);
                     crate::sync::yield_now();
                     continue;
@@ -325,6 +325,6 @@ impl AddressSpace {
 }
 
 fn pages_from(start: u64, bytes: u64) -> PageRange {
-    let first = PageNo(start >> PAGE_SHIFT);
-    PageRange::new(first, PageNo(first.0 + (bytes >> PAGE_SHIFT)))
+    let first = PageNo::containing(start);
+    first.run(bytes >> PAGE_SHIFT)
 }

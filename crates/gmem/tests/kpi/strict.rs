@@ -36,9 +36,9 @@ type Outcome = (u64, Result<(), String>);
 
 /// What callbacks tell, in the order they are called in.
 #[derive(Clone, Default)]
-struct Told(Arc<Mutex<Vec<Outcome>>>);
+struct Outcomes(Arc<Mutex<Vec<Outcome>>>);
 
-impl Told {
+impl Outcomes {
     /// A callback that tells its number.
     fn by(&self, number: u64) -> Option<Callback> {
         let told = self.clone();
@@ -175,7 +175,7 @@ fn queued_unmaps_cost_one_invalidation_of_each_active_device() {
     for (number, region) in (0_u64..).zip(&regions) {
         wire(region, number);
     }
-    let told = Told::default();
+    let told = Outcomes::default();
     for (number, region) in (0_u64..).zip(&regions) {
         region.unmap_later(told.by(number)).unwrap();
     }
@@ -222,7 +222,7 @@ fn waiting_for_one_queued_unmap_costs_no_more_than_unmapping() {
 fn operations_take_effect_in_the_order_they_were_queued_in() {
     let (machine, space, actors) = setting();
     let region = region_of(&space, 1);
-    let told = Told::default();
+    let told = Outcomes::default();
     let write = || MapOptions::new(Access::Write);
     region
         .map_later(own_frames(1, 1), write(), told.by(0))
@@ -263,7 +263,7 @@ fn unmap_twice_in_one_batch_fails_the_second() {
     let (machine, space, actors) = setting();
     let region = region_of(&space, 1);
     wire(&region, 0);
-    let told = Told::default();
+    let told = Outcomes::default();
     region.unmap_later(told.by(0)).unwrap();
     region.unmap_later(told.by(1)).unwrap();
     refused!(space.synchronize(), GmError::NotMapped { .. });
@@ -285,7 +285,7 @@ fn device_that_fails_a_batch_keeps_its_regions_and_both_are_told() {
     wire(&regions[0], 0);
     wire(&regions[1], 2);
     actors[1].fill(regions[0].pages(), 1);
-    let told = Told::default();
+    let told = Outcomes::default();
     machine.world().failing = Some(Failing::nth(Op::Invalidate, 2));
     regions[0].unmap_later(told.by(0)).unwrap();
     regions[1].unmap_later(told.by(1)).unwrap();
@@ -312,7 +312,7 @@ fn region_that_the_failing_device_never_had_goes_all_the_same() {
     let regions = [region_of(&space, 2), region_of(&space, 2)];
     actors[0].fill(regions[0].pages(), 1);
     actors[1].fill(regions[1].pages(), 1);
-    let told = Told::default();
+    let told = Outcomes::default();
     machine.world().failing = Some(Failing::nth(Op::Invalidate, 2));
     regions[0].unmap_later(told.by(0)).unwrap();
     regions[1].unmap_later(told.by(1)).unwrap();
@@ -339,7 +339,7 @@ fn callback_may_synchronize_and_then_sees_what_was_queued() {
     for (number, region) in (0..).zip(&regions) {
         wire(region, number);
     }
-    let told = Told::default();
+    let told = Outcomes::default();
     let (inner_space, inner_told) = (Arc::clone(&space), told.clone());
     let inner = regions[2].clone();
     regions[0]
@@ -390,7 +390,7 @@ fn callback_may_use_the_whole_interface() {
     let (machine, space, actors) = setting();
     let region = region_of(&space, 2);
     wire(&region, 0);
-    let told = Told::default();
+    let told = Outcomes::default();
     let (inner, inner_space, inner_told) = (region.clone(), Arc::clone(&space), told.clone());
     let gpu = actors[1].clone();
     region
@@ -420,7 +420,7 @@ fn callback_may_use_the_whole_interface() {
 fn callback_that_panics_leaves_the_queue_usable_and_the_others_called() {
     let (machine, space, actors) = setting();
     let regions = [0, 1, 2].map(|_| region_of(&space, 1));
-    let told = Told::default();
+    let told = Outcomes::default();
     for (number, region) in (0..).zip(&regions) {
         wire(region, number);
         let callback = if number == 1 {
@@ -447,7 +447,7 @@ fn space_that_is_destroyed_carries_out_what_is_queued() {
     let (machine, space, actors) = setting();
     let region = region_of(&space, 1);
     wire(&region, 0);
-    let told = Told::default();
+    let told = Outcomes::default();
     region.unmap_later(told.by(0)).unwrap();
     refused!(space.destroy(), GmError::InUse { .. });
     assert_eq!(told.numbers(), [0]);

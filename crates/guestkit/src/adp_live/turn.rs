@@ -44,7 +44,7 @@ pub struct Turn {
     /// Pages a minute that were evicted though protected.
     pub evicted_protected_pages_per_minute: f64,
     /// Pages a minute that the policy had brought back.
-    pub brought_back_pages_per_minute: f64,
+    pub prefetched_pages_per_minute: f64,
     /// Pages evicted a minute.
     pub evicted_pages_per_minute: f64,
     /// Faults of vCPUs a minute.
@@ -109,7 +109,7 @@ impl Meter<'_> {
             protected_sections: protected / looks,
             dropped_sections_per_minute: a_minute("dropped_sections")?,
             evicted_protected_pages_per_minute: a_minute("evicted_protected_pages")?,
-            brought_back_pages_per_minute: a_minute("brought_back_pages")?,
+            prefetched_pages_per_minute: a_minute("prefetched_pages")?,
             evicted_pages_per_minute: a_minute("evicted_pages")?,
             vcpu_faults_per_minute: a_minute("vcpu_faults")?,
         })

@@ -19,7 +19,7 @@ use crate::fio::FIO;
 use crate::guest::{Guest, tail};
 use crate::image::{Addition, Extras, Image, prepare_with};
 use crate::product::{Product, ProductError};
-use crate::programs::Program;
+use crate::programs::{Program, REDIS_SERVER, STRESS_NG};
 use crate::qemu::{Disk, GuestSpec, QEMU};
 use crate::stage::RunFolder;
 
@@ -41,20 +41,7 @@ const LINUX_SWAP: u8 = 0x82;
 pub const TENANTS: usize = 3;
 const TENANT_BYTES: u64 = 16 << 20;
 
-const PROGRAMS: [Program; 3] = [
-    FIO,
-    Program {
-        package: "stress-ng",
-        path: "/usr/bin/stress-ng",
-        name: "bin/stress-ng",
-    },
-    Program {
-        // The server and the checker of its files are one program, which looks at its name.
-        package: "redis-tools",
-        path: "/usr/bin/redis-check-rdb",
-        name: "bin/redis-server",
-    },
-];
+const PROGRAMS: [Program; 3] = [FIO, STRESS_NG, REDIS_SERVER];
 
 /// Programs of the host, and the packages they come with.
 const HOST_PROGRAMS: [(&str, &str); 4] = [

@@ -18,7 +18,7 @@ use std::time::Duration;
 pub use crate::cells::Slot;
 
 #[derive(Debug)]
-struct Standing<S> {
+struct RecencyEntry<S> {
     touched_ns: Halves,
     state: S,
 }
@@ -26,7 +26,7 @@ struct Standing<S> {
 /// See the module.
 #[derive(Debug)]
 pub struct Recency<S> {
-    links: Links<Standing<S>>,
+    links: Links<RecencyEntry<S>>,
     /// Oldest first.
     order: List,
 }
@@ -140,7 +140,7 @@ impl<S> Recency<S> {
     /// `section`, which is not in the order, was touched at `at`: it is the newest now.
     pub fn insert(&mut self, section: SectionNo, at: Duration, state: S) -> Slot {
         let touched_ns = nanos(at).into();
-        let standing = Standing { touched_ns, state };
+        let standing = RecencyEntry { touched_ns, state };
         self.links.insert_last(&mut self.order, section, standing)
     }
 
@@ -183,6 +183,6 @@ mod tests {
 
     #[test]
     fn section_with_a_state_of_4_bytes_takes_28_bytes_beside_the_table() {
-        assert_eq!(size_of::<Standing<u32>>() + 16, 28);
+        assert_eq!(size_of::<RecencyEntry<u32>>() + 16, 28);
     }
 }

@@ -21,7 +21,7 @@ pub(super) struct GuestTouch {
 }
 
 /// A touch of a section by the CPU is told this often: at least once between two scans of the daemon, so
-/// that each sees in use what is. (Told every 20 s, as it once was, such a section was on the cold side
+/// that each sees in use what is. (CallbackObserver every 20 s, as it once was, such a section was on the cold side
 /// for a quarter of the time, and went for what devices had filled.)
 pub(super) const CPU_TOLD_S: u64 = 4;
 

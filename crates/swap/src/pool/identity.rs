@@ -10,7 +10,7 @@
 //! has it in the first half, or in both if it is long.
 
 use super::{Cell, HEADER_BYTES, Pool, PoolError};
-use pagetide_addr::PageNo;
+use pagetide_addr::to_usize;
 use std::sync::{PoisonError, atomic::Ordering};
 
 const IDENTITY_AT: u64 = 4096;
@@ -30,7 +30,7 @@ impl Pool {
     /// [`PoolError::Damaged`].
     pub fn identity(&self) -> Result<Vec<u8>, PoolError> {
         let now = self.true_identity()?;
-        let mut identity = vec![0; PageNo(now.len_bytes).index()];
+        let mut identity = vec![0; to_usize(now.len_bytes)];
         let at = IDENTITY_AT + now.second_half * HALF_BYTES;
         let read = self.mapping.copy_from(at, &mut identity);
         read.map_err(|source| PoolError::Map {
@@ -58,9 +58,9 @@ impl Pool {
         let now = self.true_identity()?;
         let len_bytes = identity.len() as u64;
         if len_bytes > HALF_BYTES || now.len_bytes > HALF_BYTES {
-            return Err(PoolError::IdentityTooLong(
-                PageNo(len_bytes.max(now.len_bytes)).index(),
-            ));
+            return Err(PoolError::IdentityTooLong(to_usize(
+                len_bytes.max(now.len_bytes),
+            )));
         }
         let second_half = 1 - now.second_half;
         let at = IDENTITY_AT + second_half * HALF_BYTES;
@@ -101,7 +101,7 @@ mod tests {
     fn identity_is_the_old_one_until_the_new_one_is_whole() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = dir.path().join("vm.pool");
-        let long = vec![b'x'; PageNo(HALF_BYTES).index()];
+        let long = vec![b'x'; to_usize(HALF_BYTES)];
         drop(Pool::create(&path, 10, 3, b"first").unwrap());
         for (old, new) in [
             (&b"first"[..], &b"the second"[..]),
@@ -127,7 +127,7 @@ mod tests {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = dir.path().join("vm.pool");
         let pool = Pool::create(&path, 10, 3, b"first").unwrap();
-        let too_long = vec![b'x'; PageNo(HALF_BYTES + 1).index()];
+        let too_long = vec![b'x'; to_usize(HALF_BYTES + 1)];
         assert!(matches!(
             pool.set_identity(&too_long),
             Err(PoolError::IdentityTooLong(_))

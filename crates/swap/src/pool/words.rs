@@ -10,7 +10,7 @@
 use super::Pool;
 use crate::room::Room;
 use pagetide_addr::{PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
-use pagetide_gmem::{NoRoom, PageWord, State, WordArray};
+use pagetide_gmem::{NoRoom, PageState, PageWord, WordArray};
 use pagetide_sys::memory_file::FileError;
 use std::sync::{
     Arc, PoisonError,
@@ -83,7 +83,7 @@ impl WordArray for PoolWords {
 
     /// Sections whose words are all unallocated give their memory back here.
     fn sections_with_room(&self) -> Result<Vec<SectionNo>, NoRoom> {
-        let pages = PageRange::new(PageNo(0), PageNo(self.pool.capacity_pages));
+        let pages = PageNo(0).run(self.pool.capacity_pages);
         self.pool
             .sections_in_use()
             .map_err(|error| no_room(pages, error))
@@ -120,7 +120,7 @@ impl Pool {
 
     /// The last section of a pool that is made with words may not be whole.
     pub(super) fn mark_words_past_the_last_page(&self) {
-        let unallocated = PageWord::new(State::Unallocated).bits();
+        let unallocated = PageWord::new(PageState::Unallocated).bits();
         for page in self.page_count..self.page_count.next_multiple_of(SECTION_PAGES) {
             self.word_cell(PageNo(page))
                 .store(unallocated, Ordering::Relaxed);
@@ -129,7 +129,7 @@ impl Pool {
 
     /// Gives sections that have no words some that are all unallocated; all of them, or none.
     fn begin_words(&self, sections: &[SectionNo]) -> Result<(), FileError> {
-        let word = PageWord::new(State::Unallocated).bits();
+        let word = PageWord::new(PageState::Unallocated).bits();
         let fresh = word.to_ne_bytes().repeat(SECTION_WORDS_BYTES / 8);
         for (begun, section) in sections.iter().enumerate() {
             let Err(error) = self.file.write_at(self.words_of(*section), &fresh) else {
@@ -158,7 +158,7 @@ impl Pool {
     }
 
     fn sections_in_use(&self) -> Result<Vec<SectionNo>, FileError> {
-        let unallocated = PageWord::new(State::Unallocated).bits();
+        let unallocated = PageWord::new(PageState::Unallocated).bits();
         let unused = unallocated.to_ne_bytes().repeat(SECTION_WORDS_BYTES / 8);
         let mut in_use = Vec::new();
         let mut words = [0; SECTION_WORDS_BYTES];
@@ -209,7 +209,7 @@ mod tests {
         pool.release_chunks(0, pool.chunk_limit()).unwrap();
         assert_eq!(pool.allocated_bytes().unwrap(), empty + 3 * PAGE_BYTES);
         let last = words.cell(PageNo(CAPACITY - 1)).load(Ordering::Relaxed);
-        assert_eq!(last, PageWord::new(State::Unallocated).bits());
+        assert_eq!(last, PageWord::new(PageState::Unallocated).bits());
     }
 
     /// Words of `path` in a group that has `free` bytes beyond its margin.
@@ -249,7 +249,7 @@ mod tests {
     fn room_made_again_leaves_words_as_they_are_and_a_successor_finds_what_is_used() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = dir.path().join("vm.pool");
-        let present = PageWord::new(State::Present).bits();
+        let present = PageWord::new(PageState::Present).bits();
         {
             let pool = Arc::new(Pool::create_empty(&path, CAPACITY, 0, b"").unwrap());
             let words = PoolWords::of(pool);
@@ -273,7 +273,7 @@ mod tests {
     fn pool_made_with_words_is_found_whole_by_a_successor() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = dir.path().join("vm.pool");
-        let present = PageWord::new(State::Present).bits();
+        let present = PageWord::new(PageState::Present).bits();
         {
             let pool = Arc::new(Pool::create(&path, 1045, 0, b"").unwrap());
             let words = PoolWords::of(pool);

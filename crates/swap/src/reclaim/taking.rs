@@ -8,7 +8,7 @@ use crate::{
     reserve::After,
 };
 use pagetide_addr::{PageSet, SectionNo};
-use pagetide_gmem::{EvictionError, PlaceError, State};
+use pagetide_gmem::{EvictionError, PageState, PlaceError};
 use pagetide_policy::victims::{Taken, Then};
 use std::sync::Arc;
 
@@ -65,7 +65,7 @@ impl Memory {
 
     pub fn present(&self, section: SectionNo) -> PageSet {
         let table = self.evictor.space().table();
-        table.pages_in_state(section, |state| state == State::Present)
+        table.pages_in_state(section, |state| state == PageState::Present)
     }
 
     /// Evicts up to `pages` pages of `section`, unless it is another by now as `holds` has it.

@@ -11,7 +11,7 @@ use crate::{
 };
 use pagetide_addr::{PAGE_BYTES, PageNo};
 use pagetide_gmem::{
-    Content, ContentStore, PageTable, PageWord, State as WordState, StoreError,
+    Content, ContentStore, PageState as WordState, PageTable, PageWord, StoreError,
     paging::word::{Presence, Recovered},
 };
 use pagetide_swap::{
@@ -66,7 +66,7 @@ pub fn audit(state: &State, store: &PoolStore) {
             Presence::Absent
         };
         match words.word(page).recover(presence) {
-            Recovered::Intruder => panic!("{page:?} is present though its word says stored"),
+            Recovered::ForeignPage => panic!("{page:?} is present though its word says stored"),
             Recovered::Word { word, .. } => check_content(state, store, page, word),
         }
     }
@@ -115,9 +115,9 @@ fn load(store: &PoolStore, page: PageNo, content: Content) -> Option<Stamps> {
 pub fn audit_at_rest(state: &State, daemon: &Daemon) {
     assert!(state.frames.is_empty());
     assert!(
-        state.intruders.is_empty(),
+        state.foreign_pages.is_empty(),
         "false alarm: {:?}",
-        state.intruders
+        state.foreign_pages
     );
     assert!(
         state.unanswered.is_empty(),
@@ -163,7 +163,7 @@ pub fn audit_at_rest(state: &State, daemon: &Daemon) {
 fn audit_counts(state: &State, daemon: &Daemon, contents: u64, bytes: u64) {
     let hogs = daemon.hogs.lock().map_or(0, |hogs| hogs.len() as u64);
     let counts = daemon.store.counts();
-    let stored = counts.lz4_pages.load(Relaxed) + counts.verbatim_pages.load(Relaxed);
+    let stored = counts.lz4_pages.load(Relaxed) + counts.uncompressed_pages.load(Relaxed);
     assert_eq!(
         stored,
         contents + hogs,
@@ -233,7 +233,7 @@ fn audit_grants(state: &State, words: &PageTable) {
 /// All pages are back: the pool is empty, and its memory given back.
 pub fn audit_nothing_stored(state: &State, store: &PoolStore) {
     let counts = store.counts();
-    let stored = counts.lz4_pages.load(Relaxed) + counts.verbatim_pages.load(Relaxed);
+    let stored = counts.lz4_pages.load(Relaxed) + counts.uncompressed_pages.load(Relaxed);
     assert_eq!(stored, state.quarantined, "contents left behind");
     store.trim().expect("a pool that can be punched");
     let words = words(store).sections().count() as u64 * PAGE_BYTES;

@@ -200,7 +200,7 @@ impl Daemon {
                 life: life.clone(),
                 limit: limit.clone(),
             }),
-            incidents: Arc::new(Told(life.clone())),
+            incidents: Arc::new(IncidentLog(life.clone())),
             neighbours_max: knobs.neighbours_max,
         });
         let whole = AddressSpace::over(memory, Va(0), Va(SPACE_BYTES), AllocPolicy::default())
@@ -416,7 +416,7 @@ impl Daemon {
         };
         let _frame = self.life.frame(Frame::Evict);
         let now = self.now();
-        if let Err(error) = reclaimer.sweep(|| now) {
+        if let Err(error) = reclaimer.sweep(|| now, || true) {
             self.life.expect_trouble(&*error);
         }
     }
@@ -680,11 +680,11 @@ pub fn has_room(limit: &Limit, pages: u64) -> bool {
 }
 
 /// Whoever is told of trouble.
-struct Told(Life);
+struct IncidentLog(Life);
 
-impl Incidents for Told {
-    fn intruder(&self, page: PageNo) {
-        self.0.world.lock().intruders.push(page);
+impl Incidents for IncidentLog {
+    fn foreign_page(&self, page: PageNo) {
+        self.0.world.lock().foreign_pages.push(page);
     }
 
     fn poisoned(&self, page: PageNo, _why: &StoreError) {

@@ -51,7 +51,7 @@ pub enum Phase {
     /// Leased, and waiting for an alias fault.
     Faulted,
     /// In a buffer of the device, which has asked that its pages be overwritten.
-    Landed,
+    Bounced,
 }
 
 /// A page request that waits to be taken.
@@ -75,7 +75,7 @@ pub struct Request {
     left: Vec<PageNo>,
     /// Instances of the first of these, pinned.
     pins: Vec<u32>,
-    /// Pages that were installed with its content while it was landed; and those among them that
+    /// Pages that were installed with its content while it was arrived in a bounce buffer; and those among them that
     /// cannot have had that content for any other reason.
     installed: Vec<PageNo>,
     surely_installed: Vec<PageNo>,
@@ -126,7 +126,7 @@ impl Request {
 
     /// True if `page` may be installed with `content` on its behalf now.
     fn may_overwrite(&self, page: PageNo, content: Stamps) -> bool {
-        self.phase == Phase::Landed
+        self.phase == Phase::Bounced
             && self.left.contains(&page)
             && self.whole_pages() == Some(content)
     }
@@ -158,13 +158,13 @@ impl State {
         // Now and then the guest names memory that it has given back, or never had.
         let astray = self.knobs.plugging != OneIn(0) && self.random.below(12) == 0;
         let start = if astray {
-            PageNo(SLOT.start.0 + self.random.below(SLOT.len()))
+            SLOT.start.plus(self.random.below(SLOT.len()))
         } else {
             self.active_page()
         };
         let memory = if BASE.contains(start) { BASE } else { SLOT };
         let len = self.random.pick(&[1, 1, 2, 5, 18]);
-        let end = PageNo((start.0 + len).min(memory.end.0));
+        let end = start.plus(len).min(memory.end);
         let mut write = self.random.coin().then(|| self.write());
         if let Some(write) = &mut write
             && self.random.coin()
@@ -190,7 +190,7 @@ impl State {
     pub fn advance(&mut self, at: usize) {
         let request = &mut self.requests[at];
         match request.phase {
-            Phase::Parked | Phase::Faulted | Phase::Landed => {}
+            Phase::Parked | Phase::Faulted | Phase::Bounced => {}
             Phase::Popped if self.devices[request.device].allows(&request.left) => {
                 for page in &request.left {
                     let removed = self.pages[page.index()].removed;
@@ -203,7 +203,7 @@ impl State {
                 let is_new = request.left.len() as u64 == request.pages.len();
                 let overwrite = (request.whole_pages()).filter(|_| is_new && self.random.coin());
                 request.phase = match overwrite {
-                    Some(_) => Phase::Landed,
+                    Some(_) => Phase::Bounced,
                     None => Phase::Parked,
                 };
                 self.page_requests.push_back(request.asked(overwrite));
@@ -302,7 +302,7 @@ impl State {
             panic!("request {id} is answered but not there");
         };
         let request = &mut self.requests[at];
-        assert_eq!(request.phase, Phase::Landed);
+        assert_eq!(request.phase, Phase::Bounced);
         let first = request.pages.start.0;
         let told = |page: &PageNo| done.installed & 1 << (page.0 - first) != 0;
         let untold = request.surely_installed.iter().find(|page| !told(page));
@@ -464,7 +464,7 @@ impl State {
         let at = self.random.index(self.dead_io.len());
         let request = self.dead_io.swap_remove(at);
         self.land(&request);
-        self.coverage.dead_io_landed += 1;
+        self.coverage.dead_io_bounced += 1;
     }
 
     /// The sectors a request writes, for messages.

@@ -93,7 +93,7 @@ impl State {
 
     fn plug(&mut self) {
         let len = self.random.pick(&[SLOT.len(), 512, 20]);
-        let pages = PageRange::new(SLOT.start, PageNo(SLOT.start.0 + len));
+        let pages = SLOT.start.run(len);
         self.unmap_memory();
         self.dimm = Dimm {
             phase: Phase::Plugged,
@@ -115,7 +115,7 @@ impl State {
             page.past = vec![Stamps::ZERO, held];
             self.tell(number, "plugged");
         }
-        let border = PageNo(SLOT.start.0 + 512);
+        let border = SLOT.start.plus(512);
         for _ in 0..6 {
             let from = self
                 .random

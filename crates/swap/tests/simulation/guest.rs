@@ -71,7 +71,7 @@ impl State {
     }
 
     fn new_access(&mut self, number: usize) -> PageAccess {
-        let next = PageNo(self.vcpus[number].last.0 + 1);
+        let next = self.vcpus[number].last.next();
         let sequential = self.random.coin() && self.knobs.active.contains(&next);
         let page = if sequential { next } else { self.active_page() };
         self.vcpus[number].last = page;

@@ -449,7 +449,7 @@ impl Place for Life {
             .filter(|p| state.pages[p.index()].content.is_some())
         {
             match runs.last_mut() {
-                Some(run) if run.end == page => run.end = PageNo(page.0 + 1),
+                Some(run) if run.end == page => run.end = page.next(),
                 _ => runs.push(page.single()),
             }
         }
@@ -714,7 +714,7 @@ impl WordArray for Words {
         match self.life.enter(Call::Word) {
             Some(_) => self.pool.cell(page),
             None => {
-                let present = pagetide_gmem::PageWord::new(pagetide_gmem::State::Present);
+                let present = pagetide_gmem::PageWord::new(pagetide_gmem::PageState::Present);
                 self.nowhere.store(present.bits(), Ordering::Relaxed);
                 &self.nowhere
             }

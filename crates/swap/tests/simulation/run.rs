@@ -134,7 +134,7 @@ impl Run {
                 &counters.evicted_pages,
                 &counters.cancelled_pages,
                 &counters.joined_faults,
-                &counters.neighbour_pages,
+                &counters.readahead_pages,
                 &counters.overwritten_pages,
             ]
             .map(|counter| counter.load(Relaxed))
@@ -149,7 +149,7 @@ impl Run {
             coverage.evicted_pages += after[0] - before[0];
             coverage.cancelled_pages += after[1] - before[1];
             coverage.joined_faults += after[2] - before[2];
-            coverage.neighbour_pages += after[3] - before[3];
+            coverage.readahead_pages += after[3] - before[3];
             coverage.overwritten_pages += after[4] - before[4];
         }
         if !survived {
@@ -178,7 +178,7 @@ impl Run {
         // Messages that the dead had read are lost; who sleeps must look again.
         let mut state = self.world.lock();
         state.deaths_left = crate::state::DEATHS_MAX;
-        let all = pagetide_addr::PageRange::new(PageNo(0), PageNo(PAGE_COUNT));
+        let all = pagetide_addr::PageNo(0).run(PAGE_COUNT);
         state.wake(all);
     }
 
@@ -238,7 +238,7 @@ impl Run {
         let waits = |request: &Request| {
             matches!(
                 request.phase,
-                Phase::Parked | Phase::Faulted | Phase::Landed
+                Phase::Parked | Phase::Faulted | Phase::Bounced
             )
         };
         assert!(!state.requests.iter().any(waits), "{}", state.describe());

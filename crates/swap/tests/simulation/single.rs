@@ -10,7 +10,7 @@ use crate::{
 };
 use pagetide_addr::{Access, PageNo, PageSet};
 use pagetide_gmem::{
-    ContentStore, PageWord, State, WordArray,
+    ContentStore, PageState, PageWord, WordArray,
     recovery::{RecoveryError, recover_words},
 };
 use pagetide_swap::{
@@ -21,7 +21,7 @@ use std::{path::PathBuf, sync::Arc};
 
 const PAGE: PageNo = PageNo(7);
 const OLD: Stamps = Stamps([11; SECTORS]);
-const INTRUDERS: Stamps = Stamps([13; SECTORS]);
+const FOREIGN_PAGES: Stamps = Stamps([13; SECTORS]);
 
 struct Stage {
     world: Arc<World>,
@@ -68,14 +68,14 @@ impl Stage {
     }
 
     fn intrude(&self) {
-        self.world.lock().page(PAGE).content = Some(INTRUDERS);
+        self.world.lock().page(PAGE).content = Some(FOREIGN_PAGES);
     }
 
     /// The stored copy is kept, and whole.
     fn assert_copy_is_kept(&self) {
         let words = PoolWords::of(self.daemon.store.pool().clone());
         let bits = words.cell(PAGE).load(std::sync::atomic::Ordering::Relaxed);
-        let State::Stored(content) = PageWord::from_bits(bits).unwrap().state() else {
+        let PageState::Stored(content) = PageWord::from_bits(bits).unwrap().state() else {
             panic!("the word is {bits:#x}");
         };
         let mut bytes = [0; 4096];
@@ -85,15 +85,15 @@ impl Stage {
 }
 
 #[test]
-fn fault_on_a_stored_page_that_is_present_names_an_intruder_and_keeps_the_copy() {
+fn fault_on_a_stored_page_that_is_present_is_a_foreign_page_and_keeps_the_copy() {
     let stage = Stage::with_an_evicted_page();
     stage.intrude();
     let access = Access::Read;
     stage
         .daemon
         .perform(Task::Vcpu(Message { page: PAGE, access }));
-    assert!(stage.world.lock().intruders.contains(&PAGE));
-    assert_eq!(stage.world.lock().page(PAGE).content, Some(INTRUDERS));
+    assert!(stage.world.lock().foreign_pages.contains(&PAGE));
+    assert_eq!(stage.world.lock().page(PAGE).content, Some(FOREIGN_PAGES));
     stage.assert_copy_is_kept();
 }
 
@@ -106,7 +106,7 @@ fn successor_that_finds_a_stored_page_present_refuses_and_changes_nothing() {
     let found = recover_words(&table, &life, |_, _| {});
     assert!(matches!(
         found,
-        Err(RecoveryError::Intruder {
+        Err(RecoveryError::ForeignPage {
             first: PAGE,
             count: 1
         })
@@ -127,7 +127,7 @@ fn evicted_page_comes_back_as_it_was() {
 #[test]
 fn page_that_came_back_untouched_to_an_emptied_section_goes_before_another_pass_is_needed() {
     let stage = Stage::with_an_evicted_page();
-    let elsewhere = PageNo(PAGE.section().pages(u64::MAX / 2).end.0);
+    let elsewhere = PageNo(PAGE.section().all_pages().end.0);
     stage.world.lock().knobs.active = vec![elsewhere];
     let rest = |task| {
         stage.daemon.perform(task);

@@ -21,7 +21,7 @@ use crate::{
     knobs::Knobs,
     random::{OneIn, Random},
 };
-use pagetide_addr::{PageNo, PageRange, SectionNo};
+use pagetide_addr::{PageNo, PageRange, SectionNo, to_usize};
 use std::collections::{BTreeSet, VecDeque};
 
 /// One page of the VM.
@@ -86,7 +86,7 @@ coverage! {
     alias_faults
     attached_devices
     transfers
-    dead_io_landed
+    dead_io_bounced
     kernel_pins
     discards
     evicted_pages
@@ -97,7 +97,7 @@ coverage! {
     sections_taken_in_part
     cancelled_pages
     joined_faults
-    neighbour_pages
+    readahead_pages
     busy
     store_full
     damaged_pages
@@ -156,8 +156,8 @@ pub struct State {
     pub alive: bool,
     /// The VM has ended: the kernel knows nothing of it any more.
     pub gone: bool,
-    /// Pages said to be an intruder's.
-    pub intruders: Vec<PageNo>,
+    /// Pages said to be a foreign page's.
+    pub foreign_pages: Vec<PageNo>,
     /// Deaths that may still come before the next daemon has begun its work.
     pub deaths_left: u32,
     pub now_ms: u64,
@@ -202,7 +202,7 @@ impl State {
             past: vec![Stamps::ZERO],
         };
         let hot = random.pick(&knobs.active);
-        let count = PageNo(PAGE_COUNT).index();
+        let count = to_usize(PAGE_COUNT);
         let nowhere = Page {
             unmapped: true,
             removed: true,
@@ -230,7 +230,7 @@ impl State {
             incarnation: 0,
             alive: false,
             gone: false,
-            intruders: Vec::new(),
+            foreign_pages: Vec::new(),
             deaths_left: DEATHS_MAX,
             now_ms: 1000,
             quarantined: 0,

@@ -44,7 +44,7 @@ impl State {
         let waits = |request: &Request| {
             let asks = matches!(
                 request.phase,
-                Phase::Parked | Phase::Faulted | Phase::Landed
+                Phase::Parked | Phase::Faulted | Phase::Bounced
             );
             asks && !self.devices[request.device].cut_off
         };

@@ -282,7 +282,7 @@ impl RamLayout {
             let of_file = || recorded.mappings.iter().filter(move |m| m.key == key);
             let first = recorded.first_page(key).unwrap_or(next);
             let len_bytes = recorded.len_bytes(key);
-            next = PageNo(first.0.saturating_add(len_bytes >> PAGE_SHIFT));
+            next = first.saturating_plus(len_bytes >> PAGE_SHIFT);
             if !is_there(key) && any_is_left {
                 continue;
             }

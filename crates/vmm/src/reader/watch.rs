@@ -32,12 +32,12 @@ pub(super) fn signal(stop: &OwnedFd) {
 
 /// What the watcher tells the reader, and the other way round.
 #[derive(Debug, Default)]
-pub(super) struct Told {
+pub(super) struct WatchState {
     over: AtomicU8,
     ended: AtomicBool,
 }
 
-impl Told {
+impl WatchState {
     const STOP: u8 = 1;
     const GONE: u8 = 2;
 
@@ -58,7 +58,7 @@ impl Told {
 pub(super) struct Watch {
     pub(super) vmm: ProcessFd,
     pub(super) stop: Arc<OwnedFd>,
-    pub(super) told: Arc<Told>,
+    pub(super) told: Arc<WatchState>,
     pub(super) counters: Arc<ReaderCounters>,
 }
 
@@ -74,15 +74,15 @@ impl Watch {
                 // Both descriptors are ours: better no reader than one that never ends.
                 Err(error) => {
                     tracing::error!(%error, "the watcher of a fault reader cannot wait");
-                    break Told::STOP;
+                    break WatchState::STOP;
                 }
             }
             let [vmm, stop] = polled.map(|p| p.revents());
             if !vmm.is_empty() {
-                break Told::GONE;
+                break WatchState::GONE;
             }
             if !stop.is_empty() {
-                break Told::STOP;
+                break WatchState::STOP;
             }
         };
         self.told.over.store(over, Ordering::Relaxed);

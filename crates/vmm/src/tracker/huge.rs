@@ -35,7 +35,9 @@
 use super::TrackerError;
 use crate::layout::{Piece, RamLayout};
 use crate::process::VmmProcess;
-use pagetide_addr::{Hva, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo};
+use pagetide_addr::{
+    Hva, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, to_usize,
+};
 use pagetide_sys::page_flags::{FrameNo, PageFlags};
 use pagetide_sys::pagemap::{Pagemap, PagemapEntry};
 use std::collections::{BTreeMap, BTreeSet};
@@ -138,7 +140,7 @@ impl HugePages {
         if !can_be_huge(piece) {
             return Ok(Kept::Small);
         }
-        let at = Hva(piece.hva.0 + PageNo(first.0 - piece.pages.start.0).byte_offset());
+        let at = Hva(piece.hva.0 + (first.since(piece.pages.start) * PAGE_BYTES));
         let mut frame = None;
         map.visit(at, 1, |_, entry| frame = entry.frame())?;
         // A frame may have gone to somebody else meanwhile: what is said then is taken back in the
@@ -314,7 +316,7 @@ impl HugePages {
 }
 
 fn entries(piece: &Piece, map: &Pagemap) -> Result<Vec<PagemapEntry>, TrackerError> {
-    let mut entries = Vec::with_capacity(PageNo(piece.pages.len()).index());
+    let mut entries = Vec::with_capacity(to_usize(piece.pages.len()));
     map.visit(piece.hva, piece.pages.len(), |_, entry| entries.push(entry))?;
     Ok(entries)
 }

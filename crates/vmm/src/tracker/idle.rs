@@ -87,7 +87,7 @@ impl IdlePages {
         self.whole
             .page_table()
             .visit(piece.hva, piece.pages.len(), |position, entry| {
-                let page = PageNo(piece.pages.start.0 + position);
+                let page = piece.pages.start.plus(position);
                 if pages.contains(page)
                     && let Some(frame) = entry.frame()
                 {

@@ -44,7 +44,7 @@ use super::{AccessTracker, DmaLook, Sample, Sampled, Touched, TrackerError};
 use crate::layout::{LiveLayout, Piece, RamLayout};
 use crate::process::VmmProcess;
 use crate::swap;
-use pagetide_addr::{FileKey, Hva, Marks, PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{FileKey, FilePage, Hva, Marks, PAGE_SHIFT, PageNo, PageSet, SectionNo};
 use pagetide_sys::mapping::SharedMapping;
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_sys::pagemap::{Pagemap, PagemapError, Translation};
@@ -260,12 +260,9 @@ impl UnmapAndLook {
     ) -> Result<PageSet, TrackerError> {
         let mut dma = PageSet::EMPTY;
         let file = files.layout.files()[piece.file].key();
-        let first = PageNo::containing(piece.file_offset);
-        let pages = PageRange::new(first, PageNo(first.0 + piece.pages.len()));
-        let mut visit = |page: PageNo| {
-            let position = page.0 - first.0;
-            dma.insert(PageNo(piece.pages.start.0 + position));
-        };
+        let first = FilePage::containing(piece.file_offset);
+        let pages = first.run(piece.pages.len());
+        let mut visit = |page: FilePage| dma.insert(piece.pages.start.plus(page.since(first)));
         let asked = self.devices.touched(file, pages, marks, &mut visit);
         asked.map_err(TrackerError::Devices)?;
         Ok(dma)
@@ -281,8 +278,8 @@ impl UnmapAndLook {
         let section = start.section();
         self.vmm_map
             .mapped_runs(piece.hva, piece.pages.len(), |run| {
-                let first = PageNo(start.0 + run.first);
-                let run_pages = PageRange::new(first, PageNo(first.0 + run.pages));
+                let first = start.plus(run.first);
+                let run_pages = first.run(run.pages);
                 touched.cpu.unite(&PageSet::of_range(section, run_pages));
                 if run.by == Translation::Huge {
                     by = Translation::Huge;
@@ -325,7 +322,7 @@ impl UnmapAndLook {
             touched.cpu = touched.cpu.intersection(&sample.asked);
             round.sampled.unmapped_pages += out.len();
             for run in out.runs(sample.section) {
-                let within = run.start.0 - piece.pages.start.0;
+                let within = run.start.since(piece.pages.start);
                 let start = Hva(piece.hva.0 + PageNo(within).byte_offset());
                 round.ranges.of(way).add(start, run.bytes());
             }
@@ -468,7 +465,7 @@ impl AccessTracker for UnmapAndLook {
         let mut mapped = PageSet::EMPTY;
         // What could not be split must not go, and so it counts as in use.
         if self.huge.is_held(section) {
-            return Ok(PageSet::of_range(section, section.pages(u64::MAX / 2)));
+            return Ok(PageSet::of_range(section, section.all_pages()));
         }
         for piece in files.pieces(section) {
             let found = self.mapped(&files, &piece, Marks::Keep)?;

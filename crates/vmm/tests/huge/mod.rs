@@ -149,7 +149,7 @@ impl Huge {
 
 fn chosen(section: SectionNo) -> PageSet {
     let mut pages = PageSet::EMPTY;
-    for page in section.pages(u64::MAX / 2).iter().step_by(67) {
+    for page in section.all_pages().iter().step_by(67) {
         pages.insert(page);
     }
     pages
@@ -201,7 +201,7 @@ fn vm_in_huge_pages_is_split_to_go_and_is_whole_again_when_it_is_back() {
     // Page by page, not section by section.
     let (place, layout) = (&huge.vm.store.place, &huge.vm.layout);
     for section in &huge.sections {
-        let page = section.pages(u64::MAX / 2).start;
+        let page = section.first_page();
         let mut content = Box::new([0; 4096]);
         pagetide_gmem::Place::read(place, page.single(), content.as_mut()).unwrap();
         huge.vm.store.stored.lock().unwrap().insert(page, content);
@@ -234,7 +234,7 @@ fn huge_page_that_is_used_when_it_is_to_go_stays_whole() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             // Somebody who uses one page of it all the time.
-            let at = used.pages(u64::MAX / 2).start.byte_offset() + 200 * 4096;
+            let at = used.first_page().byte_offset() + 200 * 4096;
             while !stop.load(Ordering::Relaxed) {
                 qemu.guest_memory(at, 4096);
             }
@@ -255,7 +255,7 @@ fn huge_page_that_is_used_when_it_is_to_go_stays_whole() {
 fn huge_page_that_is_held_does_not_go() {
     let Some(mut huge) = huge_vm() else { return };
     let section = huge.sections[2];
-    let at = section.pages(u64::MAX / 2).start.byte_offset();
+    let at = section.first_page().byte_offset();
     // A pipe holds one page of it, as any I/O in flight may.
     let (from, to) = std::io::pipe().unwrap();
     let path = huge._mount.0.path().join("ram");

@@ -13,7 +13,7 @@ use crate::{
     },
     wire::{Code, Event, HEADER_BYTES, Reply, STATUS_BYTES},
 };
-use pagetide_addr::{PageNo, PageRange};
+use pagetide_addr::{FilePage, FileRange};
 
 const PAGES: u64 = 512;
 /// Buffers that no good chain uses.
@@ -77,7 +77,11 @@ fn unmap_event(tester: &mut Tester) -> Result<Vec<u8>, super::Ended> {
     let space = tester.create(PAGES)?;
     let event = Event::Unmap {
         space,
-        ranges: vec![PageRange::new(PageNo(1), PageNo(5)), PageNo(9).single()].into(),
+        ranges: vec![
+            FileRange::new(FilePage(1), FilePage(5)),
+            FilePage(9).single(),
+        ]
+        .into(),
     };
     let mut bytes = Vec::new();
     event.encode(&mut bytes);
@@ -123,7 +127,7 @@ fn full_queue(tester: &mut Tester) -> Checked {
     let events: Vec<_> = (0..EVENT_DESCRIPTORS / super::probe::CHAIN_ROOM)
         .map(|number| Event::Unmap {
             space,
-            ranges: vec![PageNo(u64::from(number)).single()].into(),
+            ranges: vec![FilePage(u64::from(number)).single()].into(),
         })
         .collect();
     for _ in 0..8 {
@@ -220,7 +224,7 @@ fn readable_after_writable(tester: &mut Tester) -> Checked {
 
 fn huge(tester: &mut Tester) -> Checked {
     // As long as the memory is, many times over.
-    let whole = u32::try_from(Area::landing_address() - BASE).unwrap_or(0);
+    let whole = u32::try_from(Area::bounce_address() - BASE).unwrap_or(0);
     let part = Part::Read(0, whole);
     let reply = Part::Write(Area::reply_at(SPARE), 16);
     let parts = [part, part, part, part, part, part, part, reply];
@@ -229,7 +233,7 @@ fn huge(tester: &mut Tester) -> Checked {
 
 fn short_mask(tester: &mut Tester) -> Checked {
     let space = tester.create(PAGES)?;
-    let pages = Some(PageNo(3).single());
+    let pages = Some(FilePage(3).single());
     let mut bytes = Vec::new();
     Event::Standing { space, pages }.encode(&mut bytes);
     for room in [16, 79] {

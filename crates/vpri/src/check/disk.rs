@@ -15,7 +15,7 @@ use crate::driver::{
     ring::{Descriptor, NEXT, Notify, Ring, RingError, RingPlace, WRITE},
     session::{bounded, start_queue},
 };
-use pagetide_addr::{FileKey, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES};
+use pagetide_addr::{FileKey, FilePage, FileRange, PAGE_BYTES, SECTION_PAGES};
 use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
 use std::{
     os::{
@@ -36,11 +36,11 @@ use vhost::{
 /// Pages of the memory: four sections.
 pub(super) const PAGES: u64 = 4 * SECTION_PAGES;
 /// Page of the request's header.
-pub(super) const HEADER: PageNo = PageNo(64);
+pub(super) const HEADER: FilePage = FilePage(64);
 /// Page of its status.
-const STATUS: PageNo = PageNo(65);
+const STATUS: FilePage = FilePage(65);
 /// First page of the content.
-pub(super) const CONTENT: PageNo = PageNo(SECTION_PAGES);
+pub(super) const CONTENT: FilePage = FilePage(SECTION_PAGES);
 /// A status that no device writes.
 const BLANK: u8 = 0xff;
 /// A read, as the header says it.
@@ -192,26 +192,26 @@ impl Disk {
     }
 
     /// True if `page` was never touched.
-    pub(super) fn is_hole(&self, page: PageNo) -> Result<bool, Ended> {
+    pub(super) fn is_hole(&self, page: FilePage) -> Result<bool, Ended> {
         let is_data = self.file.is_data(page.byte_offset());
         let is_data = is_data.map_err(|error| Ended::Failed(error.to_string()))?;
         Ok(!is_data)
     }
 
     /// Makes `pages` holes again.
-    pub(super) fn punch(&self, pages: PageRange) -> Result<(), Ended> {
+    pub(super) fn punch(&self, pages: FileRange) -> Result<(), Ended> {
         let punched = self.file.punch(pages.start.byte_offset(), pages.bytes());
         punched.map_err(|error| Ended::Failed(error.to_string()))
     }
 
     /// Writes into the beginning of `page`.
-    pub(super) fn put(&self, page: PageNo, bytes: &[u8]) -> Result<(), Ended> {
+    pub(super) fn put(&self, page: FilePage, bytes: &[u8]) -> Result<(), Ended> {
         let copied = self.memory.copy_to(page.byte_offset(), bytes);
         copied.map_err(|error| Ended::Failed(error.to_string()))
     }
 
     /// Reads the beginning of `page`.
-    pub(super) fn get(&self, page: PageNo, into: &mut [u8]) -> Result<(), Ended> {
+    pub(super) fn get(&self, page: FilePage, into: &mut [u8]) -> Result<(), Ended> {
         let copied = self.memory.copy_from(page.byte_offset(), into);
         copied.map_err(|error| Ended::Failed(error.to_string()))
     }

@@ -3,7 +3,7 @@
 
 use super::{Check, Checked, Ended, RETURN_LOOK, Tester, ensure};
 use crate::wire::{Code, Event, Farewell};
-use pagetide_addr::{Access, DomainId, PageNo, PageRange};
+use pagetide_addr::{Access, DomainId, FilePage};
 use std::{io::Read, os::unix::net::UnixStream};
 
 const PAGES: u64 = 1024;
@@ -269,7 +269,7 @@ fn strict_order(tester: &mut Tester) -> Checked {
         let map = Event::Map {
             space,
             access: Access::Write,
-            ranges: vec![PageRange::new(PageNo(0), PageNo(PAGES))].into(),
+            ranges: vec![FilePage(0).run(PAGES)].into(),
         };
         let told = [
             map.clone(),

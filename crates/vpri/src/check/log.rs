@@ -9,7 +9,7 @@ use super::{
     transfers::{READ_PAGES, Rig},
 };
 use crate::wire::{LogEntry, LogRecord, RECORD_BYTES, feature};
-use pagetide_addr::{Access, PAGE_BYTES, PageNo, PageRange};
+use pagetide_addr::{Access, FilePage, PAGE_BYTES};
 use std::time::{Duration, Instant};
 
 /// Between two tries: what a device has to tell is told within 100 ms.
@@ -38,7 +38,7 @@ pub(super) const CHECKS: &[Check] = &[
 fn mapped(tester: &mut Tester) -> Result<Rig, Ended> {
     tester.needs(feature::ACCESS_LOG, "ACCESS_LOG")?;
     let rig = Rig::new(tester)?;
-    let all = PageRange::new(PageNo(0), PageNo(PAGES));
+    let all = FilePage(0).run(PAGES);
     rig.map(tester, all, Access::Write)?;
     Ok(rig)
 }

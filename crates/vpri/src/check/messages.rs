@@ -3,14 +3,14 @@
 
 use super::{Check, Checked, Ended, Tester, ensure, expect};
 use crate::{
-    driver::area::{Area, LANDING_SLOTS},
+    driver::area::{Area, BOUNCE_BUFFERS},
     wire::{
         Answer, CONFIG_BYTES, Code, Config, Event, Farewell, HEADER_BYTES, Opcode, RANGE_BYTES,
         RANGES_MIN, Reply, SLOT_BYTES, STATUS_BYTES, feature,
     },
 };
 use pagetide_addr::{
-    Access, DomainId, FileKey, Marks, PageNo, PageRange, RequestId, ResponseCode, SECTION_PAGES,
+    Access, DomainId, FileKey, FilePage, FileRange, Marks, RequestId, ResponseCode, SECTION_PAGES,
     Tier,
 };
 use vhost::vhost_user::{VhostUserFrontend, message::VhostUserConfigFlags};
@@ -98,14 +98,14 @@ pub(super) const CHECKS: &[Check] = &[
         run: respond_unknown,
     },
     Check {
-        name: "landing/bounds",
+        name: "bounce/bounds",
         demand: "with OVERWRITE: an area in the function's memory is taken, one outside it refused",
-        run: landing_bounds,
+        run: bounce_bounds,
     },
 ];
 
-fn pages(start: u64, end: u64) -> PageRange {
-    PageRange::new(PageNo(start), PageNo(end))
+fn pages(start: u64, end: u64) -> FileRange {
+    FileRange::new(FilePage(start), FilePage(end))
 }
 
 fn config_layout(tester: &mut Tester) -> Checked {
@@ -269,7 +269,7 @@ fn reserved_fields(tester: &mut Tester) -> Checked {
             let what = format!("{opcode:?} with {what} set");
             refused_at(tester, &bytes, (field, &what))?;
         }
-        if !matches!(opcode, Opcode::Create | Opcode::Bar | Opcode::Landing) {
+        if !matches!(opcode, Opcode::Create | Opcode::Bar | Opcode::Bounce) {
             let mut bytes = encoded(&event);
             if let Some(byte) = bytes.get_mut(16) {
                 *byte = 1;
@@ -391,10 +391,10 @@ fn bad_ranges(tester: &mut Tester) -> Checked {
 fn most_ranges(tester: &mut Tester) -> Checked {
     let space = tester.create(PAGES)?;
     let most = tester.probe()?.config().ranges_max;
-    let ranges = |count: u32| -> Vec<PageRange> {
+    let ranges = |count: u32| -> Vec<FileRange> {
         let single = |number: u32| {
             let page = 2 * (u64::from(number) % (PAGES / 2));
-            PageNo(page).single()
+            FilePage(page).single()
         };
         (0..count).map(single).collect()
     };
@@ -403,7 +403,7 @@ fn most_ranges(tester: &mut Tester) -> Checked {
         ranges: ranges(count).into(),
     };
     tester.must(&unmap(RANGES_MIN), Code::Ok)?;
-    let too_long = u64::from(most) * 16 > LANDING_SLOTS * SLOT_BYTES / 2;
+    let too_long = u64::from(most) * 16 > BOUNCE_BUFFERS * SLOT_BYTES / 2;
     if too_long {
         return Err(Ended::Skipped(format!("{most} ranges are too many to try")));
     }
@@ -548,20 +548,20 @@ fn respond_unknown(tester: &mut Tester) -> Checked {
     refused(tester, &none, (Code::Invalid, "RESPOND of no answer")).map(|_| ())
 }
 
-fn landing_bounds(tester: &mut Tester) -> Checked {
+fn bounce_bounds(tester: &mut Tester) -> Checked {
     tester.needs(feature::OVERWRITE, "OVERWRITE")?;
-    let good = Event::Landing {
-        address: Area::landing_address(),
-        slots: LANDING_SLOTS,
+    let good = Event::Bounce {
+        address: Area::bounce_address(),
+        slots: BOUNCE_BUFFERS,
     };
     tester.must(&good, Code::Ok)?;
     for (address, slots) in [
-        (Area::landing_address(), LANDING_SLOTS + 1),
-        (Area::landing_address(), u64::MAX),
+        (Area::bounce_address(), BOUNCE_BUFFERS + 1),
+        (Area::bounce_address(), u64::MAX),
         (0, 1),
         (u64::MAX - 4095, 1),
     ] {
-        let event = Event::Landing { address, slots };
+        let event = Event::Bounce { address, slots };
         let code = tester.probe()?.call(&event)?.status.code;
         ensure(
             || code != Code::Ok,

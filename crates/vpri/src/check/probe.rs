@@ -197,7 +197,7 @@ impl Probe {
             Area::message_at(slot)
         } else {
             // There is room where no content lands.
-            Area::landing_address() - BASE
+            Area::bounce_address() - BASE
         };
         self.put(message_at, bytes)?;
         self.put(Area::reply_at(slot), &[0xff; 96])?;

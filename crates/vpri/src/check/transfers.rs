@@ -9,15 +9,15 @@ use super::{
 };
 use crate::wire::{Answer, Code, Event, Farewell};
 use pagetide_addr::{
-    Access, DomainId, PageNo, PageRange, PageRequest, RequestKind, ResponseCode, Tier,
+    Access, DomainId, FilePage, FileRange, PageRequest, RequestKind, ResponseCode, Tier,
 };
 use std::time::Instant;
 
 /// Pages of each read.
 pub(super) const READ_PAGES: u64 = 4;
-const READ: PageRange = PageRange {
+const READ: FileRange = FileRange {
     start: CONTENT,
-    end: PageNo(CONTENT.0 + READ_PAGES),
+    end: CONTENT.plus(READ_PAGES),
 };
 /// Status of a block request that went well, and of one that failed.
 const FINE: u8 = 0;
@@ -123,7 +123,7 @@ impl Rig {
         Ok(Self { disk, space })
     }
 
-    pub(super) fn map(&self, tester: &mut Tester, pages: PageRange, access: Access) -> Checked {
+    pub(super) fn map(&self, tester: &mut Tester, pages: FileRange, access: Access) -> Checked {
         let event = Event::Map {
             space: self.space,
             access,
@@ -133,7 +133,7 @@ impl Rig {
     }
 
     /// Takes `pages` away, however often it must be asked.
-    fn unmap(&self, tester: &mut Tester, pages: PageRange) -> Checked {
+    fn unmap(&self, tester: &mut Tester, pages: FileRange) -> Checked {
         let event = Event::Unmap {
             space: self.space,
             ranges: vec![pages].into(),
@@ -273,7 +273,7 @@ fn fault(tester: &mut Tester) -> Checked {
 
 fn mapped(tester: &mut Tester) -> Checked {
     let mut rig = Rig::new(tester)?;
-    let everything = PageRange::new(PageNo(0), PageNo(PAGES));
+    let everything = FilePage(0).run(PAGES);
     rig.map(tester, everything, Access::Write)?;
     rig.disk.read(READ_PAGES)?;
     let status = rig.disk.wait_done()?;
@@ -288,7 +288,7 @@ fn unmapped_again(tester: &mut Tester) -> Checked {
     let mut rig = Rig::new(tester)?;
     rig.disk.read(READ_PAGES)?;
     rig.finish(tester)?;
-    let page = PageNo(CONTENT.0 + 1).single();
+    let page = CONTENT.next().single();
     rig.unmap(tester, page)?;
     rig.disk.read(READ_PAGES)?;
     let (status, asked) = rig.serve(tester)?;
@@ -347,17 +347,17 @@ fn standing(tester: &mut Tester) -> Checked {
     let event = Event::Standing { space, pages: None };
     let count = tester.must(&event, Code::Ok)?.status.value;
     ensure(|| count > 0, || "no page is standing".to_owned())?;
-    let pages = Some(PageRange::new(PageNo(0), PageNo(512)));
+    let pages = Some(FilePage(0).run(512));
     let mask = tester
         .must(&Event::Standing { space, pages }, Code::Ok)?
         .mask;
     ensure(
-        || mask.is_some_and(|mask| mask.contains(PageNo(0))),
+        || mask.is_some_and(|mask| mask.contains(FilePage(0))),
         || "the page of the ring is not in the mask".to_owned(),
     )?;
     let ring = Event::Unmap {
         space,
-        ranges: vec![PageNo(0).single()].into(),
+        ranges: vec![FilePage(0).single()].into(),
     };
     tester.must(&ring, Code::Standing)?;
     tester.must(&Event::UnmapAll { space }, Code::Ok)?;

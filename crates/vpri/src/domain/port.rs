@@ -9,7 +9,7 @@
 
 use super::{DmaDomain, DomainError, LookUp, RamWindow};
 use crate::lease::Lease;
-use pagetide_addr::{Access, PageRange};
+use pagetide_addr::{Access, FileRange};
 use std::sync::Arc;
 
 /// One device's way into a domain, used on one engine's thread only.
@@ -69,7 +69,7 @@ impl EnginePort {
 
     /// Leases `range` if all of it allows `access`; `None` means a page request is due.
     #[inline]
-    pub fn lease(&self, range: PageRange, access: Access) -> Option<Lease> {
+    pub fn lease(&self, range: FileRange, access: Access) -> Option<Lease> {
         match self.look_up {
             LookUp::On => self.domain().attributes.lease(self.engine, range, access),
             LookUp::Off => Some(Lease::nothing()),

@@ -4,7 +4,9 @@
 
 use super::{DmaDomain, DomainError, DomainTable};
 use crate::space::{IoSpace, IoSpaces, LookError};
-use pagetide_addr::{Access, DomainId, FileKey, Marks, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{
+    Access, DomainId, FileKey, FilePage, FilePageSet, FileRange, FileSection, Marks,
+};
 use std::{os::fd::BorrowedFd, sync::Arc};
 
 impl IoSpace for DmaDomain {
@@ -40,19 +42,19 @@ impl IoSpace for DmaDomain {
         self.attributes.is_any_leased()
     }
 
-    fn unmap(&self, section: SectionNo, pages: &PageSet) -> bool {
+    fn unmap(&self, section: FileSection, pages: &FilePageSet) -> bool {
         self.attributes.unmap(section, pages)
     }
 
-    fn forbid_writes(&self, section: SectionNo, pages: &PageSet) -> bool {
+    fn forbid_writes(&self, section: FileSection, pages: &FilePageSet) -> bool {
         self.attributes.forbid_writes(section, pages)
     }
 
-    fn grant(&self, range: PageRange, access: Access) {
+    fn grant(&self, range: FileRange, access: Access) {
         self.attributes.grant(range, access);
     }
 
-    fn standing_in(&self, section: SectionNo) -> PageSet {
+    fn standing_in(&self, section: FileSection) -> FilePageSet {
         self.attributes.wired_in(section)
     }
 
@@ -63,9 +65,9 @@ impl IoSpace for DmaDomain {
     /// DMA goes through this process' windows, so their present bits are the marks.
     fn touched(
         &self,
-        pages: PageRange,
+        pages: FileRange,
         marks: Marks,
-        visit: &mut dyn FnMut(PageNo),
+        visit: &mut dyn FnMut(FilePage),
     ) -> Result<(), LookError> {
         let windows = self.windows();
         windows
@@ -101,7 +103,7 @@ impl IoSpaces for DomainTable {
         Vec::new()
     }
 
-    fn eviction_bar(&self) -> Option<String> {
+    fn eviction_blocker(&self) -> Option<String> {
         None
     }
 }

@@ -7,7 +7,7 @@
 
 use super::DmaDomain;
 use crate::space::LookError;
-use pagetide_addr::{Hva, Marks, PageNo, PageRange};
+use pagetide_addr::{FilePage, FileRange, Hva, Marks};
 use pagetide_sys::{
     mapping::{MappingError, SharedMapping},
     pagemap::Pagemap,
@@ -109,18 +109,18 @@ impl RamWindow {
     /// Calls `visit` for each of `pages` that DMA through this window has touched.
     pub(super) fn touched(
         &self,
-        pages: PageRange,
+        pages: FileRange,
         marks: Marks,
-        visit: &mut dyn FnMut(PageNo),
+        visit: &mut dyn FnMut(FilePage),
     ) -> Result<(), LookError> {
         let failed = |error: &dyn std::fmt::Display| LookError(error.to_string());
-        let window = PageRange::covering(self.first_byte, self.len_bytes()).unwrap_or_default();
+        let window = FileRange::covering(self.first_byte, self.len_bytes()).unwrap_or_default();
         let start = pages.start.max(window.start);
         let end = pages.end.min(window.end);
         if start >= end {
             return Ok(());
         }
-        let part = PageRange::new(start, end);
+        let part = FileRange::new(start, end);
         // The window begins at a page, as its file part does.
         let into = start.byte_offset() - self.first_byte;
         let map = Pagemap::of_self().map_err(|error| failed(&error))?;
@@ -131,7 +131,7 @@ impl RamWindow {
             |position, entry| {
                 if entry.is_present() {
                     any = true;
-                    visit(PageNo(start.0 + position));
+                    visit(start.plus(position));
                 }
             },
         )

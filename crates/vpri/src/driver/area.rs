@@ -2,7 +2,7 @@
 //! The memory that a driver shares with the function: one sealed memfd for each session.
 //!
 //! ```text
-//!   event, fault, log ring │ event slots: message, reply │ page requests │ access records │ landing area
+//!   event, fault, log ring │ event slots: message, reply │ page requests │ access records │ bounce area
 //! ```
 //! It is made anew for each connection: what a device that was given up still
 //! writes lands where nobody looks any more. The seals keep either side from
@@ -33,8 +33,8 @@ pub(crate) const LOG_BUFFER_BYTES: u64 = 4096;
 pub(crate) const MESSAGE_ROOM: u64 = 4160;
 /// Room for its reply.
 const REPLY_ROOM: u64 = 128;
-/// Pages of the landing area: 4 MiB, of which only what is used takes memory.
-pub(crate) const LANDING_SLOTS: u64 = 1024;
+/// Pages of the bounce area: 4 MiB, of which only what is used takes memory.
+pub(crate) const BOUNCE_BUFFERS: u64 = 1024;
 /// Where the area lies as the device counts. Any number but 0 would do.
 pub(crate) const BASE: u64 = 1 << 32;
 
@@ -45,9 +45,9 @@ const MESSAGES_AT: u64 = LOG_RING.end().next_multiple_of(64);
 const REPLIES_AT: u64 = MESSAGES_AT + MESSAGE_ROOM * EVENT_SLOTS as u64;
 const REQUESTS_AT: u64 = REPLIES_AT + REPLY_ROOM * EVENT_SLOTS as u64;
 const RECORDS_AT: u64 = REQUESTS_AT + REQUEST_BYTES as u64 * FAULT_BUFFERS as u64;
-const LANDING_AT: u64 =
+const BOUNCE_AT: u64 =
     (RECORDS_AT + LOG_BUFFER_BYTES * LOG_BUFFERS as u64).next_multiple_of(SLOT_BYTES);
-const AREA_BYTES: u64 = LANDING_AT + SLOT_BYTES * LANDING_SLOTS;
+const AREA_BYTES: u64 = BOUNCE_AT + SLOT_BYTES * BOUNCE_BUFFERS;
 
 const _: () = assert!(STATUS_BYTES + MASK_BYTES <= 128 && REPLY_ROOM == 128);
 
@@ -124,15 +124,15 @@ impl Area {
         REQUESTS_AT + REQUEST_BYTES as u64 * buffer as u64
     }
 
-    /// Address of the landing area, as the device counts.
-    pub(crate) const fn landing_address() -> u64 {
-        BASE + LANDING_AT
+    /// Address of the bounce area, as the device counts.
+    pub(crate) const fn bounce_address() -> u64 {
+        BASE + BOUNCE_AT
     }
 
-    /// Appends `count` landing slots from `slot` on; false if there are not so many.
-    pub(crate) fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
+    /// Appends `count` bounce buffers from `slot` on; false if there are not so many.
+    pub(crate) fn read_bounced(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
         let end = u64::from(slot).checked_add(count);
-        if end.is_none_or(|end| end > LANDING_SLOTS) {
+        if end.is_none_or(|end| end > BOUNCE_BUFFERS) {
             return false;
         }
         let before = into.len();
@@ -140,7 +140,7 @@ impl Area {
             return false;
         };
         into.resize(before + bytes, 0);
-        let at = LANDING_AT + SLOT_BYTES * u64::from(slot);
+        let at = BOUNCE_AT + SLOT_BYTES * u64::from(slot);
         let read: Result<(), MappingError> = self.memory.copy_from(at, &mut into[before..]);
         read.is_ok()
     }
@@ -161,19 +161,19 @@ mod tests {
         let requests_end = Area::request_at(FAULT_BUFFERS - 1) + REQUEST_BYTES as u64;
         assert!(requests_end <= Area::log_at(0));
         let records_end = Area::log_at(LOG_BUFFERS - 1) + LOG_BUFFER_BYTES;
-        assert!(BASE + records_end <= Area::landing_address());
+        assert!(BASE + records_end <= Area::bounce_address());
     }
 
     #[test]
-    fn landing_slots_past_the_end_are_refused_and_others_are_read() {
+    fn bounce_buffers_past_the_end_are_refused_and_others_are_read() {
         let area = Area::new().unwrap();
-        let last = u32::try_from(LANDING_SLOTS - 1).unwrap();
+        let last = u32::try_from(BOUNCE_BUFFERS - 1).unwrap();
         area.memory().copy_to(AREA_BYTES - 1, &[7]).unwrap();
         let mut content = vec![1];
-        assert!(area.read_landing(last, 1, &mut content));
+        assert!(area.read_bounced(last, 1, &mut content));
         assert_eq!((content.len(), content[4096]), (4097, 7));
-        assert!(!area.read_landing(last, 2, &mut content));
-        assert!(!area.read_landing(u32::MAX, u64::MAX, &mut content));
+        assert!(!area.read_bounced(last, 2, &mut content));
+        assert!(!area.read_bounced(u32::MAX, u64::MAX, &mut content));
         assert_eq!(content.len(), 4097);
     }
 }

@@ -71,7 +71,7 @@ const fn is_under_locks(opcode: Opcode) -> bool {
         | Opcode::Begin
         | Opcode::Ready
         | Opcode::Bar
-        | Opcode::Landing => false,
+        | Opcode::Bounce => false,
     }
 }
 

@@ -82,7 +82,7 @@ impl Answers {
             Event::Create { .. } => Self::Reply(Status::with_value(number).into()),
             Event::Standing { pages: Some(_), .. } | Event::Touched { .. } => Self::Reply(Reply {
                 status: Status::OK,
-                mask: Some(pagetide_addr::PageSet::EMPTY),
+                mask: Some(pagetide_addr::FilePageSet::EMPTY),
             }),
             _ => Self::ok(),
         }
@@ -312,11 +312,11 @@ impl Fake {
         memory.use_up(&mut queues[queue], head, len);
     }
 
-    /// Writes into the landing area that it was given.
+    /// Writes into the bounce area that it was given.
     pub(crate) fn land(&self, slot: u64, content: &[u8]) {
         let seen = self.seen();
         let address = seen.iter().rev().find_map(|event| match event {
-            Event::Landing { address, .. } => Some(*address),
+            Event::Bounce { address, .. } => Some(*address),
             _ => None,
         });
         let backend = lock(&self.backend);

@@ -5,7 +5,7 @@
 //! A device chooses ids of requests and numbers of spaces, and a successor begins
 //! anew with both. The service must not mix them up, so it sees numbers of ours:
 //! an id that is used once in the driver's life, the number by which the host knows
-//! the space, and a landing slot that says which connection it is of. An answer
+//! the space, and a bounce buffer that says which connection it is of. An answer
 //! whose id is not outstanding here belongs to a device that is gone, and is dropped.
 //!
 //! # What is wrong with a request
@@ -15,7 +15,7 @@
 //! without an answer than the device itself says there can be.
 
 use super::{
-    area::{Area, BASE, FAULT_BUFFERS, LANDING_SLOTS},
+    area::{Area, BASE, BOUNCE_BUFFERS, FAULT_BUFFERS},
     counts::Counts,
     events::{event, ring_event},
     line::{Gone, Line},
@@ -35,13 +35,13 @@ use std::{
     },
 };
 
-/// Bits of a landing slot that name the slot; the others name the connection.
-const SLOT_BITS: u32 = LANDING_SLOTS.trailing_zeros();
+/// Bits of a bounce buffer that name the slot; the others name the connection.
+const SLOT_BITS: u32 = BOUNCE_BUFFERS.trailing_zeros();
 /// Length of a request as a descriptor has it.
 #[expect(clippy::cast_possible_truncation, reason = "a constant far below 2^32")]
 const REQUEST_LEN: u32 = REQUEST_BYTES as u32;
 
-const _: () = assert!(LANDING_SLOTS.is_power_of_two());
+const _: () = assert!(BOUNCE_BUFFERS.is_power_of_two());
 
 /// What the page fault queue has for the service.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -196,7 +196,7 @@ impl FaultQueue {
         let agreed = match &mut request.kind {
             RequestKind::Overwrite { slot } => {
                 let last = u64::from(*slot) + request.pages.len();
-                let fits = last <= LANDING_SLOTS;
+                let fits = last <= BOUNCE_BUFFERS;
                 *slot |= self.terms.session << SLOT_BITS;
                 fits && self.terms.features & feature::OVERWRITE != 0
             }
@@ -251,10 +251,10 @@ impl FaultQueue {
         }
     }
 
-    /// Landing slots from `slot` on, as a request of this connection names it.
-    pub(crate) fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
+    /// Bounce buffers from `slot` on, as a request of this connection names it.
+    pub(crate) fn read_bounced(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
         let own = slot & ((1 << SLOT_BITS) - 1);
-        self.owns_slot(slot) && self.area.read_landing(own, count, into)
+        self.owns_slot(slot) && self.area.read_bounced(own, count, into)
     }
 
     /// True if a request of this connection names the slot.

@@ -13,8 +13,8 @@
 //! # When the device goes
 //! A thread notices the hang-up. From then on every restriction says that DMA is
 //! under way, grants are dropped, requests that were taken from it are forgotten
-//! (their answers are dropped when they come, and what landed for them is not
-//! installed any more: the device reads it anew), and [`IoSpaces::eviction_bar`] says
+//! (their answers are dropped when they come, and what arrived in a bounce buffer for them is not
+//! installed any more: the device reads it anew), and [`IoSpaces::eviction_blocker`] says
 //! why nothing is evicted: I/O of the dead may still write. The thread
 //! connects again whenever the socket answers. The device is told of all spaces
 //! before anybody uses it; each begins unmapped, and is asked for page by page.
@@ -55,7 +55,7 @@ pub use counts::DriverCounts;
 pub use session::ConnectError;
 
 use crate::{
-    access_log::{AccessSource, Wanted},
+    access_log::{AccessSource, Logging},
     domain::{DOMAIN_BYTES_MAX, DomainError},
     queue::Doorbell,
     source::FaultSource,
@@ -439,7 +439,7 @@ impl IoSpaces for Driver {
             .collect()
     }
 
-    fn eviction_bar(&self) -> Option<String> {
+    fn eviction_blocker(&self) -> Option<String> {
         if self.shared.session().is_some() {
             let registry = self.shared.registry();
             return registry.refused.first().map(|(_, why)| why.clone());
@@ -500,8 +500,8 @@ impl FaultSource for Source {
         }
     }
 
-    fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
-        (self.0.session()).is_some_and(|session| session.faults.read_landing(slot, count, into))
+    fn read_bounced(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
+        (self.0.session()).is_some_and(|session| session.faults.read_bounced(slot, count, into))
     }
 
     /// As long as the connection is in use: a device gives an overwrite up only when that has ended. From
@@ -532,8 +532,8 @@ impl Records {
 
 impl AccessSource for Records {
     /// Without credits the device soon has nobody to log for.
-    fn want(&self, wanted: Wanted) {
-        let is_wanted = wanted == Wanted::Yes;
+    fn want(&self, wanted: Logging) {
+        let is_wanted = wanted == Logging::On;
         if self.0.log_wanted.swap(is_wanted, Ordering::Relaxed) != is_wanted && is_wanted {
             self.take((Taking::Stale, usize::MAX), &mut Vec::new());
         }

@@ -2,7 +2,7 @@
 //! One connection to the function: made by vhost-user messages, then used by its queues alone.
 
 use super::{
-    area::{Area, LANDING_SLOTS},
+    area::{Area, BOUNCE_BUFFERS},
     counts::Counts,
     events::{EventQueue, event},
     faults::{FaultQueue, Terms},
@@ -401,11 +401,11 @@ impl Session {
     pub(crate) fn begin(&self) -> Result<(), ConnectError> {
         self.demand(&Event::Begin, "BEGIN")?;
         if self.has(feature::OVERWRITE) {
-            let landing = Event::Landing {
-                address: Area::landing_address(),
-                slots: LANDING_SLOTS,
+            let bounce = Event::Bounce {
+                address: Area::bounce_address(),
+                slots: BOUNCE_BUFFERS,
             };
-            self.demand(&landing, "LANDING")?;
+            self.demand(&bounce, "BOUNCE")?;
         }
         Ok(())
     }

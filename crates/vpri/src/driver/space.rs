@@ -20,7 +20,7 @@ use crate::{
     wire::{Code, Event, Farewell, Reply, feature},
 };
 use pagetide_addr::{
-    Access, DomainId, FileKey, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo,
+    Access, DomainId, FileKey, FilePage, FilePageSet, FileRange, FileSection, Marks, PAGE_BYTES,
 };
 use std::{
     sync::{
@@ -235,7 +235,7 @@ impl IoSpace for RemoteSpace {
         self.shared.attach(self.id)
     }
 
-    /// The device watches its own mapping from when no DMA is left that began before; what slips
+    /// The device watches its own mapping from when no DMA is left that began before; what alias faults
     /// through comes as a page request. Should that take long, it is no error: see the module.
     fn watch(&self) -> Result<(), DomainError> {
         let code = self.reach().map(|(session, _)| self.settle(&session));
@@ -268,7 +268,7 @@ impl IoSpace for RemoteSpace {
         !matches!(code, Some(Code::Ok | Code::Unsupported))
     }
 
-    fn unmap(&self, section: SectionNo, pages: &PageSet) -> bool {
+    fn unmap(&self, section: FileSection, pages: &FilePageSet) -> bool {
         let ranges = pages.runs(section);
         ranges.is_empty()
             || self.restrict(|space| Event::Unmap {
@@ -277,7 +277,7 @@ impl IoSpace for RemoteSpace {
             })
     }
 
-    fn forbid_writes(&self, section: SectionNo, pages: &PageSet) -> bool {
+    fn forbid_writes(&self, section: FileSection, pages: &FilePageSet) -> bool {
         let ranges = pages.runs(section);
         ranges.is_empty()
             || self.restrict(|space| Event::Protect {
@@ -286,7 +286,7 @@ impl IoSpace for RemoteSpace {
             })
     }
 
-    fn grant(&self, range: PageRange, access: Access) {
+    fn grant(&self, range: FileRange, access: Access) {
         let Some((session, space)) = self.reach() else {
             return;
         };
@@ -307,10 +307,10 @@ impl IoSpace for RemoteSpace {
 
     /// Without a device nobody knows; it would be found when the pages are to be unmapped, which
     /// fails without a device.
-    fn standing_in(&self, section: SectionNo) -> PageSet {
+    fn standing_in(&self, section: FileSection) -> FilePageSet {
         let pages = section.pages(self.page_count());
         if pages.is_empty() {
-            return PageSet::EMPTY;
+            return FilePageSet::EMPTY;
         }
         if let Some((session, space)) = self.reach() {
             self.settle_late(&session, space);
@@ -318,7 +318,7 @@ impl IoSpace for RemoteSpace {
         let pages = Some(pages);
         self.ask(|space| Event::Standing { space, pages })
             .and_then(|reply| reply.mask)
-            .unwrap_or(PageSet::EMPTY)
+            .unwrap_or(FilePageSet::EMPTY)
     }
 
     fn standing_pages(&self) -> u64 {
@@ -332,9 +332,9 @@ impl IoSpace for RemoteSpace {
 
     fn touched(
         &self,
-        pages: PageRange,
+        pages: FileRange,
         marks: Marks,
-        visit: &mut dyn FnMut(PageNo),
+        visit: &mut dyn FnMut(FilePage),
     ) -> Result<(), LookError> {
         let failed = |why: &str| LookError(why.to_owned());
         let (session, space) = self.reach().ok_or_else(|| failed("it is not there"))?;

@@ -7,14 +7,14 @@ use super::{
 };
 use crate::wire::{self, Code, Reply, Status, feature};
 use pagetide_addr::{
-    Access, DeviceId, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, QueueId, RequestId,
-    RequestKind, ResponseCode, SectionNo, Tier,
+    Access, DeviceId, FilePage, FilePageSet, FileRange, FileSection, Marks, PAGE_BYTES, QueueId,
+    RequestId, RequestKind, ResponseCode, Tier,
 };
 use std::{os::fd::AsFd, os::unix::net::UnixListener};
 
 const PAGES: u64 = 2048;
 const LONG: Duration = Duration::from_secs(20);
-/// Number of the first space that the fake is told to create: events before it are BEGIN and LANDING.
+/// Number of the first space that the fake is told to create: events before it are BEGIN and BOUNCE.
 const FIRST: DomainId = DomainId(3);
 
 struct Rig {
@@ -73,13 +73,13 @@ fn key(ino: u64) -> FileKey {
     FileKey { dev: 7, ino }
 }
 
-fn pages(start: u64, end: u64) -> PageRange {
-    PageRange::new(PageNo(start), PageNo(end))
+fn pages(start: u64, end: u64) -> FileRange {
+    FileRange::new(FilePage(start), FilePage(end))
 }
 
-fn some_pages() -> PageSet {
-    let mut set = PageSet::of_range(SectionNo(1), pages(520, 530));
-    set.insert(PageNo(700));
+fn some_pages() -> FilePageSet {
+    let mut set = FilePageSet::of_range(FileSection(1), pages(520, 530));
+    set.insert(FilePage(700));
     set
 }
 
@@ -121,7 +121,7 @@ fn device_that_comes_late_is_told_what_the_host_said_before() {
     rig.driver.retire(&*retired);
     rig.driver.bar(key(4));
     rig.driver.all_known();
-    assert!(!space.unmap(SectionNo(1), &some_pages()), "no device");
+    assert!(!space.unmap(FileSection(1), &some_pages()), "no device");
     let fake = rig.device();
     let create = |ino| Event::Create {
         name: key(ino),
@@ -129,7 +129,7 @@ fn device_that_comes_late_is_told_what_the_host_said_before() {
     };
     let seen = fake.seen();
     assert_eq!(seen[0], Event::Begin);
-    assert!(matches!(seen[1], Event::Landing { slots: 1024, .. }));
+    assert!(matches!(seen[1], Event::Bounce { slots: 1024, .. }));
     assert_eq!(seen[2], create(1));
     assert_eq!(seen[3], Event::Bar { name: key(4) });
     assert_eq!(seen[4], create(3));
@@ -144,7 +144,7 @@ fn device_that_comes_late_is_told_what_the_host_said_before() {
         ranges: Vec::new().into(),
     };
     assert_eq!(seen[7..], [settle]);
-    assert_eq!(rig.driver.eviction_bar(), None);
+    assert_eq!(rig.driver.eviction_blocker(), None);
     assert_eq!(rig.driver.processes(), [std::process::id()]);
 }
 
@@ -154,17 +154,17 @@ fn everything_asked_of_a_space_reaches_the_device_in_the_order_it_was_asked() {
     let space = rig.attached(1);
     space.unmap_all();
     space.grant(pages(0, 4), Access::Read);
-    assert!(space.unmap(SectionNo(1), &some_pages()));
+    assert!(space.unmap(FileSection(1), &some_pages()));
     space.grant(pages(520, 521), Access::Write);
-    assert!(space.forbid_writes(SectionNo(1), &some_pages()));
+    assert!(space.forbid_writes(FileSection(1), &some_pages()));
     assert!(!space.is_any_leased());
-    assert!(space.standing_in(SectionNo(0)).is_empty());
+    assert!(space.standing_in(FileSection(0)).is_empty());
     assert_eq!(space.standing_pages(), 0);
     space
         .touched(pages(500, 520), Marks::Forget, &mut |_| ())
         .unwrap();
     space.detach();
-    let runs: Vec<PageRange> = vec![pages(520, 530), pages(700, 701)];
+    let runs: Vec<FileRange> = vec![pages(520, 530), pages(700, 701)];
     let map = |range, access| Event::Map {
         space: FIRST,
         access,
@@ -205,7 +205,7 @@ fn everything_asked_of_a_space_reaches_the_device_in_the_order_it_was_asked() {
         },
     ];
     assert_eq!(fake.seen()[3..], expected);
-    assert!(!space.unmap(SectionNo(1), &some_pages()), "given back");
+    assert!(!space.unmap(FileSection(1), &some_pages()), "given back");
 }
 
 #[test]
@@ -215,13 +215,13 @@ fn restriction_counts_as_done_only_if_the_device_says_so() {
     for code in Code::ALL {
         fake.follow(move |_, _| Answers::Reply(Status::of(code).into()));
         let done = code == Code::Ok;
-        assert_eq!(space.unmap(SectionNo(1), &some_pages()), done, "{code:?}");
-        let protected = space.forbid_writes(SectionNo(1), &some_pages());
+        assert_eq!(space.unmap(FileSection(1), &some_pages()), done, "{code:?}");
+        let protected = space.forbid_writes(FileSection(1), &some_pages());
         assert_eq!(protected, done, "{code:?}");
         let is_leased = !done && code != Code::Unsupported;
         assert_eq!(space.is_any_leased(), is_leased, "{code:?}");
         assert_eq!(space.watch().is_err(), code == Code::Unsupported);
-        assert!(space.standing_in(SectionNo(1)).is_empty(), "no mask");
+        assert!(space.standing_in(FileSection(1)).is_empty(), "no mask");
         let looked = space.touched(pages(0, 1), Marks::Keep, &mut |_| ());
         assert!(looked.is_err(), "no mask");
     }
@@ -258,7 +258,7 @@ fn space_that_is_busy_when_it_is_to_be_watched_is_asked_again_by_rounds_until_it
     fake.follow(Answers::good);
     let tried = asked();
     eventually("an eviction asks again", || {
-        assert!(space.standing_in(SectionNo(0)).is_empty());
+        assert!(space.standing_in(FileSection(0)).is_empty());
         asked() > tried
     });
     // It was OK. Another device is asked anew.
@@ -277,9 +277,9 @@ fn space_that_is_busy_when_it_is_to_be_watched_is_asked_again_by_rounds_until_it
 fn masks_and_numbers_that_the_device_tells_come_back_as_pages() {
     let (rig, fake) = Rig::connected();
     let space = rig.attached(1);
-    let mut mask = PageSet::EMPTY;
-    mask.insert(PageNo(3));
-    mask.insert(PageNo(511));
+    let mut mask = FilePageSet::EMPTY;
+    mask.insert(FilePage(3));
+    mask.insert(FilePage(511));
     fake.follow(move |event, _| match event {
         Event::Standing { pages: None, .. } => Answers::Reply(Status::with_value(u64::MAX).into()),
         _ => Answers::Reply(Reply {
@@ -287,9 +287,9 @@ fn masks_and_numbers_that_the_device_tells_come_back_as_pages() {
             mask: Some(mask),
         }),
     });
-    let standing = space.standing_in(SectionNo(2));
-    let standing: Vec<_> = standing.pages(SectionNo(2)).collect();
-    assert_eq!(standing, [PageNo(1027), PageNo(1535)]);
+    let standing = space.standing_in(FileSection(2));
+    let standing: Vec<_> = standing.pages(FileSection(2)).collect();
+    assert_eq!(standing, [FilePage(1027), FilePage(1535)]);
     assert_eq!(space.standing_pages(), PAGES, "no more than there are");
     let mut touched = Vec::new();
     space
@@ -297,7 +297,7 @@ fn masks_and_numbers_that_the_device_tells_come_back_as_pages() {
             touched.push(page)
         })
         .unwrap();
-    assert_eq!(touched, [PageNo(515), PageNo(1023), PageNo(1027)]);
+    assert_eq!(touched, [FilePage(515), FilePage(1023), FilePage(1027)]);
 }
 
 #[test]
@@ -322,16 +322,16 @@ fn device_that_refuses_a_space_refuses_its_vm_and_bars_eviction_if_it_came_later
     eventually("another session", || rig.driver.counts().sessions == 2);
     eventually("a reason", || {
         rig.driver
-            .eviction_bar()
+            .eviction_blocker()
             .is_some_and(|why| why.contains("Full"))
     });
-    assert!(!space.unmap(SectionNo(1), &some_pages()));
+    assert!(!space.unmap(FileSection(1), &some_pages()));
     space.detach();
-    let bar = rig.driver.eviction_bar().unwrap_or_default();
+    let bar = rig.driver.eviction_blocker().unwrap_or_default();
     assert!(!bar.contains("Full"), "it is no VM's any more: {bar}");
     // What lifts the device's bar.
     eventually("a session without it", || {
-        rig.driver.eviction_bar().is_none()
+        rig.driver.eviction_blocker().is_none()
     });
 }
 
@@ -348,14 +348,14 @@ fn page_request_is_answered_under_the_devices_own_id_exactly_once() {
     let (id, domain) = (taken.id, taken.domain);
     assert_eq!(taken, PageRequest { id, domain, ..sent });
     let mut response = PageResponse::to(&taken, ResponseCode::Success);
-    response.tier = Tier::Verbatim;
+    response.tier = Tier::Uncompressed;
     response.handling_ns = 12;
     rig.driver.source().respond(response);
     rig.driver.source().respond(response);
     let answers = eventually_answers(&fake, 1);
     assert_eq!(
         (answers[0].id, answers[0].tier),
-        (RequestId(77), Tier::Verbatim)
+        (RequestId(77), Tier::Uncompressed)
     );
     assert_eq!(answers[0].handling_ns, 12);
     assert_eq!(rig.driver.counts().late_answers, 1, "the second is dropped");
@@ -371,7 +371,7 @@ fn request_that_cannot_be_is_refused_or_dropped_and_counted() {
     let fake = Fake::listen_as(rig.dir.path(), (features, good_config()), Answers::good);
     rig.driver.wait_connected(LONG).unwrap();
     let _space = rig.attached(1);
-    // After BEGIN: no landing area was agreed upon.
+    // After BEGIN: no bounce area was agreed upon.
     let space = DomainId(2);
     let source = rig.driver.source();
     let mut refused = 0;
@@ -460,7 +460,7 @@ fn requests_of_a_device_that_went_are_forgotten_even_if_the_next_uses_their_ids(
         other => panic!("{other:?}"),
     };
     let mut content = Vec::new();
-    assert!(source.read_landing(slot_of(&old), 1, &mut content));
+    assert!(source.read_bounced(slot_of(&old), 1, &mut content));
     assert_eq!(content, [1; 4096]);
     fake.hang_up();
     eventually("another session", || rig.driver.counts().sessions == 2);
@@ -468,8 +468,8 @@ fn requests_of_a_device_that_went_are_forgotten_even_if_the_next_uses_their_ids(
     fake.request(&overwrite);
     let new = rig.next_request();
     assert_eq!(new.domain, space.id(), "the host's number stays");
-    assert!(!source.read_landing(slot_of(&old), 1, &mut content));
-    assert!(source.read_landing(slot_of(&new), 1, &mut content));
+    assert!(!source.read_bounced(slot_of(&old), 1, &mut content));
+    assert!(source.read_bounced(slot_of(&new), 1, &mut content));
     source.respond(PageResponse::to(&old, ResponseCode::ResponseFailure));
     assert_eq!(rig.driver.counts().late_answers, 1);
     source.respond(PageResponse::to(&new, ResponseCode::Success));
@@ -489,7 +489,7 @@ fn overwrite_of_a_device_that_went_is_wanted_no_more_even_if_its_content_was_rea
         panic!("it was an overwrite");
     };
     let source = rig.driver.source();
-    assert!(source.read_landing(slot, 1, &mut Vec::new()));
+    assert!(source.read_bounced(slot, 1, &mut Vec::new()));
     assert!(source.still_wants(slot));
     // A session that is not READY yet: from here on the device may begin the request anew.
     fake.follow(|event, number| match event {
@@ -539,14 +539,14 @@ fn device_that_breaks_a_ring_is_disconnected_and_a_better_one_taken() {
         wrong(&fake);
         // Whoever has to do with the device finds out.
         eventually(what, || {
-            let is_done = space.unmap(SectionNo(1), &some_pages());
+            let is_done = space.unmap(FileSection(1), &some_pages());
             while source.next().is_some() {}
             rig.driver.counts().broken_off == broken && !is_done
         });
         fake.follow(Answers::good);
     }
     eventually("a session", || rig.driver.counts().sessions == 8);
-    eventually("it works", || space.unmap(SectionNo(1), &some_pages()));
+    eventually("it works", || space.unmap(FileSection(1), &some_pages()));
     assert!(source.next().is_none());
 }
 
@@ -561,7 +561,7 @@ fn device_whose_reply_is_none_is_given_up() {
             Event::Unmap { .. } => Answers::Bytes(bytes.clone(), len),
             _ => Answers::good(event, number),
         });
-        assert!(!space.unmap(SectionNo(1), &some_pages()));
+        assert!(!space.unmap(FileSection(1), &some_pages()));
         let counts = rig.driver.counts();
         assert_eq!(
             (counts.malformed_replies, counts.broken_off),
@@ -572,7 +572,7 @@ fn device_whose_reply_is_none_is_given_up() {
         });
     }
     fake.follow(Answers::good);
-    eventually("it works", || space.unmap(SectionNo(1), &some_pages()));
+    eventually("it works", || space.unmap(FileSection(1), &some_pages()));
 }
 
 #[test]
@@ -602,17 +602,17 @@ fn silent_device_holds_a_caller_up_once_and_nobody_afterwards() {
     fake.follow(|_, _| Answers::Silence);
     std::thread::scope(|scope| {
         for _ in 0..4 {
-            scope.spawn(|| assert!(!space.unmap(SectionNo(1), &some_pages())));
+            scope.spawn(|| assert!(!space.unmap(FileSection(1), &some_pages())));
         }
     });
     assert_eq!(rig.driver.counts().broken_off, 1);
     // It answers no BEGIN either, so it stays away.
-    assert!(rig.driver.eviction_bar().is_some());
-    assert!(!space.unmap(SectionNo(1), &some_pages()));
+    assert!(rig.driver.eviction_blocker().is_some());
+    assert!(!space.unmap(FileSection(1), &some_pages()));
     assert!(space.is_any_leased());
     fake.follow(Answers::good);
     rig.driver.wait_connected(LONG).unwrap();
-    assert!(space.unmap(SectionNo(1), &some_pages()));
+    assert!(space.unmap(FileSection(1), &some_pages()));
 }
 
 #[test]
@@ -629,14 +629,17 @@ fn device_that_was_waited_for_long_is_waited_for_less_when_it_is_back() {
         Event::Unmap { .. } => Answers::Silence,
         _ => Answers::good(event, number),
     });
-    assert!(!space.unmap(SectionNo(1), &some_pages()));
+    assert!(!space.unmap(FileSection(1), &some_pages()));
     rig.driver.wait_connected(LONG).unwrap();
     assert!(patience(wire::Opcode::Unmap) < whole / 2);
     assert_eq!(patience(wire::Opcode::Create), whole, "no lock is held");
-    assert!(!space.unmap(SectionNo(1), &some_pages()));
+    assert!(!space.unmap(FileSection(1), &some_pages()));
     fake.follow(Answers::good);
     rig.driver.wait_connected(LONG).unwrap();
-    assert!(space.unmap(SectionNo(1), &some_pages()), "it is taken back");
+    assert!(
+        space.unmap(FileSection(1), &some_pages()),
+        "it is taken back"
+    );
 }
 
 #[test]
@@ -651,8 +654,8 @@ fn caller_is_released_when_the_device_hangs_up_in_the_middle() {
         }
         Answers::good(event, number)
     });
-    assert!(!space.unmap(SectionNo(1), &some_pages()));
-    eventually("it is back", || space.unmap(SectionNo(1), &some_pages()));
+    assert!(!space.unmap(FileSection(1), &some_pages()));
+    eventually("it is back", || space.unmap(FileSection(1), &some_pages()));
     assert_eq!(rig.driver.counts().broken_off, 0, "it was no fault of its");
 }
 
@@ -662,7 +665,7 @@ fn each_of_many_callers_gets_his_own_answer() {
     let space = rig.attached(1);
     fake.follow(|event, number| match event {
         Event::Touched { pages, .. } => {
-            let mut mask = PageSet::EMPTY;
+            let mut mask = FilePageSet::EMPTY;
             mask.insert(pages.start);
             Answers::Reply(Reply {
                 status: Status::OK,
@@ -678,12 +681,12 @@ fn each_of_many_callers_gets_his_own_answer() {
                 for round in 0..200 {
                     let page = (thread * 331 + round * 7) % PAGES;
                     // Posted events run in between.
-                    space.grant(PageNo(page).single(), Access::Write);
+                    space.grant(FilePage(page).single(), Access::Write);
                     let mut touched = Vec::new();
                     let visit = &mut |page| touched.push(page);
-                    let single = PageNo(page).single();
+                    let single = FilePage(page).single();
                     space.touched(single, Marks::Keep, visit).unwrap();
-                    assert_eq!(touched, [PageNo(page)]);
+                    assert_eq!(touched, [FilePage(page)]);
                 }
             });
         }
@@ -702,13 +705,13 @@ fn posts_wait_for_room_and_none_is_lost() {
             let space = &space;
             scope.spawn(move || {
                 for page in 0..500 {
-                    let page = PageNo(thread * 512 + page);
+                    let page = FilePage(thread * 512 + page);
                     space.grant(page.single(), Access::Read);
                 }
             });
         }
     });
-    assert!(space.unmap(SectionNo(1), &some_pages()));
+    assert!(space.unmap(FileSection(1), &some_pages()));
     let seen = fake.seen();
     assert_eq!(seen.len(), before + 1501);
     for thread in 0..3_u64 {
@@ -716,7 +719,7 @@ fn posts_wait_for_room_and_none_is_lost() {
             Event::Map { ranges, .. } if ranges[0].start.0 / 512 == thread => Some(ranges[0]),
             _ => None,
         });
-        let expected = (0..500).map(|page| PageNo(thread * 512 + page).single());
+        let expected = (0..500).map(|page| FilePage(thread * 512 + page).single());
         assert!(of_thread.eq(expected), "thread {thread}");
     }
 }
@@ -755,7 +758,7 @@ fn socket_of_something_else_is_told_in_a_sentence() {
     *fake.features.lock().unwrap() = 1 << 30;
     eventually("it lacks a feature", || {
         fake.hang_up();
-        let bar = rig.driver.eviction_bar();
+        let bar = rig.driver.eviction_blocker();
         bar.is_some_and(|why| why.contains("no VPRI function"))
     });
     *fake.features.lock().unwrap() = FEATURES;
@@ -763,12 +766,12 @@ fn socket_of_something_else_is_told_in_a_sentence() {
     config.lease_wait_us = 60_000_000;
     *fake.config.lock().unwrap() = config.encode().to_vec();
     eventually("it would hold locks too long", || {
-        let bar = rig.driver.eviction_bar();
+        let bar = rig.driver.eviction_blocker();
         bar.is_some_and(|why| why.contains("waits up to"))
     });
     *fake.config.lock().unwrap() = vec![0; 64];
     eventually("it has another configuration", || {
-        let bar = rig.driver.eviction_bar();
+        let bar = rig.driver.eviction_blocker();
         bar.is_some_and(|why| why.contains("configuration space"))
     });
     assert!(!rig.driver.is_connected());
@@ -830,7 +833,7 @@ fn space_that_a_new_device_refuses_is_barred_before_ready_until_its_vm_goes() {
     let told = told_since_begin(&fake);
     assert!(told.contains(&Event::Ready));
     assert!(!told.contains(&Event::Bar { name: key(1) }));
-    eventually("it is in use", || rig.driver.eviction_bar().is_none());
+    eventually("it is in use", || rig.driver.eviction_blocker().is_none());
     assert_eq!(rig.driver.counts().broken_off, 0);
     // One that the device has is given back without that.
     other.detach();

@@ -40,8 +40,8 @@ use crate::{
     wire::{Answer, Code, Config, Event, HEADER_BYTES, Opcode, Reply, Status},
 };
 use pagetide_addr::{
-    Access, DomainId, FileKey, PageNo, PageRange, PageRequest, PageResponse, RequestKind,
-    ResponseCode, SectionNo,
+    Access, DomainId, FileKey, FilePage, FileRange, FileSection, PageRequest, PageResponse,
+    RequestKind, ResponseCode,
 };
 use std::{collections::HashMap, sync::Arc};
 
@@ -60,8 +60,8 @@ pub trait DeviceSide {
     /// The code by which the driver's message is refused.
     fn land(&mut self, area: Option<(u64, u64)>) -> Result<(), Code>;
 
-    /// True if the landing area that the driver has given last holds `count` slots from `slot` on.
-    fn is_landing(&self, slot: u32, count: u64) -> bool;
+    /// True if the bounce area that the driver has given last holds `count` slots from `slot` on.
+    fn is_bounce(&self, slot: u32, count: u64) -> bool;
 }
 
 /// How far the driver is.
@@ -215,7 +215,7 @@ impl FunctionCore {
             }
             Event::Ready => self.ready(device)?,
             Event::Bar { name } => self.bar(*name)?,
-            Event::Landing { address, slots } => {
+            Event::Bounce { address, slots } => {
                 device.land(Some((*address, *slots))).map_err(Status::of)?;
                 Status::OK
             }
@@ -315,7 +315,7 @@ impl FunctionCore {
             }
             stays
         });
-        // First what comes, then what is there: none can slip through between.
+        // First what comes, then what is there: none can alias fault through between.
         domains.set_initial(Attribute::ReadWrite);
         for domain in domains.all() {
             let is_free = !barred.contains_key(&domain.key());
@@ -351,7 +351,7 @@ impl FunctionCore {
             return Ok(Status::OK);
         };
         domain.attributes().unmap_all();
-        let whole = PageRange::new(PageNo(0), PageNo(pages_of(&domain)));
+        let whole = FileRange::new(FilePage(0), FilePage(pages_of(&domain)));
         let leased = domain.attributes().leased_in(&[whole]);
         if leased.is_empty() {
             Ok(Status::OK)
@@ -389,7 +389,7 @@ impl FunctionCore {
     /// What becomes of a request while a driver is ready.
     fn fate(&self, request: &PageRequest, device: &dyn DeviceSide) -> Fate {
         if let RequestKind::Overwrite { slot } = request.kind
-            && !device.is_landing(slot, request.pages.len())
+            && !device.is_bounce(slot, request.pages.len())
         {
             // Its content lies where this driver does not look: nothing was installed of it.
             return Fate::Answer(ResponseCode::Success);
@@ -416,10 +416,10 @@ impl FunctionCore {
             RequestKind::Overwrite { .. } => Fate::Answer(ResponseCode::Success),
             // Nobody evicts now: a page that may be touched and is a hole was given up by the guest,
             // and reads as zeros.
-            RequestKind::Slip if self.may_be_touched(request) => {
+            RequestKind::AliasFault if self.may_be_touched(request) => {
                 Fate::Answer(ResponseCode::InvalidRequest)
             }
-            RequestKind::Demand | RequestKind::Prefault | RequestKind::Slip => Fate::Hold,
+            RequestKind::Demand | RequestKind::Prefault | RequestKind::AliasFault => Fate::Hold,
         }
     }
 
@@ -446,7 +446,7 @@ impl FunctionCore {
 
 fn land_nowhere(device: &mut dyn DeviceSide) {
     if let Err(code) = device.land(None) {
-        tracing::error!(?code, "the landing area cannot be given up");
+        tracing::error!(?code, "the bounce area cannot be given up");
     }
 }
 
@@ -467,7 +467,7 @@ fn offset(at: usize) -> u32 {
 }
 
 /// Sections that were not done.
-fn status_of(code: Code, sections: &[SectionNo]) -> Status {
+fn status_of(code: Code, sections: &[FileSection]) -> Status {
     Status {
         code,
         detail: offset(sections.len()),

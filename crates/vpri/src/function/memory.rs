@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The function's own memory: what its driver gives it for rings, messages and landing slots.
+//! The function's own memory: what its driver gives it for rings, messages and bounce buffers.
 //!
 //! It is memory of the driver's process and changes under our hands. All access is by
 //! copies, whatever is read is looked at once, and a file that could be shrunk, which
 //! would kill this process, is refused.
 
-use crate::landing::{LANDING_SLOTS_MAX, LandingArea, LandingError};
+use crate::bounce::{BOUNCE_BUFFERS_MAX, BounceArea, BounceError};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_sys::{
     guest_ram::{RamFile, RamFileError, RamFileKind, Sealed},
@@ -36,13 +36,13 @@ pub(super) enum MemoryError {
     /// Its addresses wrap, or overlap others.
     #[error("{bytes} bytes at address {address:#x} wrap around or overlap other memory")]
     Address { bytes: u64, address: u64 },
-    /// A landing area that does not lie in one region.
-    #[error("no memory has all of the {slots} landing slots at address {address:#x}")]
-    Landing { address: u64, slots: u64 },
-    /// No landing area can be had.
+    /// A bounce area that does not lie in one region.
+    #[error("no memory has all of the {slots} bounce buffers at address {address:#x}")]
+    Bounce { address: u64, slots: u64 },
+    /// No bounce area can be had.
     #[error(transparent)]
-    Area(#[from] LandingError),
-    /// Its file cannot be mapped for landing slots.
+    Area(#[from] BounceError),
+    /// Its file cannot be mapped for bounce buffers.
     #[error(transparent)]
     Mapping(#[from] pagetide_sys::mapping::MappingError),
 }
@@ -120,19 +120,19 @@ impl FunctionMemory {
         })
     }
 
-    /// Landing areas for `engines`, side by side in `slots` slots at `address`, of which the first
+    /// Bounce areas for `engines`, side by side in `slots` slots at `address`, of which the first
     /// has number `first`.
-    pub fn landing(
+    pub fn bounce(
         &self,
         (address, slots): (u64, u64),
         first: u32,
         engines: u32,
-    ) -> Result<Vec<Arc<LandingArea>>, MemoryError> {
-        let nowhere = || MemoryError::Landing { address, slots };
+    ) -> Result<Vec<Arc<BounceArea>>, MemoryError> {
+        let nowhere = || MemoryError::Bounce { address, slots };
         let bytes = slots.checked_mul(PAGE_BYTES).ok_or_else(nowhere)?;
         let count = u32::try_from(slots)
             .ok()
-            .filter(|slots| *slots <= LANDING_SLOTS_MAX);
+            .filter(|slots| *slots <= BOUNCE_BUFFERS_MAX);
         let each = count.ok_or_else(nowhere)? / engines.max(1);
         let offset = |Region { shape, .. }: &Region| {
             let into = address.checked_sub(shape.address)?;
@@ -149,11 +149,7 @@ impl FunctionMemory {
             .map(|engine| {
                 let at = offset + u64::from(engine) * u64::from(each) * PAGE_BYTES;
                 let slots = (first.saturating_add(engine * each), each);
-                Ok(Arc::new(LandingArea::over(
-                    Arc::clone(&mapping),
-                    at,
-                    slots,
-                )?))
+                Ok(Arc::new(BounceArea::over(Arc::clone(&mapping), at, slots)?))
             })
             .collect()
     }

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     access_log::AccessLog,
-    landing::LandingArea,
+    bounce::BounceArea,
     queue::{HostEnd, HostPresence},
     wire::{
         ANSWER_BYTES, Code, EVENT_QUEUE, Event, FAULT_QUEUE, HEADER_BYTES, LOG_QUEUE, LogEntry,
@@ -52,29 +52,29 @@ pub struct QueueFigures {
     pub drivers: u64,
 }
 
-/// The engines, and the landing slots they have.
+/// The engines, and the bounce buffers they have.
 #[derive(Debug)]
 pub(super) struct Outside {
     pub hosts: Vec<HostEnd>,
-    /// The first so many of them are engines, which may use landing slots.
+    /// The first so many of them are engines, which may use bounce buffers.
     pub engine_count: usize,
     pub memory: FunctionMemory,
     /// Number of the area's first slot, and how many it has.
-    landing: Option<(u32, u32)>,
+    bounce: Option<(u32, u32)>,
     /// A slot's number is never used again.
     next_slot: u32,
 }
 
 impl Outside {
-    fn give_landing(&self, areas: &[Arc<LandingArea>]) {
+    fn give_bounce(&self, areas: &[Arc<BounceArea>]) {
         for (index, host) in self.hosts.iter().take(self.engine_count).enumerate() {
-            host.set_landing(areas.get(index).cloned());
+            host.set_bounce(areas.get(index).cloned());
         }
     }
 
     /// The request as the driver knows it: it counts slots from the area's begin.
     fn as_sent(&self, mut request: PageRequest) -> PageRequest {
-        if let (RequestKind::Overwrite { slot }, Some((first, _))) = (request.kind, self.landing) {
+        if let (RequestKind::Overwrite { slot }, Some((first, _))) = (request.kind, self.bounce) {
             let slot = slot.saturating_sub(first);
             request.kind = RequestKind::Overwrite { slot };
         }
@@ -91,26 +91,26 @@ impl DeviceSide for Outside {
 
     fn land(&mut self, area: Option<(u64, u64)>) -> Result<(), Code> {
         let Some((address, slots)) = area else {
-            self.landing = None;
-            self.give_landing(&[]);
+            self.bounce = None;
+            self.give_bounce(&[]);
             return Ok(());
         };
         let first = self.next_slot;
         let engines = u32::try_from(self.engine_count).unwrap_or(u32::MAX);
-        let areas = self.memory.landing((address, slots), first, engines);
+        let areas = self.memory.bounce((address, slots), first, engines);
         let areas = areas.map_err(|error| {
-            tracing::warn!(%error, "the driver's landing area is refused");
+            tracing::warn!(%error, "the driver's bounce area is refused");
             Code::Invalid
         })?;
         let count = u32::try_from(slots).unwrap_or(u32::MAX);
         self.next_slot = first.checked_add(count).ok_or(Code::Full)?;
-        self.landing = Some((first, count));
-        self.give_landing(&areas);
+        self.bounce = Some((first, count));
+        self.give_bounce(&areas);
         Ok(())
     }
 
-    fn is_landing(&self, slot: u32, count: u64) -> bool {
-        self.landing.is_some_and(|(first, slots)| {
+    fn is_bounce(&self, slot: u32, count: u64) -> bool {
+        self.bounce.is_some_and(|(first, slots)| {
             let nth = slot.checked_sub(first);
             nth.is_some_and(|nth| u64::from(nth) + count <= u64::from(slots))
         })
@@ -157,7 +157,7 @@ impl State {
                 hosts,
                 engine_count,
                 memory: FunctionMemory::default(),
-                landing: None,
+                bounce: None,
                 next_slot: 0,
             },
             vrings: Default::default(),

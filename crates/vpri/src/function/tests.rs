@@ -7,8 +7,8 @@ use crate::{
     wire::{Answer, Code, Config, Event, Farewell, Reply, Status},
 };
 use pagetide_addr::{
-    Access, DeviceId, DomainId, FileKey, Marks, PAGE_BYTES, PageNo, PageRange, PageRequest,
-    PageResponse, QueueId, RequestId, RequestKind, ResponseCode, SectionNo,
+    Access, DeviceId, DomainId, FileKey, FilePage, FileRange, FileSection, Marks, PAGE_BYTES,
+    PageRequest, PageResponse, QueueId, RequestId, RequestKind, ResponseCode,
 };
 use pagetide_sys::memory_file::GuestFile;
 use std::{os::fd::AsFd, sync::Arc};
@@ -34,7 +34,7 @@ pub(super) fn limits() -> Config {
 #[derive(Default)]
 pub(super) struct Engines {
     pub responses: Vec<(SourceNo, PageResponse)>,
-    pub landing: Option<(u64, u64)>,
+    pub bounce: Option<(u64, u64)>,
 }
 
 impl DeviceSide for Engines {
@@ -46,13 +46,13 @@ impl DeviceSide for Engines {
         if area.is_some_and(|(_, slots)| slots == 0) {
             return Err(Code::Invalid);
         }
-        self.landing = area;
+        self.bounce = area;
         Ok(())
     }
 
-    fn is_landing(&self, slot: u32, count: u64) -> bool {
+    fn is_bounce(&self, slot: u32, count: u64) -> bool {
         let end = u64::from(slot) + count;
-        self.landing.is_some_and(|(_, slots)| end <= slots)
+        self.bounce.is_some_and(|(_, slots)| end <= slots)
     }
 }
 
@@ -112,7 +112,7 @@ impl Rig {
         self.table.map_whole(self.file.as_fd()).unwrap()
     }
 
-    fn map(&mut self, space: DomainId, range: PageRange, access: Access) {
+    fn map(&mut self, space: DomainId, range: FileRange, access: Access) {
         let ranges = vec![range].into();
         self.tell(Event::Map {
             space,
@@ -151,17 +151,17 @@ impl Rig {
 
 pub(super) fn request(id: u64, domain: DomainId, page: u64) -> PageRequest {
     let from = (DeviceId(1), QueueId(7));
-    let pages = PageNo(page).single();
+    let pages = FilePage(page).single();
     PageRequest::demand(RequestId(id), from, domain, pages, Access::Write)
 }
 
-fn range(first: u64, end: u64) -> PageRange {
-    PageRange::new(PageNo(first), PageNo(end))
+fn range(first: u64, end: u64) -> FileRange {
+    FileRange::new(FilePage(first), FilePage(end))
 }
 
 fn attributes(domain: &DmaDomain) -> Vec<Attribute> {
     let bitmap = domain.attributes().bitmap();
-    let pages = (0..bitmap.page_count()).map(PageNo);
+    let pages = (0..bitmap.page_count()).map(FilePage);
     pages.map(|page| bitmap.attribute(page)).collect()
 }
 
@@ -170,7 +170,9 @@ fn all_are(domain: &DmaDomain, attribute: Attribute) -> bool {
 }
 
 fn lease(domain: &DmaDomain, page: u64, access: Access) -> Option<Lease> {
-    domain.attributes().lease(0, PageNo(page).single(), access)
+    domain
+        .attributes()
+        .lease(0, FilePage(page).single(), access)
 }
 
 fn release(domain: &DmaDomain, lease: Lease) {
@@ -277,7 +279,7 @@ fn section_with_a_standing_page_is_left_and_the_others_are_done() {
     let window = rig.open();
     let domain = Arc::clone(window.domain());
     rig.map(space, range(0, PAGES), Access::Write);
-    assert!(domain.attributes().wire(PageNo(700).single()));
+    assert!(domain.attributes().wire(FilePage(700).single()));
     let dma = lease(&domain, 5, Access::Read).unwrap();
     let status = rig.ask(&Event::Unmap {
         space,
@@ -300,7 +302,7 @@ fn section_with_a_standing_page_is_left_and_the_others_are_done() {
     let pages = Some(range(600, 800));
     let reply = rig.ask(&Event::Standing { space, pages });
     let mask = reply.mask.unwrap();
-    assert!(mask.pages(SectionNo(1)).eq([PageNo(700)]));
+    assert!(mask.pages(FileSection(1)).eq([FilePage(700)]));
     let reply = rig.ask(&Event::Standing { space, pages: None });
     assert_eq!((reply.status.value, reply.mask), (1, None));
 }
@@ -532,7 +534,7 @@ fn request_with_an_id_that_is_outstanding_fails_and_the_first_one_goes_on() {
 }
 
 #[test]
-fn overwrite_out_of_a_landing_area_that_is_no_more_is_answered_with_nothing_installed() {
+fn overwrite_out_of_a_bounce_area_that_is_no_more_is_answered_with_nothing_installed() {
     let (mut rig, space) = Rig::with_space();
     let overwrite = |id| PageRequest {
         kind: RequestKind::Overwrite { slot: 3 },
@@ -542,14 +544,14 @@ fn overwrite_out_of_a_landing_area_that_is_no_more_is_answered_with_nothing_inst
         let source = SourceNo(0);
         rig.core.request(source, overwrite(id), &mut rig.engines)
     };
-    let landing = |slots| Event::Landing { address: 0, slots };
+    let bounce = |slots| Event::Bounce { address: 0, slots };
     assert_eq!(ask(&mut rig, 1), None, "there is no area");
-    rig.tell(landing(4));
+    rig.tell(bounce(4));
     assert!(ask(&mut rig, 2).is_some());
-    assert_eq!(rig.code(&landing(0)), Code::Invalid);
+    assert_eq!(rig.code(&bounce(0)), Code::Invalid);
     rig.tell(Event::Begin);
     rig.create();
-    rig.tell(landing(3));
+    rig.tell(bounce(3));
     rig.tell(Event::Ready);
     assert!(rig.unsent().is_empty());
     let responses = rig.engines.responses.iter();
@@ -571,11 +573,11 @@ fn without_a_driver_only_what_needs_one_waits_for_it() {
         kind,
         ..request(id, space, page)
     };
-    let slip = |id, page| of_kind(id, page, RequestKind::Slip);
+    let alias_fault = |id, page| of_kind(id, page, RequestKind::AliasFault);
     for asked in [
         of_kind(1, 0, RequestKind::Overwrite { slot: 0 }),
-        slip(2, 0),
-        slip(3, 1),
+        alias_fault(2, 0),
+        alias_fault(3, 1),
         request(4, space, 1),
     ] {
         let sent = rig.core.request(SourceNo(0), asked, &mut rig.engines);
@@ -600,7 +602,7 @@ fn message_out_of_its_session_or_its_bounds_is_invalid_and_changes_nothing() {
     let space = rig.create();
     rig.tell(Event::Ready);
     assert_eq!(rig.code(&Event::Ready), Code::Invalid);
-    let map = |ranges: Vec<PageRange>| Event::Map {
+    let map = |ranges: Vec<FileRange>| Event::Map {
         space,
         access: Access::Write,
         ranges: ranges.into(),
@@ -666,7 +668,7 @@ fn pages_that_dma_has_touched_are_told_and_forgotten() {
             marks,
         };
         let mask = rig.ask(&event).mask.unwrap();
-        mask.pages(SectionNo(1))
+        mask.pages(FileSection(1))
             .map(|page| page.0)
             .collect::<Vec<_>>()
     };

@@ -24,7 +24,7 @@ use super::{
     table::Entry,
     tlb::{DevTlb, DevTlbSize, Found, InUse, Kept, Ticket, TlbCounts},
 };
-use pagetide_addr::{Access, PageNo, PageRange, ResponseCode};
+use pagetide_addr::{Access, FilePage, FileRange, ResponseCode, to_usize};
 use pagetide_sys::mapping::SharedMapping;
 use rustix::time::{ClockId, clock_gettime};
 use std::{
@@ -86,19 +86,19 @@ pub enum DmaError {
     #[error("the host refuses {page}: it is not in the device's address space")]
     Refused {
         /// First page of the group.
-        page: PageNo,
+        page: FilePage,
     },
     /// The page request interface is stopped by a response failure.
     #[error("page requests are stopped at {page}; restart them and repeat the transfer")]
     Stopped {
         /// The page that was wanted.
-        page: PageNo,
+        page: FilePage,
     },
     /// No answer within the time set.
     #[error("the host has not answered the page request for {page} within {waited:?}")]
     NoAnswer {
         /// First page of the group.
-        page: PageNo,
+        page: FilePage,
         /// The time set.
         waited: Duration,
     },
@@ -106,7 +106,7 @@ pub enum DmaError {
     #[error("{page} is absent after {faults} page requests")]
     NoProgress {
         /// The page.
-        page: PageNo,
+        page: FilePage,
         /// How often it faulted.
         faults: u32,
     },
@@ -168,13 +168,13 @@ impl DeviceModel {
     /// [`DmaError`]; pages before the one named were touched.
     pub fn dma(
         &self,
-        pages: PageRange,
+        pages: FileRange,
         access: Access,
-        touch: &mut dyn FnMut(PageNo, &SharedMapping),
+        touch: &mut dyn FnMut(FilePage, &SharedMapping),
     ) -> Result<DmaReport, DmaError> {
         let mut report = DmaReport::default();
         for page in pages.iter() {
-            let rest = PageRange::new(page, pages.end);
+            let rest = FileRange::new(page, pages.end);
             let used = self.usable(rest, access, &mut report)?;
             touch(page, self.function.space.memory());
             self.function.tlb.release(used);
@@ -208,7 +208,7 @@ impl DeviceModel {
     /// A translation of the first page of `rest`, in use.
     fn usable(
         &self,
-        rest: PageRange,
+        rest: FileRange,
         access: Access,
         report: &mut DmaReport,
     ) -> Result<InUse, DmaError> {
@@ -219,11 +219,8 @@ impl DeviceModel {
                 Found::Hit(used) => return Ok(resumed(used, faults, report)),
                 Found::Miss(asked) => asked,
             };
-            let wanted = PageRange::new(
-                page,
-                rest.end.min(PageNo(page.0.saturating_add(PAGES_AT_ONCE))),
-            );
-            let mut found = Vec::with_capacity(PageNo(wanted.len()).index());
+            let wanted = FileRange::new(page, rest.end.min(page.saturating_plus(PAGES_AT_ONCE)));
+            let mut found = Vec::with_capacity(to_usize(wanted.len()));
             match self.ask(wanted, access, asked, &mut found) {
                 Answer::Present(Kept::Used(used)) => {
                     report.translations += 1;
@@ -243,7 +240,7 @@ impl DeviceModel {
                     report.groups += 1;
                     let absent = wanted.iter().zip(&found);
                     let absent = absent.filter(|(_, entry)| !entry.allows(access));
-                    let absent: Vec<PageNo> = absent.map(|(page, _)| page).collect();
+                    let absent: Vec<FilePage> = absent.map(|(page, _)| page).collect();
                     self.request(&absent, access)?;
                 }
             }
@@ -253,13 +250,13 @@ impl DeviceModel {
     /// Asks the IOMMU, and keeps what it says of present pages.
     fn ask(
         &self,
-        wanted: PageRange,
+        wanted: FileRange,
         access: Access,
         asked: Ticket,
         found: &mut Vec<Entry>,
     ) -> Answer {
         let tlb = &self.function.tlb;
-        let others = PageRange::new(PageNo(wanted.start.0 + 1), wanted.end);
+        let others = FileRange::new(wanted.start.next(), wanted.end);
         let tickets: Vec<Ticket> = others.iter().map(|page| tlb.ticket(page)).collect();
         self.iommu.translate(&self.function, wanted, access, found);
         let Some((first, more)) = found.split_first() else {
@@ -281,7 +278,7 @@ impl DeviceModel {
     }
 
     /// Sends a page request group for `absent`, and waits for its answer.
-    fn request(&self, absent: &[PageNo], access: Access) -> Result<(), DmaError> {
+    fn request(&self, absent: &[FilePage], access: Access) -> Result<(), DmaError> {
         let Some((last, _)) = absent.split_last() else {
             return Ok(());
         };
@@ -312,7 +309,7 @@ impl DeviceModel {
         }
     }
 
-    fn begin(&self, messages: u32, page: PageNo) -> Result<Group, DmaError> {
+    fn begin(&self, messages: u32, page: FilePage) -> Result<Group, DmaError> {
         let begun = Instant::now();
         loop {
             match self.function.requests.begin(messages) {
@@ -323,7 +320,7 @@ impl DeviceModel {
         }
     }
 
-    fn answer_to(&self, group: &Group, page: PageNo) -> Result<ResponseCode, DmaError> {
+    fn answer_to(&self, group: &Group, page: FilePage) -> Result<ResponseCode, DmaError> {
         let begun = Instant::now();
         loop {
             for _ in 0..LOOKS {
@@ -342,7 +339,7 @@ impl DeviceModel {
         }
     }
 
-    fn look_at_clock(&self, begun: Instant, page: PageNo) -> Result<(), DmaError> {
+    fn look_at_clock(&self, begun: Instant, page: FilePage) -> Result<(), DmaError> {
         let waited = self.config.answer_wait;
         if begun.elapsed() >= waited {
             return Err(DmaError::NoAnswer { page, waited });

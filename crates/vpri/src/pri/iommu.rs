@@ -16,7 +16,7 @@ use super::{
     tlb::DevTlb,
 };
 use crate::DomainError;
-use pagetide_addr::{Access, DomainId, FileKey, PageRange, ResponseCode};
+use pagetide_addr::{Access, DomainId, FileKey, FileRange, ResponseCode};
 use pagetide_sys::mapping::SharedMapping;
 use std::{
     collections::{HashMap, HashSet},
@@ -101,7 +101,7 @@ pub(super) struct InvalidationQueue {
 impl InvalidationQueue {
     /// Makes `functions` forget `ranges`. They have when this returns; DMA that had begun before may
     /// be under way still.
-    pub fn invalidate(&self, functions: &[Arc<Function>], ranges: &[PageRange]) {
+    pub fn invalidate(&self, functions: &[Arc<Function>], ranges: &[FileRange]) {
         if functions.is_empty() {
             return;
         }
@@ -276,7 +276,7 @@ impl Iommu {
     pub(super) fn translate(
         &self,
         function: &Function,
-        pages: PageRange,
+        pages: FileRange,
         access: Access,
         found: &mut Vec<Entry>,
     ) {

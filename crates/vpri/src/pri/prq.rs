@@ -18,7 +18,7 @@
 //! dropped: the hardware itself answers the last message of a group then.
 
 use super::interrupt::Interrupt;
-use pagetide_addr::{Access, PAGE_BYTES, PAGE_SHIFT, PageNo};
+use pagetide_addr::{Access, FilePage, PAGE_BYTES, PAGE_SHIFT, to_usize};
 use std::{
     io,
     sync::{
@@ -72,7 +72,7 @@ pub struct PageMessage {
     /// Whether the group ends with it.
     pub position: Position,
     /// The page wanted, below 2^52.
-    pub page: PageNo,
+    pub page: FilePage,
     /// For what.
     pub access: Access,
     /// When it was sent, in nanoseconds of the host's monotonic clock, as private data.
@@ -154,7 +154,7 @@ impl Message {
             device,
             group,
             position,
-            page: PageNo(words[1] >> PAGE_SHIFT),
+            page: FilePage(words[1] >> PAGE_SHIFT),
             access: if words[1] & WRITE == 0 {
                 Access::Read
             } else {
@@ -306,7 +306,7 @@ impl PageRequestQueue {
     }
 
     fn entry(&self, position: u64) -> &[AtomicU64; 4] {
-        &self.ring[PageNo(position % self.ring.len() as u64).index()]
+        &self.ring[to_usize(position % self.ring.len() as u64)]
     }
 }
 
@@ -319,7 +319,7 @@ mod tests {
             device: RequesterId(0xbeef),
             group: 0x1a5,
             position,
-            page: PageNo(page),
+            page: FilePage(page),
             access: Access::Write,
             sent_ns: 77,
         }

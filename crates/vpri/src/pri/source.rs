@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{queue::Doorbell, source::FaultSource, space::IoSpace};
 use pagetide_addr::{
-    DeviceId, PageNo, PageRange, PageRequest, PageResponse, QueueId, RequestId, ResponseCode,
+    DeviceId, FileRange, PageRequest, PageResponse, QueueId, RequestId, ResponseCode,
 };
 use pagetide_sys::cpu::{self, Urgency};
 use std::{
@@ -332,12 +332,12 @@ impl Drop for InterruptThread {
 
 /// Pages of a group that follow one another and are wanted for the same, with the first message of
 /// each run.
-fn runs(pages: &[PageMessage]) -> Vec<(PageMessage, PageRange)> {
-    let mut runs: Vec<(PageMessage, PageRange)> = Vec::new();
+fn runs(pages: &[PageMessage]) -> Vec<(PageMessage, FileRange)> {
+    let mut runs: Vec<(PageMessage, FileRange)> = Vec::new();
     for page in pages {
         match runs.last_mut() {
             Some((first, run)) if run.end == page.page && first.access == page.access => {
-                run.end = PageNo(run.end.0 + 1);
+                run.end = run.end.next();
             }
             _ => runs.push((*page, page.page.single())),
         }

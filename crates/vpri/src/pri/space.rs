@@ -17,7 +17,7 @@ use crate::{
     space::{IoSpace, IoSpaces, LookError},
 };
 use pagetide_addr::{
-    Access, DomainId, FileKey, Marks, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo,
+    Access, DomainId, FileKey, FilePage, FilePageSet, FileRange, FileSection, Marks, PAGE_BYTES,
 };
 use pagetide_sys::mapping::SharedMapping;
 use std::{
@@ -90,13 +90,13 @@ impl PriSpace {
         functions.iter().filter_map(Weak::upgrade).collect()
     }
 
-    fn all(&self) -> PageRange {
+    fn all(&self) -> FileRange {
         let pages = self.mapping.len_bytes().div_ceil(PAGE_BYTES);
-        PageRange::new(PageNo(0), PageNo(pages))
+        FilePage(0).run(pages)
     }
 
     /// Invalidates `ranges`, whose entries are restricted already; false if DMA goes on there.
-    fn invalidate(&self, ranges: &[PageRange]) -> bool {
+    fn invalidate(&self, ranges: &[FileRange]) -> bool {
         let functions = self.functions();
         self.invalidations.invalidate(&functions, ranges);
         let is_used = |function: &Arc<Function>| {
@@ -155,7 +155,7 @@ impl IoSpace for PriSpace {
             .any(|function| function.tlb.is_any_used())
     }
 
-    fn unmap(&self, section: SectionNo, pages: &PageSet) -> bool {
+    fn unmap(&self, section: FileSection, pages: &FilePageSet) -> bool {
         let runs = pages.runs(section);
         for run in &runs {
             self.table.clear(*run);
@@ -163,7 +163,7 @@ impl IoSpace for PriSpace {
         self.invalidate(&runs)
     }
 
-    fn forbid_writes(&self, section: SectionNo, pages: &PageSet) -> bool {
+    fn forbid_writes(&self, section: FileSection, pages: &FilePageSet) -> bool {
         let runs = pages.runs(section);
         for run in &runs {
             self.table.forbid_writes(*run);
@@ -171,13 +171,13 @@ impl IoSpace for PriSpace {
         self.invalidate(&runs)
     }
 
-    fn grant(&self, range: PageRange, access: Access) {
+    fn grant(&self, range: FileRange, access: Access) {
         self.table.grant(range.intersect(self.all()), access);
     }
 
     /// The model's devices have no queues in guest memory.
-    fn standing_in(&self, _section: SectionNo) -> PageSet {
-        PageSet::EMPTY
+    fn standing_in(&self, _section: FileSection) -> FilePageSet {
+        FilePageSet::EMPTY
     }
 
     fn standing_pages(&self) -> u64 {
@@ -188,9 +188,9 @@ impl IoSpace for PriSpace {
     /// again, so marks that are forgotten are forgotten there, too.
     fn touched(
         &self,
-        pages: PageRange,
+        pages: FileRange,
         marks: Marks,
-        visit: &mut dyn FnMut(PageNo),
+        visit: &mut dyn FnMut(FilePage),
     ) -> Result<(), LookError> {
         let mut any = false;
         self.table.accessed(pages, &mut |page| {
@@ -232,7 +232,7 @@ impl IoSpaces for Iommu {
         Vec::new()
     }
 
-    fn eviction_bar(&self) -> Option<String> {
+    fn eviction_blocker(&self) -> Option<String> {
         None
     }
 }

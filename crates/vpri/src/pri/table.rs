@@ -16,7 +16,7 @@
 //! when it translates, and *dirty* (D) when it translates for a write, as an IOMMU
 //! with access and dirty tracking does.
 
-use pagetide_addr::{Access, PAGE_SHIFT, PageNo, PageRange};
+use pagetide_addr::{Access, FilePage, FileRange, PAGE_SHIFT, to_usize};
 use std::sync::{
     OnceLock,
     atomic::{AtomicU64, Ordering},
@@ -57,8 +57,8 @@ impl Entry {
 
     /// Where the page lies in the RAM file. Meaningful only if it is present.
     #[must_use]
-    pub const fn home(self) -> PageNo {
-        PageNo((self.0 & HOME) >> PAGE_SHIFT)
+    pub const fn home(self) -> FilePage {
+        FilePage((self.0 & HOME) >> PAGE_SHIFT)
     }
 }
 
@@ -105,7 +105,7 @@ pub(super) struct IoPageTable {
 
 impl IoPageTable {
     /// What the IOMMU finds for `page`, wanted for `access`; marks the entry if it allows that.
-    pub fn walk(&self, page: PageNo, access: Access) -> Entry {
+    pub fn walk(&self, page: FilePage, access: Access) -> Entry {
         let Some(entry) = self.entry(page) else {
             return Entry(0);
         };
@@ -127,7 +127,7 @@ impl IoPageTable {
     }
 
     /// Allows `access` to all of `range`; pages that may be written already stay so.
-    pub fn grant(&self, range: PageRange, access: Access) {
+    pub fn grant(&self, range: FileRange, access: Access) {
         for page in range.iter() {
             if let Some(entry) = self.entry_made(page) {
                 let home = page.0 << PAGE_SHIFT & HOME;
@@ -137,19 +137,19 @@ impl IoPageTable {
     }
 
     /// Makes all of `range` absent.
-    pub fn clear(&self, range: PageRange) {
+    pub fn clear(&self, range: FileRange) {
         self.change(range, |entry| entry.store(0, Ordering::Release));
     }
 
     /// Makes all of `range` read-only where it could be written.
-    pub fn forbid_writes(&self, range: PageRange) {
+    pub fn forbid_writes(&self, range: FileRange) {
         self.change(range, |entry| {
             entry.fetch_and(!WRITE, Ordering::AcqRel);
         });
     }
 
     /// Calls `visit` for each page of `range` that was accessed since its mark was forgotten.
-    pub fn accessed(&self, range: PageRange, visit: &mut dyn FnMut(PageNo)) {
+    pub fn accessed(&self, range: FileRange, visit: &mut dyn FnMut(FilePage)) {
         for page in range.iter() {
             let entry = self.entry(page);
             if entry.is_some_and(|entry| entry.load(Ordering::Acquire) & ACCESSED != 0) {
@@ -159,19 +159,19 @@ impl IoPageTable {
     }
 
     /// Forgets the marks of all of `range`.
-    pub fn forget(&self, range: PageRange) {
+    pub fn forget(&self, range: FileRange) {
         self.change(range, |entry| {
             entry.fetch_and(!(ACCESSED | DIRTY), Ordering::AcqRel);
         });
     }
 
-    fn change(&self, range: PageRange, change: impl Fn(&AtomicU64)) {
+    fn change(&self, range: FileRange, change: impl Fn(&AtomicU64)) {
         let mut page = range.start;
         while page < range.end {
-            let next = PageNo((page.0 / FAN_OUT as u64 + 1) * FAN_OUT as u64).min(range.end);
+            let next = FilePage((page.0 / FAN_OUT as u64 + 1) * FAN_OUT as u64).min(range.end);
             // A leaf that nobody made has nothing to take away.
             if let Some(leaf) = self.leaf(page) {
-                let within = index(page, 0)..index(page, 0) + PageNo(next.0 - page.0).index();
+                let within = index(page, 0)..index(page, 0) + to_usize(next.0 - page.0);
                 leaf.0
                     .get(within)
                     .unwrap_or_default()
@@ -182,11 +182,11 @@ impl IoPageTable {
         }
     }
 
-    fn entry(&self, page: PageNo) -> Option<&AtomicU64> {
+    fn entry(&self, page: FilePage) -> Option<&AtomicU64> {
         self.leaf(page)?.0.get(index(page, 0))
     }
 
-    fn leaf(&self, page: PageNo) -> Option<&Leaf> {
+    fn leaf(&self, page: FilePage) -> Option<&Leaf> {
         if page.0 >= PAGES_MAX {
             return None;
         }
@@ -194,7 +194,7 @@ impl IoPageTable {
         upper.get(index(page, 1))
     }
 
-    fn entry_made(&self, page: PageNo) -> Option<&AtomicU64> {
+    fn entry_made(&self, page: FilePage) -> Option<&AtomicU64> {
         if page.0 >= PAGES_MAX {
             return None;
         }
@@ -213,8 +213,8 @@ impl std::fmt::Debug for IoPageTable {
 }
 
 /// Index of `page` in its table of `level`, 0 being the leaf.
-const fn index(page: PageNo, level: u32) -> usize {
-    PageNo(page.0 >> (level * INDEX_BITS) & (FAN_OUT as u64 - 1)).index()
+const fn index(page: FilePage, level: u32) -> usize {
+    to_usize(page.0 >> (level * INDEX_BITS) & (FAN_OUT as u64 - 1))
 }
 
 #[cfg(test)]
@@ -222,14 +222,14 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    fn range(start: u64, end: u64) -> PageRange {
-        PageRange::new(PageNo(start), PageNo(end))
+    fn range(start: u64, end: u64) -> FileRange {
+        FileRange::new(FilePage(start), FilePage(end))
     }
 
     #[test]
     fn entry_of_a_page_is_found_by_each_of_its_four_indices() {
         let table = IoPageTable::default();
-        let pages = [0, 1, 511, 512, 1 << 18, (1 << 27) + 5, PAGES_MAX - 1].map(PageNo);
+        let pages = [0, 1, 511, 512, 1 << 18, (1 << 27) + 5, PAGES_MAX - 1].map(FilePage);
         for page in pages {
             assert_eq!(table.walk(page, Access::Read).access(), None);
             table.grant(page.single(), Access::Read);
@@ -239,9 +239,9 @@ mod tests {
             assert_eq!((found.access(), found.home()), (Some(Access::Read), page));
             assert!(!found.allows(Access::Write));
         }
-        table.grant(PageNo(PAGES_MAX).single(), Access::Write);
-        assert_eq!(table.walk(PageNo(PAGES_MAX), Access::Read).access(), None);
-        assert_eq!(table.walk(PageNo(u64::MAX), Access::Read).access(), None);
+        table.grant(FilePage(PAGES_MAX).single(), Access::Write);
+        assert_eq!(table.walk(FilePage(PAGES_MAX), Access::Read).access(), None);
+        assert_eq!(table.walk(FilePage(u64::MAX), Access::Read).access(), None);
     }
 
     #[test]
@@ -284,7 +284,7 @@ mod tests {
             }
         }
         for page in 0..PAGES + 600 {
-            let found = table.walk(PageNo(page), Access::Read);
+            let found = table.walk(FilePage(page), Access::Read);
             assert_eq!(found.access(), naive.get(&page).copied(), "page {page}");
         }
     }
@@ -293,8 +293,8 @@ mod tests {
     fn walk_marks_what_it_translates_and_nothing_else() {
         let table = IoPageTable::default();
         table.grant(range(0, 4), Access::Read);
-        table.walk(PageNo(1), Access::Read);
-        table.walk(PageNo(2), Access::Write);
+        table.walk(FilePage(1), Access::Read);
+        table.walk(FilePage(2), Access::Write);
         let accessed = || {
             let mut pages = Vec::new();
             table.accessed(range(0, 1000), &mut |page| pages.push(page.0));
@@ -302,7 +302,7 @@ mod tests {
         };
         assert_eq!(accessed(), [1]);
         table.grant(range(0, 4), Access::Write);
-        table.walk(PageNo(2), Access::Write);
+        table.walk(FilePage(2), Access::Write);
         assert_eq!(accessed(), [1, 2]);
         table.forget(range(0, 2));
         assert_eq!(accessed(), [2]);

@@ -15,8 +15,8 @@ use crate::{
     space::{IoSpace, IoSpaces},
 };
 use pagetide_addr::{
-    Access, Marks, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse, PageSet, RequestId,
-    ResponseCode, SectionNo, Va,
+    Access, FilePage, FilePageSet, FileRange, FileSection, Marks, PAGE_BYTES, PageNo, PageRange,
+    PageRequest, PageResponse, PageSet, RequestId, ResponseCode, SectionNo, Va, to_usize,
 };
 use pagetide_gmem::{
     Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Incidents, Installed,
@@ -38,8 +38,8 @@ use std::{
 const PAGES: u64 = 700;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn pages(start: u64, end: u64) -> PageRange {
-    PageRange::new(PageNo(start), PageNo(end))
+fn pages(start: u64, end: u64) -> FileRange {
+    FileRange::new(FilePage(start), FilePage(end))
 }
 
 fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
@@ -130,8 +130,8 @@ impl ContentStore for Ram {
 }
 
 impl Incidents for Ram {
-    fn intruder(&self, page: PageNo) {
-        panic!("an intruder in {page}");
+    fn foreign_page(&self, page: PageNo) {
+        panic!("a foreign page in {page}");
     }
     fn poisoned(&self, page: PageNo, why: &StoreError) {
         panic!("{page}: {why}");
@@ -172,7 +172,7 @@ impl Vm {
         io.attach().unwrap();
         io.unmap_all();
         let io_space = Arc::clone(&io) as Arc<dyn IoSpace>;
-        let mmu = Arc::new(DmaMmu::new([(io_space, pages(0, PAGES))]));
+        let mmu = Arc::new(DmaMmu::new([(io_space, PageNo(0).run(PAGES))]));
         let device = Device::with_id(DPU, Arc::clone(&mmu) as _);
         (space.attach(&device, Mode::Coherent, Activation::Now)).unwrap();
         space.alloc(&RegionRequest::of_bytes(end.0)).unwrap();
@@ -262,7 +262,7 @@ impl Drop for Served {
 }
 
 /// The word of `page` that belongs to `number`.
-fn word(memory: &SharedMapping, page: PageNo, number: u64) -> &AtomicU64 {
+fn word(memory: &SharedMapping, page: FilePage, number: u64) -> &AtomicU64 {
     &memory
         .atomic_u64s(page.byte_offset() + number * 8, 1)
         .unwrap()[0]
@@ -273,7 +273,7 @@ fn service_serves_groups_as_it_serves_requests_of_a_software_dpu() {
     let vm = Vm::new(IommuConfig::default());
     let served = Served::with_interrupts(&vm);
     let device = vm.device(7);
-    let write = &mut |page: PageNo, memory: &SharedMapping| {
+    let write = &mut |page: FilePage, memory: &SharedMapping| {
         word(memory, page, 0).store(page.0 + 1, Ordering::Relaxed);
     };
     let report = device.dma(pages(0, PAGES), Access::Write, write).unwrap();
@@ -283,14 +283,14 @@ fn service_serves_groups_as_it_serves_requests_of_a_software_dpu() {
     assert_eq!(vm.evict(SectionNo(0)), 512);
     assert_eq!(vm.evict(SectionNo(1)), PAGES - 512);
     let mut read = 0;
-    let check = &mut |page: PageNo, memory: &SharedMapping| {
+    let check = &mut |page: FilePage, memory: &SharedMapping| {
         assert_eq!(word(memory, page, 0).load(Ordering::Relaxed), page.0 + 1);
         read += 1;
     };
     device.dma(pages(0, PAGES), Access::Read, check).unwrap();
     assert_eq!(read, PAGES);
     // Present pages that may be written: the first look asks, the second knows.
-    let again = &mut |_: PageNo, _: &SharedMapping| {};
+    let again = &mut |_: FilePage, _: &SharedMapping| {};
     let report = device.dma(pages(100, 200), Access::Write, again).unwrap();
     assert_eq!((report.groups, report.translations), (0, 0));
     let counts = vm.iommu.counts();
@@ -317,11 +317,11 @@ fn dma_under_eviction_finds_what_it_wrote_and_the_last_page_goes_when_it_ends() 
             scope.spawn(move || {
                 let device = vm.device(number);
                 let mine = u64::from(number);
-                let mut written = vec![0_u64; PageNo(PAGES).index()];
+                let mut written = vec![0_u64; to_usize(PAGES)];
                 for round in 0..ROUNDS {
                     let start = round * 37 % (PAGES - 50);
                     let part = pages(start, start + 1 + round % 50);
-                    let add = &mut |page: PageNo, memory: &SharedMapping| {
+                    let add = &mut |page: FilePage, memory: &SharedMapping| {
                         let was = word(memory, page, mine).fetch_add(1, Ordering::Relaxed);
                         assert_eq!(was, written[page.index()], "{page} of device {mine}");
                         written[page.index()] += 1;
@@ -350,14 +350,14 @@ fn page_in_use_is_not_taken_and_its_neighbour_is() {
     let vm = Vm::new(IommuConfig::default());
     vm.io.grant(pages(0, 2), Access::Write);
     let device = vm.device(1);
-    let set = |page: u64| PageSet::of_range(SectionNo(0), PageNo(page).single());
-    let in_use = &mut |_: PageNo, _: &SharedMapping| {
+    let set = |page: u64| FilePageSet::of_range(FileSection(0), FilePage(page).single());
+    let in_use = &mut |_: FilePage, _: &SharedMapping| {
         assert!(vm.io.is_any_leased());
-        assert!(!vm.io.unmap(SectionNo(0), &set(0)), "a DMA uses it");
-        assert!(vm.io.unmap(SectionNo(0), &set(1)));
+        assert!(!vm.io.unmap(FileSection(0), &set(0)), "a DMA uses it");
+        assert!(vm.io.unmap(FileSection(0), &set(1)));
     };
     device.dma(pages(0, 1), Access::Write, in_use).unwrap();
-    assert!(vm.io.unmap(SectionNo(0), &set(0)));
+    assert!(vm.io.unmap(FileSection(0), &set(0)));
     assert!(!vm.io.is_any_leased());
 }
 
@@ -366,10 +366,10 @@ fn writes_are_forbidden_to_a_device_that_had_the_page_and_reads_go_on() {
     let vm = Vm::new(IommuConfig::default());
     vm.io.grant(pages(0, 1), Access::Write);
     let device = no_patience(&vm, 1);
-    let nothing = &mut |_: PageNo, _: &SharedMapping| {};
+    let nothing = &mut |_: FilePage, _: &SharedMapping| {};
     device.dma(pages(0, 1), Access::Write, nothing).unwrap();
-    let all = PageSet::of_range(SectionNo(0), pages(0, 1));
-    assert!(vm.io.forbid_writes(SectionNo(0), &all));
+    let all = FilePageSet::of_range(FileSection(0), pages(0, 1));
+    assert!(vm.io.forbid_writes(FileSection(0), &all));
     device.dma(pages(0, 1), Access::Read, nothing).unwrap();
     let refused = device.dma(pages(0, 1), Access::Write, nothing);
     assert!(matches!(refused, Err(DmaError::NoAnswer { .. })));
@@ -389,10 +389,10 @@ fn host_that_does_not_answer_fails_the_dma_and_its_late_answer_frees_the_group()
     let vm = Vm::new(IommuConfig::default());
     let source = source_of(&vm);
     let device = no_patience(&vm, 3);
-    let nothing = &mut |_: PageNo, _: &SharedMapping| {};
+    let nothing = &mut |_: FilePage, _: &SharedMapping| {};
     let ended = device.dma(pages(5, 9), Access::Read, nothing);
     let waited = Duration::ZERO;
-    let page = PageNo(5);
+    let page = FilePage(5);
     assert_eq!(ended, Err(DmaError::NoAnswer { page, waited }));
     assert_eq!(device.outstanding(), 1);
     source.interrupted();
@@ -412,7 +412,7 @@ fn message(device: u16, group: u16, page: u64, position: Position) -> PageMessag
         device: RequesterId(device),
         group,
         position,
-        page: PageNo(page),
+        page: FilePage(page),
         access: Access::Read,
         sent_ns: 0,
     }
@@ -441,7 +441,7 @@ fn group_waits_for_its_last_message_and_is_answered_once_with_the_worst_code() {
     send(&vm, message(1, 9, 40, Position::Last));
     source.interrupted();
     let parts = taken(&source);
-    let ranges: Vec<PageRange> = parts.iter().map(|part| part.pages).collect();
+    let ranges: Vec<FileRange> = parts.iter().map(|part| part.pages).collect();
     assert_eq!(ranges, [pages(10, 12), pages(40, 41)]);
     assert_eq!(vm.iommu.counts().responses, 0);
     source.respond(PageResponse::to(&parts[1], ResponseCode::InvalidRequest));
@@ -484,12 +484,12 @@ fn groups_answered_in_any_order_are_each_answered_exactly_once() {
             scope.spawn(move || {
                 let device = vm.device(number);
                 for round in 0..200 {
-                    let page = PageNo((round * 7 + u64::from(number) * 150) % PAGES);
-                    let nothing = &mut |_: PageNo, _: &SharedMapping| {};
+                    let page = FilePage((round * 7 + u64::from(number) * 150) % PAGES);
+                    let nothing = &mut |_: FilePage, _: &SharedMapping| {};
                     let report = device.dma(page.single(), Access::Read, nothing).unwrap();
                     groups.fetch_add(report.groups.into(), Ordering::Relaxed);
                     // Taken away again, so that the next round faults.
-                    let one = PageSet::of_range(page.section(), page.single());
+                    let one = FilePageSet::of_range(page.section(), page.single());
                     eventually("nobody uses the page", || vm.io.unmap(page.section(), &one));
                 }
                 assert_eq!((device.outstanding(), device.unexpected_answers()), (0, 0));
@@ -518,7 +518,7 @@ fn overflow_answered_with_success_loses_no_transfer() {
                 let device = vm.device(number);
                 let start = u64::from(number) * 80;
                 let mut touched = 0;
-                let touch = &mut |_: PageNo, _: &SharedMapping| touched += 1;
+                let touch = &mut |_: FilePage, _: &SharedMapping| touched += 1;
                 device
                     .dma(pages(start, start + 80), Access::Write, touch)
                     .unwrap();
@@ -551,8 +551,8 @@ fn overflow_answered_with_failure_stops_the_device_until_its_driver_restarts_it(
     for page in 0..200 {
         send(&vm, message(2, 0, page, Position::More));
     }
-    let nothing = &mut |_: PageNo, _: &SharedMapping| {};
-    let page = PageNo(3);
+    let nothing = &mut |_: FilePage, _: &SharedMapping| {};
+    let page = FilePage(3);
     let stopped = Err(DmaError::Stopped { page });
     assert_eq!(device.dma(pages(3, 4), Access::Read, nothing), stopped);
     assert_eq!(device.dma(pages(3, 4), Access::Read, nothing), stopped);
@@ -588,17 +588,17 @@ fn pages_outside_the_space_are_refused_and_the_device_works_on() {
     let vm = Vm::new(IommuConfig::default());
     let _served = Served::with_interrupts(&vm);
     let device = vm.device(4);
-    for page in [PAGES, 1 << 36, (1 << 52) - 1].map(PageNo) {
-        let touch = &mut |page: PageNo, _: &SharedMapping| panic!("touched {page}");
+    for page in [PAGES, 1 << 36, (1 << 52) - 1].map(FilePage) {
+        let touch = &mut |page: FilePage, _: &SharedMapping| panic!("touched {page}");
         let ended = device.dma(page.single(), Access::Write, touch);
         assert_eq!(ended, Err(DmaError::Refused { page }));
     }
     let mut touched = Vec::new();
-    let touch = &mut |page: PageNo, _: &SharedMapping| touched.push(page.0);
+    let touch = &mut |page: FilePage, _: &SharedMapping| touched.push(page.0);
     let over_the_end = pages(PAGES - 2, PAGES + 2);
     let ended = device.dma(over_the_end, Access::Read, touch);
     // Its group holds pages that are not there, so it is invalid as a whole.
-    let page = PageNo(PAGES - 2);
+    let page = FilePage(PAGES - 2);
     assert_eq!(ended, Err(DmaError::Refused { page }));
     assert!(touched.is_empty());
     let inside = pages(PAGES - 2, PAGES);
@@ -694,7 +694,7 @@ fn small_device_tlb_makes_a_transfer_slow_and_never_stuck() {
             let device = &device;
             scope.spawn(move || {
                 let mut touched = 0;
-                let touch = &mut |_: PageNo, _: &SharedMapping| touched += 1;
+                let touch = &mut |_: FilePage, _: &SharedMapping| touched += 1;
                 device
                     .dma(pages(start, start + 100), Access::Write, touch)
                     .unwrap();
@@ -711,12 +711,12 @@ fn touched_pages_are_told_once_when_their_marks_are_forgotten_and_again_after_dm
     vm.io.grant(pages(0, 100), Access::Write);
     let device = vm.device(1);
     let dma = |page: u64| {
-        let one = PageNo(page).single();
+        let one = FilePage(page).single();
         device.dma(one, Access::Write, &mut |_, _| {}).unwrap();
     };
     let touched = |marks| {
         let mut all = Vec::new();
-        let visit = &mut |page: PageNo| all.push(page.0);
+        let visit = &mut |page: FilePage| all.push(page.0);
         vm.io.touched(pages(0, PAGES), marks, visit).unwrap();
         all
     };
@@ -744,11 +744,11 @@ fn space_is_read_write_without_a_vm_and_unmapped_for_good_when_retired() {
     io.unmap_all();
     assert!(
         !io.table()
-            .walk(PageNo(0), Access::Read)
+            .walk(FilePage(0), Access::Read)
             .allows(Access::Read)
     );
     io.detach();
-    let last = PageNo(PAGES - 1);
+    let last = FilePage(PAGES - 1);
     assert!(io.table().walk(last, Access::Write).allows(Access::Write));
     iommu.retire(&*io);
     assert_eq!(io.table().walk(last, Access::Read).access(), None);

@@ -29,7 +29,7 @@
 //! Real ones have a comparator a way instead of the lock. Checked under loom below.
 
 use crate::sync::Mutex;
-use pagetide_addr::{Access, PageNo, PageRange};
+use pagetide_addr::{Access, FilePage, FileRange, to_usize};
 use std::sync::PoisonError;
 
 /// How large a device TLB is.
@@ -70,7 +70,7 @@ struct Set {
 
 #[derive(Clone, Copy, Debug)]
 struct Way {
-    page: PageNo,
+    page: FilePage,
     access: Access,
     state: State,
     /// DMAs under way by it.
@@ -119,7 +119,7 @@ pub(super) enum Kept {
 impl DevTlb {
     pub fn new(size: DevTlbSize) -> Self {
         let way = Way {
-            page: PageNo(0),
+            page: FilePage(0),
             access: Access::Read,
             state: State::Free,
             users: 0,
@@ -139,7 +139,7 @@ impl DevTlb {
 
     /// Looks `page` up for `access`. A translation that allows less is dropped: the page may have
     /// been granted more meanwhile.
-    pub fn look_up(&self, page: PageNo, access: Access) -> Found {
+    pub fn look_up(&self, page: FilePage, access: Access) -> Found {
         let number = self.set_of(page);
         self.in_set(number, |set| {
             set.clock += 1;
@@ -158,12 +158,12 @@ impl DevTlb {
     }
 
     /// The generation of the set of `page`, to be noted before the IOMMU is asked for it.
-    pub fn ticket(&self, page: PageNo) -> Ticket {
+    pub fn ticket(&self, page: FilePage) -> Ticket {
         self.in_set(self.set_of(page), |set| Ticket(set.generation))
     }
 
     /// Keeps a translation that the IOMMU gave, and uses it.
-    pub fn keep_and_use(&self, page: PageNo, access: Access, asked: Ticket) -> Kept {
+    pub fn keep_and_use(&self, page: FilePage, access: Access, asked: Ticket) -> Kept {
         let number = self.set_of(page);
         self.in_set(number, |set| match set.put(page, access, asked) {
             Some(way) => Kept::Used(set.take_up(number, way)),
@@ -172,7 +172,7 @@ impl DevTlb {
     }
 
     /// Keeps a translation that came along with another one, if there is room.
-    pub fn keep(&self, page: PageNo, access: Access, asked: Ticket) {
+    pub fn keep(&self, page: FilePage, access: Access, asked: Ticket) {
         // That it is not kept costs another question, should the page be wanted.
         self.in_set(self.set_of(page), |set| {
             set.put(page, access, asked).is_some()
@@ -192,18 +192,18 @@ impl DevTlb {
 
     /// Forgets `range`, and what is on its way here of it. DMA that has begun may go on: see
     /// [`Self::is_used`].
-    pub fn invalidate(&self, range: PageRange) {
+    pub fn invalidate(&self, range: FileRange) {
         let in_each = range.len() >= self.sets.len() as u64;
         let numbers = if in_each {
             0..self.sets.len()
         } else {
-            0..PageNo(range.len()).index()
+            0..to_usize(range.len())
         };
         for number in numbers {
             let number = if in_each {
                 number
             } else {
-                self.set_of(PageNo(range.start.0 + number as u64))
+                self.set_of(range.start.plus(number as u64))
             };
             self.in_set(number, |set| {
                 set.generation += 1;
@@ -218,7 +218,7 @@ impl DevTlb {
     }
 
     /// True while a DMA is under way by a translation of `range` that was invalidated.
-    pub fn is_used(&self, range: PageRange) -> bool {
+    pub fn is_used(&self, range: FileRange) -> bool {
         let dead = |way: &Way| way.state == State::Dead && range.contains(way.page);
         if range.len() >= self.sets.len() as u64 {
             return self.any_way(dead);
@@ -250,7 +250,7 @@ impl DevTlb {
         (0..self.sets.len()).any(|number| self.in_set(number, |set| set.ways.iter().any(&is_it)))
     }
 
-    fn set_of(&self, page: PageNo) -> usize {
+    fn set_of(&self, page: FilePage) -> usize {
         page.index() & (self.sets.len() - 1)
     }
 
@@ -263,7 +263,7 @@ impl DevTlb {
 }
 
 impl Set {
-    fn find(&self, page: PageNo) -> Option<usize> {
+    fn find(&self, page: FilePage) -> Option<usize> {
         let is_it = |way: &Way| way.state == State::Live && way.page == page;
         self.ways.iter().position(is_it)
     }
@@ -276,7 +276,7 @@ impl Set {
 
     /// Puts a translation in, in the place of what it is known by already, of nothing, or of the one
     /// used longest ago; `None` if it is out of date, or if all ways are used.
-    fn put(&mut self, page: PageNo, access: Access, asked: Ticket) -> Option<usize> {
+    fn put(&mut self, page: FilePage, access: Access, asked: Ticket) -> Option<usize> {
         if asked.0 != self.generation {
             return None;
         }
@@ -326,7 +326,7 @@ mod loom_tests {
     use crate::sync::{AtomicU64, Ordering};
     use loom::{cell::UnsafeCell, sync::Arc, thread};
 
-    const PAGE: PageNo = PageNo(0);
+    const PAGE: FilePage = FilePage(0);
 
     struct Rig {
         tlb: DevTlb,
@@ -409,7 +409,7 @@ mod tests {
     }
 
     fn miss(tlb: &DevTlb, page: u64, access: Access) -> Ticket {
-        match tlb.look_up(PageNo(page), access) {
+        match tlb.look_up(FilePage(page), access) {
             Found::Miss(ticket) => ticket,
             Found::Hit(_) => panic!("page {page} is known"),
         }
@@ -417,14 +417,14 @@ mod tests {
 
     fn learn(tlb: &DevTlb, page: u64, access: Access) -> InUse {
         let asked = miss(tlb, page, access);
-        match tlb.keep_and_use(PageNo(page), access, asked) {
+        match tlb.keep_and_use(FilePage(page), access, asked) {
             Kept::Used(used) => used,
             Kept::Again => panic!("page {page} was not kept"),
         }
     }
 
     fn is_known(tlb: &DevTlb, page: u64, access: Access) -> bool {
-        match tlb.look_up(PageNo(page), access) {
+        match tlb.look_up(FilePage(page), access) {
             Found::Hit(used) => {
                 tlb.release(used);
                 true
@@ -442,7 +442,7 @@ mod tests {
         assert!(is_known(&tlb, 0, Access::Read) && is_known(&tlb, 4, Access::Read));
         let other = learn(&tlb, 6, Access::Read);
         let asked = miss(&tlb, 8, Access::Read);
-        let kept = tlb.keep_and_use(PageNo(8), Access::Read, asked);
+        let kept = tlb.keep_and_use(FilePage(8), Access::Read, asked);
         assert!(matches!(kept, Kept::Again), "both ways are in use");
         tlb.release(held);
         tlb.release(other);
@@ -465,7 +465,7 @@ mod tests {
         for sets in [1, 4, 64] {
             let tlb = tlb(sets, 4);
             let used = [learn(&tlb, 5, Access::Write), learn(&tlb, 9, Access::Write)];
-            let range = PageRange::new(PageNo(4), PageNo(8));
+            let range = FileRange::new(FilePage(4), FilePage(8));
             assert!(!tlb.is_used(range), "nothing of it was invalidated");
             tlb.invalidate(range);
             assert!(tlb.is_used(range));
@@ -484,12 +484,12 @@ mod tests {
     fn answer_that_an_invalidation_has_overtaken_is_thrown_away() {
         let tlb = tlb(8, 2);
         let asked = miss(&tlb, 17, Access::Read);
-        tlb.invalidate(PageNo(17).single());
-        let kept = tlb.keep_and_use(PageNo(17), Access::Read, asked);
+        tlb.invalidate(FilePage(17).single());
+        let kept = tlb.keep_and_use(FilePage(17), Access::Read, asked);
         assert!(matches!(kept, Kept::Again));
-        tlb.keep(PageNo(17), Access::Read, asked);
+        tlb.keep(FilePage(17), Access::Read, asked);
         assert!(!is_known(&tlb, 17, Access::Read));
-        tlb.keep(PageNo(17), Access::Read, tlb.ticket(PageNo(17)));
+        tlb.keep(FilePage(17), Access::Read, tlb.ticket(FilePage(17)));
         assert!(is_known(&tlb, 17, Access::Read));
     }
 }

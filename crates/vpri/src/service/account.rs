@@ -69,7 +69,7 @@ impl Default for Latencies {
 pub struct Account {
     requests: AtomicU64,
     prefaults: AtomicU64,
-    slips: AtomicU64,
+    alias_faults: AtomicU64,
     dropped_prefaults: AtomicU64,
     outstanding: AtomicU64,
     /// From the device's sending to the answer.
@@ -91,7 +91,7 @@ pub(super) struct Took {
 }
 
 impl Account {
-    /// Requests taken so far, but for [`Self::slips`].
+    /// Requests taken so far, but for [`Self::alias_faults`].
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.requests.load(Relaxed)
@@ -109,11 +109,11 @@ impl Account {
         self.dropped_prefaults.load(Relaxed)
     }
 
-    /// Slips of the DPU so far: it touched a page that was absent. Without a balloon or free page
+    /// Alias faults of the DPU so far: it touched a page that was absent. Without a balloon or free page
     /// reporting in the guest each one is a bug.
     #[must_use]
-    pub fn slips(&self) -> u64 {
-        self.slips.load(Relaxed)
+    pub fn alias_faults(&self) -> u64 {
+        self.alias_faults.load(Relaxed)
     }
 
     /// Requests that were taken and not answered yet.
@@ -124,7 +124,7 @@ impl Account {
 
     pub(super) fn open(&self, request: &PageRequest) {
         match request.kind {
-            RequestKind::Slip => self.slips.fetch_add(1, Relaxed),
+            RequestKind::AliasFault => self.alias_faults.fetch_add(1, Relaxed),
             RequestKind::Prefault => {
                 self.prefaults.fetch_add(1, Relaxed);
                 self.requests.fetch_add(1, Relaxed)

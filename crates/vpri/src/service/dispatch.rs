@@ -19,7 +19,7 @@ const TAKEN_IN_A_ROW: usize = 16;
 
 /// Names a source of a service.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct SourceId(u64);
+pub struct FaultSourceId(u64);
 
 /// The threads of a service; ended by [`ServiceThread::stop`].
 pub struct ServiceThread {
@@ -56,8 +56,8 @@ impl FaultService {
     }
 
     /// One more source, which rings the service's doorbell when it has a request.
-    pub fn add_source(&self, source: Arc<dyn FaultSource>) -> SourceId {
-        let id = SourceId(self.next_source.fetch_add(1, Ordering::Relaxed));
+    pub fn add_source(&self, source: Arc<dyn FaultSource>) -> FaultSourceId {
+        let id = FaultSourceId(self.next_source.fetch_add(1, Ordering::Relaxed));
         let mut sources = self.sources.write().unwrap_or_else(PoisonError::into_inner);
         sources.push((id, source));
         drop(sources);
@@ -69,7 +69,7 @@ impl FaultService {
     /// Without that source: nothing is taken from it any more when this returns. Requests that were
     /// taken are answered to it still. Must not be called by a method of the source, nor with
     /// anything locked that those need.
-    pub fn remove_source(&self, id: SourceId) {
+    pub fn remove_source(&self, id: FaultSourceId) {
         let mut sources = self.sources.write().unwrap_or_else(PoisonError::into_inner);
         let removed = sources.iter().position(|(known, _)| *known == id);
         let removed = removed.map(|position| sources.swap_remove(position));

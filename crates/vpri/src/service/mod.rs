@@ -51,7 +51,7 @@ mod tests;
 mod worker;
 
 pub use account::{Account, Latencies};
-pub use dispatch::{ServiceThread, SourceId};
+pub use dispatch::{FaultSourceId, ServiceThread};
 pub use placement::{CpuLoad, TenantCpus, VcpuPlace};
 pub use tenant::{DPU, Tenant};
 
@@ -121,7 +121,7 @@ pub struct FaultService {
     config: ServiceConfig,
     me: Weak<FaultService>,
     bell: Arc<Doorbell>,
-    sources: RwLock<Vec<(SourceId, Arc<dyn FaultSource>)>>,
+    sources: RwLock<Vec<(FaultSourceId, Arc<dyn FaultSource>)>>,
     /// Those of engines that may serve their requests themselves, by the number of the engine.
     engines: Vec<Arc<dyn FaultSource>>,
     next_source: AtomicU64,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Serving one request of a tenant: by a worker, which may wait, or by an engine, which may not.
 
-use super::{FaultService, Tenant, duty::Duty, tenant::Waited, worker::Bearing};
-use pagetide_addr::{OVERWRITE_PAGES_MAX, PageNo, PageRange, RequestKind, Tier};
+use super::{FaultService, Tenant, duty::Duty, tenant::Waited, worker::WorkerPlace};
+use pagetide_addr::{OVERWRITE_PAGES_MAX, PageRange, RequestKind, Tier};
 use pagetide_gmem::{Fault, FaultOutcome, Overwritten};
 use std::{sync::Arc, time::Duration};
 
@@ -11,7 +11,7 @@ use std::{sync::Arc, time::Duration};
 const PREFAULT_PAGES: u64 = 64;
 
 /// By a worker: waits for whatever the request needs.
-pub(super) fn serve(service: &FaultService, mut duty: Duty, bearing: &mut Bearing) {
+pub(super) fn serve(service: &FaultService, mut duty: Duty, worker_place: &mut WorkerPlace) {
     duty.begin();
     let hold = Duration::from_micros(duty.request().hold_us.into());
     let Some(tenant) = duty.tenant().map(Arc::clone) else {
@@ -30,7 +30,7 @@ pub(super) fn serve(service: &FaultService, mut duty: Duty, bearing: &mut Bearin
         return;
     };
     if let Err(duty) = serve_at_once(&tenant, duty) {
-        bearing.in_ordinary_class(|| serve_waiting(&tenant, duty));
+        worker_place.in_ordinary_class(|| serve_waiting(&tenant, duty));
     }
 }
 
@@ -48,7 +48,7 @@ pub(super) fn serve_at_once(tenant: &Tenant, mut duty: Duty) -> Result<(), Duty>
     }
     duty.set_tier(tier);
     match duty.request().kind {
-        RequestKind::Demand | RequestKind::Slip => {
+        RequestKind::Demand | RequestKind::AliasFault => {
             match tenant.space.fault_without_waiting(&fault) {
                 Some(outcome) => duty.answer(outcome),
                 None => return Err(duty),
@@ -56,7 +56,7 @@ pub(super) fn serve_at_once(tenant: &Tenant, mut duty: Duty) -> Result<(), Duty>
         }
         RequestKind::Prefault => duty.answer(prefault(tenant, fault)),
         RequestKind::Overwrite { slot } => {
-            let content = match read_landing(&duty, slot, fault.pages) {
+            let content = match read_bounced(&duty, slot, fault.pages) {
                 Ok(content) => content,
                 Err(outcome) => {
                     duty.answer(outcome);
@@ -81,7 +81,7 @@ fn serve_waiting(tenant: &Tenant, duty: Duty) {
         return;
     };
     if let RequestKind::Overwrite { slot } = duty.request().kind {
-        match read_landing(&duty, slot, fault.pages) {
+        match read_bounced(&duty, slot, fault.pages) {
             Ok(content) => {
                 let still_wanted = || duty.source().still_wants(slot);
                 let done = tenant.space.overwrite(&fault, &content, &still_wanted);
@@ -99,7 +99,7 @@ fn serve_waiting(tenant: &Tenant, duty: Duty) {
 /// are asked for again when somebody does.
 fn prefault(tenant: &Tenant, fault: Fault) -> FaultOutcome {
     let start = fault.pages.start;
-    let end = PageNo(start.0.saturating_add(PREFAULT_PAGES)).min(fault.pages.end);
+    let end = start.saturating_plus(PREFAULT_PAGES).min(fault.pages.end);
     let part = Fault {
         pages: PageRange::new(start, end),
         ..fault
@@ -112,10 +112,10 @@ fn prefault(tenant: &Tenant, fault: Fault) -> FaultOutcome {
 }
 
 /// What the device has written. A request without as much of it makes no sense.
-fn read_landing(duty: &Duty, slot: u32, pages: PageRange) -> Result<Vec<u8>, FaultOutcome> {
+fn read_bounced(duty: &Duty, slot: u32, pages: PageRange) -> Result<Vec<u8>, FaultOutcome> {
     let mut content = Vec::new();
     let is_sound = pages.len() <= OVERWRITE_PAGES_MAX
-        && duty.source().read_landing(slot, pages.len(), &mut content)
+        && duty.source().read_bounced(slot, pages.len(), &mut content)
         && content.len() as u64 == pages.bytes();
     if is_sound {
         Ok(content)

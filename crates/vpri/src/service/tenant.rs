@@ -146,16 +146,16 @@ impl Tenant {
         &self.account
     }
 
-    /// Page requests so far, but for [`Self::slips`].
+    /// Page requests so far, but for [`Self::alias_faults`].
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.account.requests()
     }
 
-    /// Slips of the DPU so far; see [`Account::slips`].
+    /// Alias faults of the DPU so far; see [`Account::alias_faults`].
     #[must_use]
-    pub fn slips(&self) -> u64 {
-        self.account.slips()
+    pub fn alias_faults(&self) -> u64 {
+        self.account.alias_faults()
     }
 
     /// Says which CPUs are the tenant's; measures how busy they are on that occasion, so it is to be
@@ -259,7 +259,7 @@ impl Tenant {
     pub(super) fn note_fault(&self, request: &PageRequest, pages: PageRange, tier: Tier) {
         let waits = match request.kind {
             RequestKind::Demand | RequestKind::Overwrite { .. } => true,
-            RequestKind::Prefault | RequestKind::Slip => false,
+            RequestKind::Prefault | RequestKind::AliasFault => false,
         };
         if tier == Tier::Present || !waits {
             return;

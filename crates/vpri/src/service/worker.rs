@@ -216,9 +216,9 @@ pub(super) fn start(
     let patience = (patience == Patience::Short).then_some(IDLE_MAX);
     std::thread::Builder::new().name(name).spawn(move || {
         let end = QueueEnd(queue);
-        let mut bearing = Bearing::new(home, preempt);
+        let mut worker_place = WorkerPlace::new(home, preempt);
         while let Some(job) = end.0.next(patience) {
-            work(&service, job, &mut bearing);
+            work(&service, job, &mut worker_place);
             end.0.done();
         }
     })
@@ -234,39 +234,39 @@ impl Drop for QueueEnd {
     }
 }
 
-fn work(service: &Weak<FaultService>, job: Job, bearing: &mut Bearing) {
-    bearing.stand();
+fn work(service: &Weak<FaultService>, job: Job, worker_place: &mut WorkerPlace) {
+    worker_place.stand();
     let Job { duty, handed_ns } = job;
     if let (Some(handed_ns), Some(tenant)) = (handed_ns, duty.tenant()) {
         let took_ns = now_ns().saturating_sub(handed_ns);
         tenant.account.preempt.record_ns(took_ns);
     }
     match service.upgrade() {
-        Some(service) => serve::serve(&service, duty, bearing),
+        Some(service) => serve::serve(&service, duty, worker_place),
         None => duty.abandon(),
     }
 }
 
 /// Where a worker stands now, and before whom.
-pub(super) struct Bearing {
+pub(super) struct WorkerPlace {
     home: Home,
     preempt: Preempt,
     cpus: Vec<usize>,
     is_urgent: bool,
 }
 
-impl Bearing {
+impl WorkerPlace {
     fn new(home: Home, preempt: Preempt) -> Self {
-        let mut bearing = Self {
+        let mut worker_place = Self {
             home,
             preempt,
             cpus: Vec::new(),
             is_urgent: false,
         };
-        if let Home::Cpu(cpu) = bearing.home {
-            bearing.move_to(vec![cpu]);
+        if let Home::Cpu(cpu) = worker_place.home {
+            worker_place.move_to(vec![cpu]);
         }
-        bearing
+        worker_place
     }
 
     /// Goes where it belongs and is urgent there. Where nobody's CPUs are known it is ordinary: it

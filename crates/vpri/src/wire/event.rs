@@ -6,7 +6,7 @@ use super::{
     header::{Header, flag},
     put_range,
 };
-use pagetide_addr::{Access, DomainId, FileKey, Marks, PageNo, PageRange};
+use pagetide_addr::{Access, DomainId, FileKey, FilePage, FileRange, Marks};
 use std::borrow::Cow;
 
 /// What becomes of a space that the driver gives back.
@@ -44,28 +44,28 @@ pub enum Event<'a> {
         /// What is allowed.
         access: Access,
         /// The pages.
-        ranges: Cow<'a, [PageRange]>,
+        ranges: Cow<'a, [FileRange]>,
     },
     /// No DMA to the pages begins any more, and none that began before goes on.
     Unmap {
         /// The space.
         space: DomainId,
         /// The pages.
-        ranges: Cow<'a, [PageRange]>,
+        ranges: Cow<'a, [FileRange]>,
     },
     /// Like [`Self::Unmap`], but reads stay allowed.
     Protect {
         /// The space.
         space: DomainId,
         /// The pages.
-        ranges: Cow<'a, [PageRange]>,
+        ranges: Cow<'a, [FileRange]>,
     },
     /// Waits, within the bound, until no DMA that began before touches the pages. No bit changes.
     Invalidate {
         /// The space.
         space: DomainId,
         /// The pages; none means the whole space.
-        ranges: Cow<'a, [PageRange]>,
+        ranges: Cow<'a, [FileRange]>,
     },
     /// Every page but the standing ones is unmapped; DMA that began before may go on.
     UnmapAll {
@@ -78,14 +78,14 @@ pub enum Event<'a> {
         space: DomainId,
         /// Pages of one section, told by the mask of the reply; `None`: how many there are in the
         /// space, told by its value.
-        pages: Option<PageRange>,
+        pages: Option<FileRange>,
     },
     /// Which pages DMA has touched since the marks were forgotten, told by the mask of the reply.
     Touched {
         /// The space.
         space: DomainId,
         /// Pages of one section.
-        pages: PageRange,
+        pages: FileRange,
         /// What becomes of the marks.
         marks: Marks,
     },
@@ -104,8 +104,8 @@ pub enum Event<'a> {
         name: FileKey,
     },
     /// Where the device puts the content of pages that it has written whole.
-    Landing {
-        /// Address of the landing area, in the function's own memory.
+    Bounce {
+        /// Address of the bounce area, in the function's own memory.
         address: u64,
         /// Its length, in slots of [`SLOT_BYTES`].
         slots: u64,
@@ -130,7 +130,7 @@ impl Event<'_> {
             Self::Begin => Opcode::Begin,
             Self::Ready => Opcode::Ready,
             Self::Bar { .. } => Opcode::Bar,
-            Self::Landing { .. } => Opcode::Landing,
+            Self::Bounce { .. } => Opcode::Bounce,
         }
     }
 
@@ -173,7 +173,7 @@ impl Event<'_> {
         into.extend(arg1.to_le_bytes());
         match self {
             Self::Create { page_count, .. } => {
-                put_range(into, PageRange::new(PageNo(0), PageNo(*page_count)));
+                put_range(into, FileRange::new(FilePage(0), FilePage(*page_count)));
             }
             Self::Map { ranges, .. }
             | Self::Unmap { ranges, .. }
@@ -227,7 +227,7 @@ impl Event<'_> {
             | Self::Invalidate { space, .. }
             | Self::UnmapAll { space }
             | Self::Standing { space, .. } => (space, 0, [0; 2]),
-            Self::Landing { address, slots } => (NONE, 0, [address, slots]),
+            Self::Bounce { address, slots } => (NONE, 0, [address, slots]),
             Self::Respond { .. } | Self::Begin | Self::Ready => (NONE, 0, [0; 2]),
         }
     }
@@ -303,7 +303,7 @@ impl Event<'static> {
             Opcode::Begin => Self::Begin,
             Opcode::Ready => Self::Ready,
             Opcode::Bar => Self::Bar { name },
-            Opcode::Landing => Self::Landing {
+            Opcode::Bounce => Self::Bounce {
                 address: arg0,
                 slots: arg1,
             },

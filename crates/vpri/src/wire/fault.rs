@@ -26,7 +26,7 @@ mod at {
     pub const PAGE_COUNT: usize = 32;
     pub const SENT_NS: usize = 40;
     pub const HOLD_US: usize = 48;
-    pub const LANDING_SLOT: usize = 52;
+    pub const BOUNCE_BUFFER: usize = 52;
 }
 
 /// The page request as it goes over the page fault queue.
@@ -37,7 +37,7 @@ pub fn encode_request(request: &PageRequest) -> [u8; REQUEST_BYTES] {
         RequestKind::Demand => (0_u8, 0),
         RequestKind::Prefault => (1, 0),
         RequestKind::Overwrite { slot } => (2, slot),
-        RequestKind::Slip => (3, 0),
+        RequestKind::AliasFault => (3, 0),
     };
     let vector = request.vector.unwrap_or(NO_VECTOR);
     put(&mut bytes, at::ID, request.id.0.to_le_bytes());
@@ -56,7 +56,7 @@ pub fn encode_request(request: &PageRequest) -> [u8; REQUEST_BYTES] {
     );
     put(&mut bytes, at::SENT_NS, request.sent_ns.to_le_bytes());
     put(&mut bytes, at::HOLD_US, request.hold_us.to_le_bytes());
-    put(&mut bytes, at::LANDING_SLOT, slot.to_le_bytes());
+    put(&mut bytes, at::BOUNCE_BUFFER, slot.to_le_bytes());
     bytes
 }
 
@@ -78,10 +78,10 @@ pub fn decode_request(bytes: &[u8]) -> Result<PageRequest, WireError> {
         2 => {
             let is_right = || pages.len() <= OVERWRITE_PAGES_MAX;
             check(is_right, at::PAGE_COUNT, pages.len())?;
-            let slot = u32_at(bytes, at::LANDING_SLOT);
+            let slot = u32_at(bytes, at::BOUNCE_BUFFER);
             RequestKind::Overwrite { slot }
         }
-        3 => RequestKind::Slip,
+        3 => RequestKind::AliasFault,
         _ => {
             let value = kind.into();
             return Err(WireError::Field {
@@ -179,7 +179,7 @@ impl Answer {
             Tier::Present => 0,
             Tier::Zero => 1,
             Tier::Compressed => 2,
-            Tier::Verbatim => 3,
+            Tier::Uncompressed => 3,
             Tier::Unknown => TIER_UNKNOWN,
         };
         put(&mut bytes, 0, self.id.0.to_le_bytes());
@@ -211,7 +211,7 @@ impl Answer {
             0 => Tier::Present,
             1 => Tier::Zero,
             2 => Tier::Compressed,
-            3 => Tier::Verbatim,
+            3 => Tier::Uncompressed,
             _ => Tier::Unknown,
         };
         Ok(Self {

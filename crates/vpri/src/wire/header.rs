@@ -5,7 +5,7 @@ use super::{
     ANSWER_BYTES, Answer, Farewell, HEADER_BYTES, RANGE_BYTES, WireError, check, range_at, u16_at,
     u32_at, u64_at,
 };
-use pagetide_addr::{DomainId, PageRange};
+use pagetide_addr::{DomainId, FileRange};
 
 /// Bits of an event's `flags`.
 pub(super) mod flag {
@@ -45,8 +45,8 @@ pub enum Opcode {
     Ready = 12,
     /// [`Event::Bar`].
     Bar = 13,
-    /// [`Event::Landing`].
-    Landing = 14,
+    /// [`Event::Bounce`].
+    Bounce = 14,
 }
 
 impl Opcode {
@@ -65,7 +65,7 @@ impl Opcode {
         Self::Begin,
         Self::Ready,
         Self::Bar,
-        Self::Landing,
+        Self::Bounce,
     ];
 
     /// The operation with this number.
@@ -102,7 +102,7 @@ impl Opcode {
             Self::Touched => SPACE.flags(flag::TOUCHED_FORGET).count(Exactly(1)),
             Self::Respond => BARE.count(AtLeast(1)),
             Self::Begin | Self::Ready => BARE,
-            Self::Bar | Self::Landing => ARGS,
+            Self::Bar | Self::Bounce => ARGS,
         }
     }
 
@@ -220,14 +220,14 @@ impl Header {
     }
 
     /// The body as ranges.
-    pub fn ranges(&self, bytes: &[u8]) -> Result<Vec<PageRange>, WireError> {
+    pub fn ranges(&self, bytes: &[u8]) -> Result<Vec<FileRange>, WireError> {
         let at = |index| HEADER_BYTES + index * RANGE_BYTES;
         let ranges = (0..self.count).map(|index| range_at(bytes, at(index)));
         ranges.collect()
     }
 
     /// The body as one range that lies in one section, if there is one.
-    pub fn range_in_section(&self, bytes: &[u8]) -> Result<Option<PageRange>, WireError> {
+    pub fn range_in_section(&self, bytes: &[u8]) -> Result<Option<FileRange>, WireError> {
         let Some(pages) = self.ranges(bytes)?.first().copied() else {
             return Ok(None);
         };

@@ -2,7 +2,7 @@
 //! What the device writes in answer to an event.
 
 use super::{MASK_BYTES, STATUS_BYTES, WireError, put, u16_at, u32_at, u64_at};
-use pagetide_addr::{PageNo, PageSet, SectionNo};
+use pagetide_addr::{FilePage, FilePageSet, FileSection};
 
 /// How an event ended.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -83,7 +83,7 @@ pub struct Reply {
     /// How the event ended.
     pub status: Status,
     /// Pages of a section, where the event asks for them and is done.
-    pub mask: Option<PageSet>,
+    pub mask: Option<FilePageSet>,
 }
 
 impl From<Status> for Reply {
@@ -102,7 +102,7 @@ impl Reply {
         put(&mut bytes, 8, self.status.value.to_le_bytes());
         if let Some(mask) = &self.mask {
             let mut words = [0_u8; MASK_BYTES];
-            for page in mask.pages(SectionNo(0)) {
+            for page in mask.pages(FileSection(0)) {
                 if let Some(byte) = words.get_mut(page.index() / 8) {
                     *byte |= 1 << (page.index() % 8);
                 }
@@ -144,11 +144,11 @@ impl Reply {
 const WITH_MASK: usize = STATUS_BYTES + MASK_BYTES;
 
 /// The pages whose bits are set: bit `k % 8` of byte `k / 8` is page `k` of the section.
-fn mask_of(bytes: [u8; MASK_BYTES]) -> PageSet {
-    let mut set = PageSet::EMPTY;
+fn mask_of(bytes: [u8; MASK_BYTES]) -> FilePageSet {
+    let mut set = FilePageSet::EMPTY;
     for (position, byte) in (0_u64..).zip(bytes) {
         for bit in (0..8).filter(|bit| byte & (1 << bit) != 0) {
-            set.insert(PageNo(position * 8 + bit));
+            set.insert(FilePage(position * 8 + bit));
         }
     }
     set

@@ -3,8 +3,8 @@
 
 use super::*;
 use pagetide_addr::{
-    Access, DeviceId, DomainId, FileKey, Marks, PageRequest, PageSet, QueueId, RequestId,
-    RequestKind, ResponseCode, Tier,
+    Access, DeviceId, DomainId, FileKey, FilePage, FilePageSet, FileRange, Marks, PageRequest,
+    QueueId, RequestId, RequestKind, ResponseCode, SECTION_PAGES, Tier,
 };
 use proptest::prelude::*;
 
@@ -14,8 +14,8 @@ fn hex(bytes: &[u8]) -> String {
     words.map(word).collect::<Vec<String>>().join(" ")
 }
 
-fn range(first: u64, count: u64) -> PageRange {
-    PageRange::new(PageNo(first), PageNo(first + count))
+fn range(first: u64, count: u64) -> FileRange {
+    FileRange::new(FilePage(first), FilePage(first + count))
 }
 
 fn encoded(event: &Event<'_>) -> Vec<u8> {
@@ -153,7 +153,7 @@ fn golden_events_of_sessions() -> Vec<(Event<'static>, &'static str)> {
             "0d00000000000000 0000000000000000 0201000000000000 0605040300000000",
         ),
         (
-            Event::Landing {
+            Event::Bounce {
                 address: 0x10_0000,
                 slots: 64,
             },
@@ -193,7 +193,7 @@ fn page_request_has_its_golden_bytes() {
          0700000000000000 0b0a000000000000 0c00000008000000 0000000000000000"
     );
     request.vector = None;
-    request.kind = RequestKind::Slip;
+    request.kind = RequestKind::AliasFault;
     request.access = Access::Read;
     assert_eq!(
         hex(&encode_request(&request)),
@@ -272,10 +272,10 @@ fn reply_has_its_golden_bytes_with_and_without_a_mask() {
     let bytes = Reply::from(status).encode();
     assert_eq!(hex(&bytes), "0100000002000000 0300000000000000");
     assert_eq!(Reply::decode(&bytes), Ok(status.into()));
-    let mut mask = PageSet::EMPTY;
-    mask.insert(PageNo(0));
-    mask.insert(PageNo(9));
-    mask.insert(PageNo(511));
+    let mut mask = FilePageSet::EMPTY;
+    mask.insert(FilePage(0));
+    mask.insert(FilePage(9));
+    mask.insert(FilePage(511));
     let reply = Reply {
         status: Status::OK,
         mask: Some(mask),
@@ -353,17 +353,17 @@ fn create_that_does_not_begin_at_page_0_is_refused() {
     assert_eq!(Event::decode(&bytes).unwrap_err().at(), 32);
 }
 
-fn any_range() -> impl Strategy<Value = PageRange> {
+fn any_range() -> impl Strategy<Value = FileRange> {
     (0..PAGES_MAX / 2, 1..PAGES_MAX / 2).prop_map(|(first, count)| range(first, count))
 }
 
-fn any_range_in_section() -> impl Strategy<Value = PageRange> {
+fn any_range_in_section() -> impl Strategy<Value = FileRange> {
     (0..PAGES_MAX / SECTION_PAGES, 0..SECTION_PAGES)
         .prop_flat_map(|(section, first)| (Just((section, first)), 1..=SECTION_PAGES - first))
         .prop_map(|((section, first), count)| range(section * SECTION_PAGES + first, count))
 }
 
-fn any_ranges(least: usize) -> impl Strategy<Value = Vec<PageRange>> {
+fn any_ranges(least: usize) -> impl Strategy<Value = Vec<FileRange>> {
     prop::collection::vec(any_range(), least..20)
 }
 
@@ -385,7 +385,7 @@ fn any_answer() -> impl Strategy<Value = Answer> {
         Just(Tier::Present),
         Just(Tier::Zero),
         Just(Tier::Compressed),
-        Just(Tier::Verbatim),
+        Just(Tier::Uncompressed),
         Just(Tier::Unknown),
     ];
     let numbers = any::<(u64, u64, u64, u64)>();
@@ -440,7 +440,7 @@ fn any_event() -> impl Strategy<Value = Event<'static>> {
         Just(Event::Begin),
         Just(Event::Ready),
         any_name().prop_map(|name| Event::Bar { name }),
-        any::<(u64, u64)>().prop_map(|(address, slots)| Event::Landing { address, slots }),
+        any::<(u64, u64)>().prop_map(|(address, slots)| Event::Bounce { address, slots }),
     ]
 }
 
@@ -449,7 +449,7 @@ fn any_request() -> impl Strategy<Value = PageRequest> {
         Just(RequestKind::Demand),
         Just(RequestKind::Prefault),
         any::<u32>().prop_map(|slot| RequestKind::Overwrite { slot }),
-        Just(RequestKind::Slip),
+        Just(RequestKind::AliasFault),
     ];
     let from = any::<(u64, u32, u16, u32)>();
     let pages = (0..PAGES_MAX / 2, 1_u64..=64).prop_map(|(first, count)| range(first, count));

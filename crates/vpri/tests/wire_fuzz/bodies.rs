@@ -3,8 +3,8 @@
 //! where; and what a device is held to, whatever its drivers and engines do.
 
 use pagetide_addr::{
-    Access, DeviceId, DomainId, FileKey, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse,
-    QueueId, RequestId, RequestKind,
+    Access, DeviceId, DomainId, FileKey, FilePage, PAGE_BYTES, PageRequest, PageResponse, QueueId,
+    RequestId, RequestKind,
 };
 use pagetide_vpri::{
     DomainTable,
@@ -166,7 +166,7 @@ impl DeviceSide for Engines {
         Ok(())
     }
 
-    fn is_landing(&self, slot: u32, _count: u64) -> bool {
+    fn is_bounce(&self, slot: u32, _count: u64) -> bool {
         slot.is_multiple_of(2)
     }
 }
@@ -214,7 +214,7 @@ impl Device {
         let id = self.engines.open.len() as u64;
         let from = (DeviceId(0), QueueId(0));
         let space = DomainId(bytes.small(4).into());
-        let page = PageNo(bytes.small(8).into());
+        let page = FilePage(bytes.small(8).into());
         let mut request =
             PageRequest::demand(RequestId(id), from, space, page.single(), Access::Write);
         if bytes.small(4) == 0 {
@@ -243,7 +243,7 @@ impl Device {
         let open = self.engines.open.values().filter(|open| **open).count();
         assert_eq!(self.core.outstanding(), open);
         for domain in &self.brought {
-            let all = PageRange::new(PageNo(0), PageNo(8));
+            let all = FilePage(0).run(8);
             assert!(domain.attributes().bitmap().page_count() >= all.len());
         }
     }

@@ -4,7 +4,7 @@
 mod bodies;
 
 use pagetide_addr::{
-    Access, DeviceId, DomainId, FileKey, PageNo, PageRequest, PageResponse, QueueId, RequestId,
+    Access, DeviceId, DomainId, FileKey, FilePage, PageRequest, PageResponse, QueueId, RequestId,
     ResponseCode,
 };
 use pagetide_vpri::wire::{
@@ -15,13 +15,13 @@ use proptest::{prelude::*, sample::Index};
 
 fn request() -> PageRequest {
     let from = (DeviceId(1), QueueId(2));
-    let pages = PageNo(3).single();
+    let pages = FilePage(3).single();
     PageRequest::demand(RequestId(4), from, DomainId(0), pages, Access::Write)
 }
 
 fn events() -> Vec<Vec<u8>> {
     let space = DomainId(0);
-    let ranges = || vec![PageNo(1).single(), PageNo(700).single()].into();
+    let ranges = || vec![FilePage(1).single(), FilePage(700).single()].into();
     let answer = Answer::from(&PageResponse::to(&request(), ResponseCode::Success));
     let name = FileKey { dev: 1, ino: 2 };
     let events = [
@@ -40,7 +40,7 @@ fn events() -> Vec<Vec<u8>> {
         },
         Event::Standing {
             space,
-            pages: Some(PageNo(5).single()),
+            pages: Some(FilePage(5).single()),
         },
         Event::Respond {
             answers: vec![answer; 2].into(),

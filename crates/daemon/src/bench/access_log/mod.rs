@@ -35,7 +35,7 @@ use super::{
     blk::{
         backend::{BackendReport, LogSwitch},
         frontend::{Buffers, Direction, Run},
-        process::{PartError, Placement},
+        process::{PartError, SideCpus},
         side::{ImageError, Sample, Side, make_image},
         stats::{PairedRatios, mean, overall},
     },
@@ -163,7 +163,7 @@ pub fn run(options: &AccessLogBenchOptions) -> Result<BenchReport, BenchError> {
     let queues = QUEUES.to_string();
     let arguments = ["--queues", queues.as_str()];
     let mut side =
-        Side::start_ours(dir.path(), &image, &arguments, Placement::choose()).map_err(failed)?;
+        Side::start_ours(dir.path(), &image, &arguments, SideCpus::choose()).map_err(failed)?;
     let mut cells: [Cell; CELLS.len()] = Default::default();
     let others = Others::begin(side.cpu_ns().map_err(failed)?);
     for alternation in 0..=options.alternations {

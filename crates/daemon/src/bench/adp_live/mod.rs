@@ -17,12 +17,12 @@
 use super::{
     BenchError, BenchReport,
     blk::stats::{PairedRatios, mean, overall},
+    orders::program_beside,
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::{
     collections::BTreeMap,
-    path::PathBuf,
     process::{Command, Stdio},
 };
 
@@ -55,7 +55,8 @@ struct Found {
 /// # Errors
 /// [`BenchError`].
 pub fn run() -> Result<BenchReport, BenchError> {
-    let program = program()?;
+    let program =
+        program_beside(PROGRAM).map_err(|reason| BenchError::Unable { name: NAME, reason })?;
     let output = Command::new(&program)
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
@@ -74,21 +75,6 @@ pub fn run() -> Result<BenchReport, BenchError> {
     let mut report = BenchReport::new(NAME);
     describe(found, &mut report);
     Ok(report)
-}
-
-fn program() -> Result<PathBuf, BenchError> {
-    let own = std::env::current_exe().map_err(failed)?;
-    let beside = own.with_file_name(PROGRAM);
-    if beside.exists() {
-        return Ok(beside);
-    }
-    Err(BenchError::Unable {
-        name: NAME,
-        reason: format!(
-            "there is no {}; build it by `cargo build --release -p pagetide-guestkit`",
-            beside.display()
-        ),
-    })
 }
 
 fn describe(found: Found, report: &mut BenchReport) {

@@ -122,7 +122,7 @@ impl Listener {
             }
             first = pages.end.0.next_multiple_of(SECTION_PAGES);
         }
-        let all = PageRange::new(PageNo(0), PageNo(VM_PAGES));
+        let all = PageNo(0).run(VM_PAGES);
         self.protection.ram_changed(vec![all]);
     }
 }

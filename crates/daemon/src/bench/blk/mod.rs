@@ -25,7 +25,7 @@ pub mod stats;
 
 use super::{BenchError, BenchReport, figures::to_f64};
 use frontend::{Buffers, Direction, Run};
-use process::Placement;
+use process::SideCpus;
 use serde_json::{Value, json};
 use side::{ImageError, Sample, Side, Slice, make_image};
 use stats::{PairedRatios, mean};
@@ -88,7 +88,7 @@ pub fn run() -> Result<BenchReport, BenchError> {
         .tempdir()
         .map_err(failed)?;
     let image = make_image(dir.path()).map_err(no_image)?;
-    let placement = Placement::choose();
+    let placement = SideCpus::choose();
     eprintln!(
         "bench blk: back ends on CPU {}, front end on CPU {}",
         placement.backend, placement.frontend
@@ -187,7 +187,7 @@ fn ratios(cell: &Cell) -> Option<PairedRatios> {
     PairedRatios::new(pairs.map(|(o, t)| o.iops / t.iops))
 }
 
-fn describe(report: &mut BenchReport, cells: &[Cell], placement: Placement) {
+fn describe(report: &mut BenchReport, cells: &[Cell], placement: SideCpus) {
     let side = |samples: &[Sample]| -> Value {
         json!({
             "iops": mean(samples.iter().map(|s| s.iops)),

@@ -50,14 +50,14 @@ pub enum PartError {
 
 /// CPUs of the two sides.
 #[derive(Debug, Clone, Copy)]
-pub struct Placement {
+pub struct SideCpus {
     /// Of back ends.
     pub backend: usize,
     /// Of front ends.
     pub frontend: usize,
 }
 
-impl Placement {
+impl SideCpus {
     /// The last CPU for back ends and the one before it for front ends; the same if there is one.
     pub fn choose() -> Self {
         let cpus = pagetide_sys::cpu::affinity().unwrap_or_default();
@@ -178,7 +178,7 @@ impl Backend {
         image: &Path,
         state_dir: &Path,
         options: &[&str],
-        at: Placement,
+        at: SideCpus,
     ) -> Result<Self, PartError> {
         let (socket_text, image, state_dir) = (text(socket), text(image), text(state_dir));
         let mut arguments = vec![
@@ -200,7 +200,7 @@ impl Backend {
     ///
     /// # Errors
     /// [`PartError`].
-    pub fn qsd(socket: &Path, image: &Path, at: Placement) -> Result<Self, PartError> {
+    pub fn qsd(socket: &Path, image: &Path, at: SideCpus) -> Result<Self, PartError> {
         let blockdev = format!(
             "driver=file,node-name=f,filename={},aio=io_uring,cache.direct=on",
             text(image)
@@ -293,7 +293,7 @@ impl Frontend {
     ///
     /// # Errors
     /// [`PartError`].
-    pub fn start(socket: &Path, at: Placement) -> Result<Self, PartError> {
+    pub fn start(socket: &Path, at: SideCpus) -> Result<Self, PartError> {
         let socket = text(socket);
         let arguments = ["bench-part", "blk-frontend", "--socket", &socket];
         let mut part = Part::ourselves(&arguments, at.frontend)?;

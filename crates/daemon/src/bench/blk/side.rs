@@ -3,7 +3,7 @@
 
 use super::{
     frontend::{Run, RunResult},
-    process::{Backend, Frontend, PartError, Placement},
+    process::{Backend, Frontend, PartError, SideCpus},
     to_f64,
 };
 use std::{
@@ -70,7 +70,7 @@ impl Side {
         dir: &Path,
         image: &Path,
         options: &[&str],
-        at: Placement,
+        at: SideCpus,
     ) -> Result<Self, PartError> {
         let socket = dir.join("ours.sock");
         let backend = Backend::ours(&socket, image, dir, options, at)?;
@@ -82,7 +82,7 @@ impl Side {
     ///
     /// # Errors
     /// [`PartError`].
-    pub fn start_peer(dir: &Path, image: &Path, at: Placement) -> Result<Self, PartError> {
+    pub fn start_peer(dir: &Path, image: &Path, at: SideCpus) -> Result<Self, PartError> {
         let socket = dir.join("qsd.sock");
         let backend = Backend::qsd(&socket, image, at)?;
         let frontend = Frontend::start(&socket, at)?;

@@ -12,7 +12,7 @@ use super::{
     ram::{HugePages, Ram, WrongPage},
 };
 use crate::bench::{orders::say, random::SplitMix};
-use pagetide_addr::{PageNo, SECTION_BYTES, SECTION_PAGES};
+use pagetide_addr::{PageNo, SECTION_BYTES, SECTION_PAGES, to_usize};
 use pagetide_sys::cpu;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -393,7 +393,7 @@ impl Guest {
         let runs = self.ram.present().map_err(|error| error.to_string())?;
         let mut runs = runs.into_iter().peekable();
         let mut found = Presence::default();
-        for first in (0..self.ram.pages()).step_by(PageNo(SECTION_PAGES).index()) {
+        for first in (0..self.ram.pages()).step_by(to_usize(SECTION_PAGES)) {
             let mut hot_here = 0;
             for page in first..first + SECTION_PAGES {
                 while runs.peek().is_some_and(|run| run.end <= page) {

@@ -16,11 +16,11 @@
 use super::guest::{Counted, faults_of};
 use crate::bench::{
     figures::to_f64,
-    orders::{Ordered, this_program},
+    orders::{Ordered, program_beside},
 };
 use pagetide_addr::PAGE_BYTES;
 use std::{
-    path::{Path, PathBuf},
+    path::Path,
     process::Command,
     time::{Duration, Instant},
 };
@@ -58,7 +58,7 @@ impl KvmGuest {
         ram_bytes: u64,
         hot_permille: u32,
     ) -> Result<Self, String> {
-        let mut command = Command::new(program()?);
+        let mut command = Command::new(program_beside(PROGRAM)?);
         command
             .args(["--ram-mib", &(ram_bytes >> 20).to_string()])
             .args(["--hot-permille", &hot_permille.to_string()])
@@ -145,17 +145,6 @@ fn numbers_after(word: &str, line: &str) -> Result<Vec<u64>, String> {
         .split_whitespace()
         .map(|number| u64::from_str_radix(number, 16).map_err(|_| wrong()))
         .collect()
-}
-
-fn program() -> Result<PathBuf, String> {
-    let beside = this_program()?.with_file_name(PROGRAM);
-    if beside.exists() {
-        return Ok(beside);
-    }
-    Err(format!(
-        "there is no {}; build it by `cargo build --release -p pagetide-guestkit`",
-        beside.display()
-    ))
 }
 
 #[cfg(test)]

@@ -12,7 +12,8 @@
 //!                      ◄─stdout── Answer         vCPUs: choose a hot page, check or write it, count
 //! ```
 //! [`ram`] has the memory and what each page must hold, [`pattern`] which pages are hot, [`guest`]
-//! the process, [`process`] the bench's side of it. [`kvm`] is a guest under KVM instead.
+//! the process, [`process`] the bench's side of it. [`kvm`] is a guest under KVM instead, [`stock`]
+//! a stock Linux guest.
 //!
 //! # What a page must hold
 //! A function of its number and its version ([`content`]). A write raises the version, which is
@@ -26,3 +27,4 @@ pub(super) mod kvm;
 pub mod pattern;
 pub(super) mod process;
 pub mod ram;
+pub(super) mod stock;

@@ -13,7 +13,7 @@
 //! pages with the same chance each.
 
 use super::super::random::SplitMix;
-use pagetide_addr::{PageNo, SECTION_PAGES};
+use pagetide_addr::{PageNo, SECTION_PAGES, to_usize};
 use serde::{Deserialize, Serialize};
 use std::{
     fmt,
@@ -195,11 +195,11 @@ impl HotPages {
                 })
             }
             Places::Sections(sections) => {
-                let at = PageNo(within(sections.len() as u64, high)).index();
+                let at = to_usize(within(sections.len() as u64, high));
                 in_section(u64::from(sections[at]))
             }
             Places::Pages(pages) => {
-                let at = PageNo(within(pages.len() as u64, high)).index();
+                let at = to_usize(within(pages.len() as u64, high));
                 PageNo(u64::from(pages[at]))
             }
         }

@@ -13,7 +13,7 @@
 //! daemon's copy in the middle of a write does not confuse the check, only delays it.
 
 use super::content::{STAMP_STRIDE, Stamps, WORDS, words};
-use pagetide_addr::{PAGE_BYTES, PageNo, SECTION_PAGES};
+use pagetide_addr::{PAGE_BYTES, PageNo, SECTION_PAGES, to_usize};
 use pagetide_sys::{
     mapping::{MappingError, SharedMapping},
     memory_file::{FileError, GuestFile},
@@ -235,7 +235,7 @@ impl Ram {
         let share = share.next_multiple_of(SECTION_PAGES);
         let work = &work;
         std::thread::scope(|scope| {
-            let starts = (0..pages).step_by(PageNo(share.max(1)).index());
+            let starts = (0..pages).step_by(to_usize(share.max(1)));
             let running: Vec<_> = starts
                 .map(|start| {
                     let end = (start + share).min(pages);

@@ -31,7 +31,7 @@ use super::{
     figures::{at_permille, median, thousandths, to_f64},
 };
 use load::Load;
-use rig::{Placement, Rig};
+use rig::{Rig, TenantCpus};
 use serde_json::{Map, Value, json};
 use std::{fmt::Display, time::Duration};
 use tenant::{Client, STEADY_DEPTH};
@@ -117,7 +117,7 @@ impl Cell {
 /// [`BenchError`].
 pub fn run(options: &FairnessOptions) -> Result<BenchReport, BenchError> {
     let cpus = pagetide_sys::cpu::affinity().map_err(failed)?;
-    let placement = Placement::choose(&cpus);
+    let placement = TenantCpus::choose(&cpus);
     eprintln!(
         "bench {NAME}: engines on CPU {}, clients on CPU {}",
         placement.engines, placement.clients
@@ -149,7 +149,7 @@ pub fn run(options: &FairnessOptions) -> Result<BenchReport, BenchError> {
 }
 
 fn measure(
-    placement: Placement,
+    placement: TenantCpus,
     options: &FairnessOptions,
 ) -> Result<Vec<(Load, Cell)>, BenchError> {
     let rig = Rig::start(placement).map_err(failed)?;

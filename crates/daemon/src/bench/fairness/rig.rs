@@ -22,12 +22,12 @@ pub(super) const HOSTILE_QUEUES: u16 = 4;
 
 /// CPUs of the parts.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Placement {
+pub(super) struct TenantCpus {
     pub engines: usize,
     pub clients: usize,
 }
 
-impl Placement {
+impl TenantCpus {
     /// The last CPU for engines and the one before it for clients; the same if there is one.
     pub fn choose(cpus: &[usize]) -> Self {
         let engines = cpus.last().copied().unwrap_or(0);
@@ -63,7 +63,7 @@ pub(super) struct Rig {
 }
 
 impl Rig {
-    pub fn start(at: Placement) -> Result<Self, RigError> {
+    pub fn start(at: TenantCpus) -> Result<Self, RigError> {
         let dir = tempfile::Builder::new()
             .prefix("pagetide-bench-fairness-")
             .tempdir()?;
@@ -112,7 +112,7 @@ pub type Faulting = Mutex<Option<Arc<DmaDomain>>>;
 impl Side {
     fn start(
         state_dir: &Path,
-        at: Placement,
+        at: TenantCpus,
         domains: &Arc<DomainTable>,
         faulting: &Arc<Faulting>,
     ) -> Result<Self, RigError> {

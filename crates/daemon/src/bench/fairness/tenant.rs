@@ -9,7 +9,7 @@ use super::{
     rig::{HOSTILE_QUEUES, IMAGE_BYTES, Rig},
 };
 use crate::bench::random::SplitMix;
-use pagetide_addr::{FileKey, PAGE_BYTES, PageNo};
+use pagetide_addr::{FileKey, FilePage, PAGE_BYTES};
 use pagetide_sys::{
     cpu::{Urgency, set_urgency},
     lent::{LentError, LentMemory},
@@ -325,7 +325,7 @@ impl<'a> Disk<'a> {
         };
         if let Some(domain) = &self.domain {
             // One that is still leased stays: its request does not fault.
-            let page = PageNo(from / PAGE_BYTES).single();
+            let page = FilePage(from / PAGE_BYTES).single();
             let busy = domain.attributes().unmap_ranges(&[page]);
             debug_assert!(busy.len() <= 1);
         }

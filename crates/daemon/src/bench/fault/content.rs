@@ -3,10 +3,10 @@
 //!
 //! Synthetic bytes compress too well or not at all, and both change what a
 //! decompressor costs. A program is what guests hold: code, strings, tables.
-//! Only pages that the lz4 tier takes are used, since zero and verbatim pages
+//! Only pages that the lz4 tier takes are used, since zero and uncompressed pages
 //! come back by other, cheaper ways; kernel zram gets the same bytes.
 
-use pagetide_addr::PageNo;
+use pagetide_addr::{PageNo, to_usize};
 use pagetide_swap::tier::{Packer, STORED_BYTES_MAX, Seed};
 
 /// Bytes of a page.
@@ -87,7 +87,7 @@ pub(in crate::bench) fn random_order(pages: u64, seed: u64) -> Vec<PageNo> {
         state ^= state << 25;
         state ^= state >> 27;
         let chosen = (state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 11) % (left + 1);
-        order.swap(PageNo(left).index(), PageNo(chosen).index());
+        order.swap(to_usize(left), to_usize(chosen));
     }
     order
 }

@@ -13,7 +13,7 @@ use super::{
     touch::{Pattern, together, touch},
 };
 use crate::bench::orders::say;
-use pagetide_addr::{PAGE_BYTES, PageNo};
+use pagetide_addr::{PAGE_BYTES, PageNo, to_usize};
 use pagetide_sys::{cpu, lent::LentMemory};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -258,7 +258,7 @@ impl Vcpu {
             Box::new(VhostUser::new(path, features).map_err(failed)?);
         let mut queues =
             VirtioBlkQueue::setup_queues(transport.as_mut(), 1, QUEUE_SIZE).map_err(failed)?;
-        let len = PageNo(self.pages * PAGE_BYTES).index();
+        let len = to_usize(self.pages * PAGE_BYTES);
         let (address, file) = (self.memory.address(), self.memory.as_fd().as_raw_fd());
         transport
             .map_mem_region(address, len, file, 0)

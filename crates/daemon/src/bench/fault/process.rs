@@ -102,7 +102,7 @@ pub(in crate::bench) fn evict_all(daemon: &Daemon, pages: u64) -> Result<VmRepor
         "of {pages} pages {} are stored by lz4 and {} are still present after {RECLAIMS_MAX} reclaims{}",
         vm.lz4_pages,
         vm.resident_bytes / pagetide_addr::PAGE_BYTES,
-        vm.eviction_bars.first().map_or_else(String::new, |bar| format!(" ({bar})")),
+        vm.eviction_blockers.first().map_or_else(String::new, |bar| format!(" ({bar})")),
     )))
 }
 

@@ -77,7 +77,7 @@ pub(super) fn touch(page: PageNo, bytes: &[u8]) -> Result<u32, String> {
 /// Touches the pages of `bytes`, whose first is `first`, in this order of their positions.
 fn touch_all(bytes: &[u8], first: PageNo, order: &[PageNo]) -> Result<Vec<u32>, String> {
     let one = |position: &PageNo| {
-        let page = PageNo(first.0 + position.0);
+        let page = first.plus(position.0);
         touch(page, &bytes[position.index() * PAGE..][..PAGE])
     };
     order.iter().map(one).collect()
@@ -108,7 +108,7 @@ pub(super) fn together(
     std::thread::scope(|scope| {
         let mut running = Vec::new();
         for (number, bytes) in parts.iter().enumerate() {
-            let first = PageNo(first.0 + part.0 * number as u64);
+            let first = first.plus(part.0 * number as u64);
             let cpu = cpus.get(number % cpus.len().max(1)).copied();
             running.push(scope.spawn(move || {
                 let placed = cpu.map_or(Ok(()), |cpu| cpu::set_affinity(&[cpu]));

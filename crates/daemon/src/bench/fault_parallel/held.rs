@@ -14,7 +14,7 @@ use crate::bench::fault::{
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, Va};
 use pagetide_gmem::{
     Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Fault, FaultOutcome,
-    Incidents, MemoryParts, Mode, PageTable, PagedMemory, PlaceError, RegionRequest, State,
+    Incidents, MemoryParts, Mode, PageState, PageTable, PagedMemory, PlaceError, RegionRequest,
     StoreError, Unlimited, VolatileWords,
 };
 use pagetide_swap::{Evictor, Pool, PoolStore};
@@ -90,14 +90,18 @@ impl HeldRig {
     }
 }
 
-fn timed(guest: &mut Guest, order: &Order, (hold, last): (&Hold, State)) -> Result<Turn, String> {
+fn timed(
+    guest: &mut Guest,
+    order: &Order,
+    (hold, last): (&Hold, PageState),
+) -> Result<Turn, String> {
     let Order::TouchTogether { beside, .. } = order else {
         return Err(format!("{order:?} is not for this rig"));
     };
     if *beside == Beside::Nothing {
         return Turn::take(guest, order);
     }
-    let State::Stored(content) = last else {
+    let PageState::Stored(content) = last else {
         return Err(format!("the last page is {last:?} and cannot be held"));
     };
     hold.begin(content);
@@ -124,7 +128,7 @@ fn space_of(
         place: Arc::new(VmPlace::new(Arc::clone(userfaultfd), Arc::clone(layout))),
         store,
         admission: Arc::new(Unlimited),
-        incidents: Arc::new(Told),
+        incidents: Arc::new(LoggedIncidents),
         neighbours_max: 0,
     });
     let end = Va(PageNo(pages).byte_offset());
@@ -136,7 +140,7 @@ fn space_of(
     space
         .attach(&vcpus, Mode::Coherent, Activation::Now)
         .map_err(said)?;
-    let all = PageRange::new(PageNo(0), PageNo(pages));
+    let all = PageNo(0).run(pages);
     memory.make_room_for(all).map_err(said)?;
     let request = RegionRequest::of_bytes(PageNo(pages).byte_offset());
     space.alloc(&request).map_err(said)?;
@@ -148,7 +152,7 @@ fn evict(memory: &Arc<PagedMemory>, store: &Arc<PoolStore>) -> Result<(), String
     let mut evictor = Evictor::new(Arc::clone(memory), Arc::clone(store));
     let table = memory.table();
     for section in table.sections() {
-        let present = table.pages_in_state(section, |state| state == State::Present);
+        let present = table.pages_in_state(section, |state| state == PageState::Present);
         let none = || Ok(PageSet::EMPTY);
         evictor
             .evict(section, &present, u64::MAX, none, |_| ())
@@ -225,10 +229,10 @@ impl FaultSink for Sink {
     }
 }
 
-struct Told;
+struct LoggedIncidents;
 
-impl Incidents for Told {
-    fn intruder(&self, page: PageNo) {
+impl Incidents for LoggedIncidents {
+    fn foreign_page(&self, page: PageNo) {
         tracing::error!(%page, "somebody else writes to the bench's guest");
     }
 

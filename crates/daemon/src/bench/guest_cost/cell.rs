@@ -8,6 +8,7 @@ use crate::bench::{
         pattern::Pattern,
         process::{BusyGuest, huge_bytes},
         ram::HugePages,
+        stock::{self, Load, StockGuest},
     },
     daemon::{Daemon, directory_in},
     figures::to_f64,
@@ -34,19 +35,35 @@ pub(super) enum Kind {
     Limited,
     Huge,
     Kvm,
+    Stock,
 }
 
 impl Kind {
     /// All.
-    pub(super) const ALL: [Self; 4] = [Self::Free, Self::Limited, Self::Huge, Self::Kvm];
+    pub(super) const ALL: [Self; 5] = [
+        Self::Free,
+        Self::Limited,
+        Self::Huge,
+        Self::Kvm,
+        Self::Stock,
+    ];
 
-    /// How many vCPUs are tried.
-    pub(super) const fn vcpus(self) -> &'static [u32] {
-        match self {
+    /// All that is tried of this kind.
+    pub(super) fn works(self) -> Vec<Work> {
+        let vcpus: &[u32] = match self {
             Self::Free | Self::Limited | Self::Huge => &[1, 2],
             // It starts no other.
             Self::Kvm => &[1],
-        }
+            Self::Stock => return Load::ALL.map(Work::Load).to_vec(),
+        };
+        let hot = |hot_eighths| {
+            let of = move |vcpus: &u32| Hot {
+                hot_eighths,
+                vcpus: *vcpus,
+            };
+            vcpus.iter().map(of)
+        };
+        [1, 7].into_iter().flat_map(hot).map(Work::Hot).collect()
     }
 
     /// Name of its ratio.
@@ -56,16 +73,30 @@ impl Kind {
             Self::Limited => "limited_over_free",
             Self::Huge => "huge_over_free",
             Self::Kvm => "kvm_over_free",
+            Self::Stock => "stock_over_free",
         }
     }
+}
+
+/// What the guest does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Work {
+    Hot(Hot),
+    Load(Load),
+}
+
+/// Touches a part of its RAM at random.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Hot {
+    pub hot_eighths: u32,
+    pub vcpus: u32,
 }
 
 /// What is measured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Cell {
     pub kind: Kind,
-    pub hot_eighths: u32,
-    pub vcpus: u32,
+    pub work: Work,
 }
 
 /// How much.
@@ -117,32 +148,38 @@ impl Cell {
             Kind::Limited => "limited",
             Kind::Huge => "huge",
             Kind::Kvm => "kvm",
+            Kind::Stock => "stock",
         };
-        format!("{kind}_hot_{}_8_vcpus_{}", self.hot_eighths, self.vcpus)
-    }
-
-    fn limit_bytes(&self, ram_bytes: u64) -> Option<u64> {
-        let hot_bytes = ram_bytes / 8 * u64::from(self.hot_eighths);
-        match self.kind {
-            Kind::Free | Kind::Kvm => None,
-            Kind::Limited => {
-                let above = hot_bytes + hot_bytes / 50 * 3 + (4 << 20);
-                Some(above.clamp(LIMIT_BYTES_MIN, ram_bytes))
+        match self.work {
+            Work::Hot(Hot { hot_eighths, vcpus }) => {
+                format!("{kind}_hot_{hot_eighths}_8_vcpus_{vcpus}")
             }
-            Kind::Huge => Some(ram_bytes),
+            Work::Load(load) => format!("{kind}_{}", load.name().replace('-', "_")),
         }
     }
 
-    fn guest_options(&self, ram_bytes: u64) -> BusyGuestOptions {
+    fn limit_bytes(&self, ram_bytes: u64) -> Option<u64> {
+        match (self.kind, self.work) {
+            (Kind::Free | Kind::Kvm | Kind::Stock, _) | (Kind::Limited, Work::Load(_)) => None,
+            (Kind::Limited, Work::Hot(hot)) => {
+                let hot_bytes = ram_bytes / 8 * u64::from(hot.hot_eighths);
+                let above = hot_bytes + hot_bytes / 50 * 3 + (4 << 20);
+                Some(above.clamp(LIMIT_BYTES_MIN, ram_bytes))
+            }
+            (Kind::Huge, _) => Some(ram_bytes),
+        }
+    }
+
+    fn guest_options(&self, hot: Hot, ram_bytes: u64) -> BusyGuestOptions {
         BusyGuestOptions {
             ram_mib: ram_bytes >> 20,
-            vcpus: self.vcpus,
+            vcpus: hot.vcpus,
             pattern: Pattern::Part {
-                hot_permille: self.hot_eighths * 125,
+                hot_permille: hot.hot_eighths * 125,
             },
             huge_pages: match self.kind {
                 Kind::Huge => HugePages::Advised,
-                Kind::Free | Kind::Limited | Kind::Kvm => HugePages::NotAdvised,
+                Kind::Free | Kind::Limited | Kind::Kvm | Kind::Stock => HugePages::NotAdvised,
             },
         }
     }
@@ -152,16 +189,20 @@ impl Cell {
         match self.kind {
             Kind::Free | Kind::Limited | Kind::Huge => fitting_bytes,
             Kind::Kvm => fitting_bytes.min(kvm::RAM_BYTES_MAX),
+            Kind::Stock => stock::RAM_BYTES,
         }
     }
 
     fn start_guest(&self, dir: &Path, fitting_bytes: u64) -> Result<Guest, String> {
         let ram_bytes = self.ram_bytes(fitting_bytes);
-        match self.kind {
-            Kind::Free | Kind::Limited | Kind::Huge => {
-                BusyGuest::start(dir, &self.guest_options(ram_bytes)).map(Guest::StandIn)
+        match self.work {
+            Work::Load(load) => StockGuest::start(dir, ram_bytes, load).map(Guest::Stock),
+            Work::Hot(hot) if self.kind == Kind::Kvm => {
+                KvmGuest::start(dir, ram_bytes, hot.hot_eighths * 125).map(Guest::Kvm)
             }
-            Kind::Kvm => KvmGuest::start(dir, ram_bytes, self.hot_eighths * 125).map(Guest::Kvm),
+            Work::Hot(hot) => {
+                BusyGuest::start(dir, &self.guest_options(hot, ram_bytes)).map(Guest::StandIn)
+            }
         }
     }
 }
@@ -170,6 +211,7 @@ impl Cell {
 enum Guest {
     StandIn(BusyGuest),
     Kvm(KvmGuest),
+    Stock(StockGuest),
 }
 
 impl Guest {
@@ -177,27 +219,33 @@ impl Guest {
         match self {
             Self::StandIn(guest) => guest.pid(),
             Self::Kvm(guest) => guest.pid(),
-        }
-    }
-
-    fn count(&mut self) -> Result<Counted, String> {
-        match self {
-            Self::StandIn(guest) => guest.count(),
-            Self::Kvm(guest) => guest.count(),
+            Self::Stock(guest) => guest.pid(),
         }
     }
 
     /// What its vCPUs do in `time` from now.
     fn count_for(&mut self, time: Duration) -> Result<Counted, String> {
-        self.count()?;
-        std::thread::sleep(time);
-        self.count()
+        match self {
+            Self::StandIn(guest) => {
+                guest.count()?;
+                std::thread::sleep(time);
+                guest.count()
+            }
+            Self::Kvm(guest) => {
+                guest.count()?;
+                std::thread::sleep(time);
+                guest.count()
+            }
+            Self::Stock(guest) => guest.count_for(time),
+        }
     }
 
     fn verify_all(&mut self) -> Result<(), String> {
         match self {
             Self::StandIn(guest) => guest.obey(&Order::VerifyAll).map(|_time| ()),
             Self::Kvm(guest) => guest.verify_all(),
+            // Its loads have verified what they read, as far as they do.
+            Self::Stock(_) => Ok(()),
         }
     }
 }
@@ -290,7 +338,7 @@ impl<'a> Rig<'a> {
             Side::Attached => {
                 let limit = self.cell.limit_bytes(self.plan.ram_bytes);
                 let vm = self.daemon.attach(self.guest.pid(), limit)?;
-                if let Some(bar) = vm.eviction_bars.first() {
+                if let Some(bar) = vm.eviction_blockers.first() {
                     return Err(format!("nothing of the guest can be evicted: {bar}"));
                 }
                 if let Some(limit) = limit {
@@ -341,8 +389,10 @@ mod tests {
         let limit = |kind, hot_eighths| {
             let cell = Cell {
                 kind,
-                hot_eighths,
-                vcpus: 1,
+                work: Work::Hot(Hot {
+                    hot_eighths,
+                    vcpus: 1,
+                }),
             };
             cell.limit_bytes(1 << 30)
         };

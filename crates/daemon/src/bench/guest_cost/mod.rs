@@ -22,6 +22,7 @@
 //! | `limited_…` | with one just above the hot part: six in a hundred and 4 MiB more, since the daemon keeps 4.5 % free |
 //! | `huge_…` | with one as large as the RAM, in huge pages |
 //! | `kvm_…` | without a limit, and a guest under KVM instead of the stand-in, on one vCPU, with 2 GiB at most |
+//! | `stock_stress_vm`, `stock_stress_stream`, `stock_redis` | without a limit, and a stock Linux guest of 1 GiB and two vCPUs with that load ([`super::busy::stock`]) |
 //!
 //! A detach does not make huge pages of small ones, so in `huge` cells each pair is a stand-in of its
 //! own, released first. They need huge pages in shared memory, which the host's `shmem_enabled` must
@@ -39,7 +40,10 @@ mod cell;
 use super::{
     BenchError, BenchReport,
     blk::stats::{PairedRatios, overall},
-    busy::kvm::KvmGuest,
+    busy::{
+        kvm::KvmGuest,
+        stock::{self, Load, StockGuest},
+    },
     daemon::directory_in,
     figures::{midpoint, thousandths},
     interrupt::Interrupted,
@@ -65,18 +69,12 @@ fn failed(reason: String) -> BenchError {
 
 /// All cells, those of one kind together.
 fn cells() -> Vec<Cell> {
-    let mut cells = Vec::new();
-    for kind in Kind::ALL {
-        for hot_eighths in [1, 7] {
-            let of = |vcpus: &u32| Cell {
-                kind,
-                hot_eighths,
-                vcpus: *vcpus,
-            };
-            cells.extend(kind.vcpus().iter().map(of));
-        }
-    }
-    cells
+    let of_kind = |kind: Kind| {
+        kind.works()
+            .into_iter()
+            .map(move |work| Cell { kind, work })
+    };
+    Kind::ALL.into_iter().flat_map(of_kind).collect()
 }
 
 /// Runs the bench.
@@ -98,6 +96,11 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
         all.filter(|cell| options.includes(&cell.name()))
     };
     let no_huge = huge_pages_are_given().err();
+    let no_stock = if cells().any(|cell| cell.kind == Kind::Stock) {
+        stock_guests_run().err()
+    } else {
+        None
+    };
     let no_kvm = if cells().any(|cell| cell.kind == Kind::Kvm) {
         kvm_runs_guests().err()
     } else {
@@ -109,6 +112,7 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
             Kind::Free | Kind::Limited => &None,
             Kind::Huge => &no_huge,
             Kind::Kvm => &no_kvm,
+            Kind::Stock => &no_stock,
         };
         if lacking.is_some() {
             continue;
@@ -123,7 +127,12 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
     figures.insert("smaller".into(), json!(smaller));
     figures.insert("slice_s".into(), plan.slice.as_secs_f64().into());
     describe(&measured, &mut report);
-    for (name, lacking) in [("huge_unavailable", no_huge), ("kvm_unavailable", no_kvm)] {
+    let lacking = [
+        ("huge_unavailable", no_huge),
+        ("kvm_unavailable", no_kvm),
+        ("stock_unavailable", no_stock),
+    ];
+    for (name, lacking) in lacking {
         if let Some(reason) = lacking {
             report.figures.insert(name.into(), json!(reason));
         }
@@ -135,6 +144,12 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
 fn kvm_runs_guests() -> Result<(), String> {
     let dir = directory_in(&std::env::temp_dir())?;
     KvmGuest::try_one(dir.path())
+}
+
+/// Fails with a sentence if a stock guest cannot be had.
+fn stock_guests_run() -> Result<(), String> {
+    let dir = directory_in(&std::env::temp_dir())?;
+    StockGuest::start(dir.path(), stock::RAM_BYTES, Load::StressVm).map(|_guest| ())
 }
 
 /// Fails with a sentence if the host gives shared memory no huge pages.
@@ -167,13 +182,16 @@ fn describe(measured: &[(Cell, Vec<Pair>)], report: &mut BenchReport) {
         let mean = bounds.map_or(Value::Null, |(mean, _)| thousandths(mean));
         // Of one pair there is no bound.
         let low95 = bounds.map_or(Value::Null, |(_, low)| thousandths(low));
+        let all: Vec<_> = pairs.iter().map(|pair| thousandths(pair.ratio())).collect();
         let value = json!({
             "pairs": pairs.len(),
+            "ratios": all,
             "median": thousandths(midpoint(ratios())),
             "mean": mean,
             "low95": low95,
             "free_mops_per_s": of(|pair| pair.released.mops_per_s()),
             "attached_mops_per_s": of(|pair| pair.attached.mops_per_s()),
+            "free_ops_per_s": of(|pair| pair.released.mops_per_s() * 1e6),
             "free_faults_per_s": of(|pair| pair.released.faults_per_s()),
             "attached_faults_per_s": of(|pair| pair.attached.faults_per_s()),
             "free_gap_ms": of(|pair| pair.released.gap_ms()),
@@ -206,6 +224,7 @@ fn describe(measured: &[(Cell, Vec<Pair>)], report: &mut BenchReport) {
 
 #[cfg(test)]
 mod tests {
+    use super::cell::{Hot, Work};
     use super::*;
     use crate::bench::busy::guest::Counted;
 
@@ -226,8 +245,10 @@ mod tests {
     fn worst_cell_of_a_kind_is_its_ratio_and_a_kind_without_cells_has_none() {
         let cell = |hot_eighths| Cell {
             kind: Kind::Free,
-            hot_eighths,
-            vcpus: 1,
+            work: Work::Hot(Hot {
+                hot_eighths,
+                vcpus: 1,
+            }),
         };
         let measured = [
             (cell(1), vec![pair(990_000), pair(990_000), pair(990_000)]),
@@ -251,8 +272,9 @@ mod tests {
     #[test]
     fn cells_have_names_of_their_own() {
         let names: std::collections::BTreeSet<_> = cells().iter().map(Cell::name).collect();
-        assert_eq!(names.len(), 14);
+        assert_eq!(names.len(), 17);
         assert!(names.contains("limited_hot_7_8_vcpus_2"));
+        assert!(names.contains("stock_stress_vm") && names.contains("stock_redis"));
         assert!(names.contains("kvm_hot_1_8_vcpus_1") && !names.contains("kvm_hot_1_8_vcpus_2"));
     }
 }

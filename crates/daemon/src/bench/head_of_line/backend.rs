@@ -12,7 +12,7 @@
 
 use super::frontend::Pages;
 use clap::ValueEnum;
-use pagetide_addr::{FileKey, PAGE_BYTES, PageNo, PageRange, PageResponse, ResponseCode};
+use pagetide_addr::{FileKey, FilePage, PAGE_BYTES, PageResponse, ResponseCode};
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, SocketAccess, Writes};
 use pagetide_sys::{
     cpu::{self, Urgency},
@@ -177,7 +177,7 @@ pub fn serve(options: &BackendOptions) -> Result<(), BackendError> {
         mode: options.mode,
         hold: Duration::from_micros(options.hold_us),
         waited_for: Arc::default(),
-        // Of the one engine; what follows is the queue of slips.
+        // Of the one engine; what follows is the queue of alias faults.
         end: ends.into_iter().next(),
         bell,
         memory: None,
@@ -265,7 +265,7 @@ impl Tier {
             return;
         };
         let page_count = domain.len_bytes() / PAGE_BYTES;
-        let all = PageRange::new(PageNo(0), PageNo(page_count));
+        let all = FilePage(0).run(page_count);
         match (self.mode, pages) {
             (FaultMode::Touch, _) => {}
             (FaultMode::Park, Pages::Present) => domain.attributes().grant_all(),

@@ -42,7 +42,7 @@ pub mod wakes;
 
 use super::{
     BenchError, BenchReport,
-    blk::process::{Part, PartError, Placement},
+    blk::process::{Part, PartError, SideCpus},
     figures::median,
 };
 use backend::{FaultMode, TierReport};
@@ -151,7 +151,7 @@ pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
         .tempdir()
         .map_err(failed)?;
     let images = [make_image(dir.path(), "a")?, make_image(dir.path(), "b")?];
-    let placement = Placement::choose();
+    let placement = SideCpus::choose();
     eprintln!(
         "bench {NAME}: engine on CPU {}, clients on CPU {}",
         placement.backend, placement.frontend
@@ -207,7 +207,7 @@ pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
 }
 
 /// How late threads wake here, on each of the CPUs: see [`wakes`].
-fn machine_wakes(class: Class, at: Placement) -> Result<Value, BenchError> {
+fn machine_wakes(class: Class, at: SideCpus) -> Result<Value, BenchError> {
     let on = |cpu| -> Result<Value, BenchError> {
         let arguments = ["bench-part", "head-of-line-wakes"];
         let mut part = class.start(&arguments, cpu).map_err(failed)?;
@@ -243,7 +243,7 @@ impl Side {
         dir: &Path,
         images: &[PathBuf; 2],
         (mode, hold): (FaultMode, Duration),
-        (at, class): (Placement, Class),
+        (at, class): (SideCpus, Class),
     ) -> Result<Self, BenchError> {
         let state_dir = dir.join(mode.name());
         std::fs::create_dir(&state_dir).map_err(failed)?;

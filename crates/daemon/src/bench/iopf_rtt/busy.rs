@@ -15,7 +15,7 @@ use std::{
     thread::JoinHandle,
 };
 
-use pagetide_addr::{Hva, PAGE_BYTES, PageNo};
+use pagetide_addr::{Hva, PAGE_BYTES, PageNo, to_usize};
 use pagetide_swap::tier::{PAGE, Packer, Seed};
 use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile, pagemap::Pagemap};
 
@@ -80,7 +80,7 @@ impl Busy {
         let mut packer = Packer::default();
         let mut content = [7; PAGE];
         let compress = move |turn: u64| {
-            content[PageNo(turn % PAGE_BYTES).index()] ^= turn.to_le_bytes()[0];
+            content[to_usize(turn % PAGE_BYTES)] ^= turn.to_le_bytes()[0];
             // None is a page of zeros, which is not compressed.
             let packed = packer.pack(Seed(1), PageNo(turn), &content);
             match std::hint::black_box(packed) {

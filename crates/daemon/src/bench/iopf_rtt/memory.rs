@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use pagetide_addr::{FileKey, PAGE_BYTES, PageNo, PageRange, PageSet, Va};
+use pagetide_addr::{FileKey, FilePage, FilePageSet, PAGE_BYTES, PageNo, PageRange, PageSet, Va};
 use pagetide_gmem::{
     Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Fault, FaultOutcome,
     Incidents, Installed, MemoryParts, Mode, PageTable, PagedMemory, Place, PlaceError,
@@ -27,6 +27,11 @@ pub(super) const PAGES: u64 = 512;
 const SEED: Seed = Seed(0x10bf);
 /// Longest wait for a page to go.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The same page in the one file of the RAM, which begins at page 0.
+pub(super) const fn in_file(page: PageNo) -> FilePage {
+    FilePage(page.0)
+}
 
 /// First word of `page`.
 pub(super) const fn stamp(page: PageNo) -> u64 {
@@ -137,8 +142,8 @@ impl ContentStore for Ram {
 }
 
 impl Incidents for Ram {
-    fn intruder(&self, page: PageNo) {
-        tracing::error!(%page, "bench: an intruder");
+    fn foreign_page(&self, page: PageNo) {
+        tracing::error!(%page, "bench: a foreign page");
     }
 
     fn poisoned(&self, page: PageNo, why: &StoreError) {
@@ -201,7 +206,7 @@ impl Tenant {
         });
         let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default());
         let space = space.map_err(|e| wrong(&e))?;
-        let all = PageRange::new(PageNo(0), PageNo(PAGES));
+        let all = PageNo(0).run(PAGES);
         let mmu = Arc::new(DmaMmu::new([(Arc::clone(&io), all)]));
         let device = Device::with_id(DPU, Arc::clone(&mmu) as _);
         let attached = space.attach(&device, Mode::Coherent, Activation::Now);
@@ -224,7 +229,8 @@ impl Tenant {
 
     /// Its page `page` is absent for devices from now on, and present in memory.
     pub(super) fn hide(&self, page: PageNo) -> Result<(), String> {
-        let one = PageSet::of_range(page.section(), page.single());
+        let page = in_file(page);
+        let one = FilePageSet::of_range(page.section(), page.single());
         until("a device lets go of a page", || {
             Ok(self.io.unmap(page.section(), &one))
         })

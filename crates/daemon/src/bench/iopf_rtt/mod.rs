@@ -44,7 +44,7 @@ use self::{
     across::AcrossProcesses,
     busy::{Busy, Turns},
     memory::{PAGES, move_to, stand},
-    sides::{AtsPri, Bottom, CROSSING, InProcess, Side, Split, Taker, cpus},
+    sides::{AtsPri, Bottom, CROSSING, InProcess, RequestServer, Side, Split, cpus},
 };
 use super::{BenchError, BenchReport, figures::thousandths};
 
@@ -147,8 +147,14 @@ fn ways(across: Across, (device_cpu, host_cpu): (usize, usize)) -> Result<Vec<Wa
     let in_process = |taker| InProcess::new(taker, host_cpu);
     let ats_pri = |bottom| AtsPri::new(bottom, host_cpu);
     let mut sides: Vec<(&'static str, Box<dyn Side>)> = vec![
-        ("vpri_in_process", Box::new(in_process(Taker::Service)?)),
-        ("vpri_engine_itself", Box::new(in_process(Taker::Engine)?)),
+        (
+            "vpri_in_process",
+            Box::new(in_process(RequestServer::Service)?),
+        ),
+        (
+            "vpri_engine_itself",
+            Box::new(in_process(RequestServer::Engine)?),
+        ),
         ("ats_pri", Box::new(ats_pri(Bottom::Service)?)),
         ("ats_pri_work_queue", Box::new(ats_pri(Bottom::WorkQueue)?)),
     ];

@@ -15,7 +15,8 @@ use std::{
 };
 
 use pagetide_addr::{
-    Access, DeviceId, DomainId, PageNo, PageRequest, PageResponse, QueueId, RequestId, ResponseCode,
+    Access, DeviceId, DomainId, FilePage, PageNo, PageRequest, PageResponse, QueueId, RequestId,
+    ResponseCode,
 };
 use pagetide_gmem::{Fault, FaultOutcome};
 use pagetide_sys::{
@@ -35,7 +36,7 @@ use rustix::{
     time::{ClockId, clock_gettime},
 };
 
-use super::memory::{Tenant, failed, stamp};
+use super::memory::{Tenant, failed, in_file, stamp};
 
 /// Longest wait for an answer.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
@@ -131,7 +132,7 @@ impl Drop for Served {
 
 /// Who takes a software DPU's requests from its queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Taker {
+pub(super) enum RequestServer {
     /// The service.
     Service,
     /// The engine itself, which has nothing else to do.
@@ -144,7 +145,7 @@ pub(super) struct InProcess {
     assist: Arc<dyn FaultAssist>,
     tenant: Tenant,
     engine: Engine,
-    taker: Taker,
+    taker: RequestServer,
 }
 
 /// The device's side of VPRI: bitmap and queue.
@@ -155,7 +156,7 @@ pub(super) struct Engine {
 }
 
 impl InProcess {
-    pub(super) fn new(taker: Taker, cpu: usize) -> Result<Self, String> {
+    pub(super) fn new(taker: RequestServer, cpu: usize) -> Result<Self, String> {
         let wrong = failed("the software DPU");
         let domains = DomainTable::new(1);
         let tenant = Tenant::new(&domains)?;
@@ -190,8 +191,8 @@ impl Side for InProcess {
             // Once: what the engine cannot serve itself goes to the service.
             if std::mem::take(&mut first) {
                 match taker {
-                    Taker::Service => end.kick(),
-                    Taker::Engine => {
+                    RequestServer::Service => end.kick(),
+                    RequestServer::Engine => {
                         if !assist.assist(0) {
                             end.kick();
                         }
@@ -217,7 +218,7 @@ impl Engine {
         page: PageNo,
         mut wait: impl FnMut(&DeviceEnd),
     ) -> Result<Split, String> {
-        if let Some(lease) = self.port.lease(page.single(), Access::Write) {
+        if let Some(lease) = self.port.lease(in_file(page).single(), Access::Write) {
             self.port.release(lease);
             return Err(format!("{page} is not absent"));
         }
@@ -242,7 +243,7 @@ impl Engine {
         if response.code != ResponseCode::Success {
             return Err(format!("{page} ended with {:?}", response.code));
         }
-        let Some(lease) = self.port.lease(page.single(), Access::Write) else {
+        let Some(lease) = self.port.lease(in_file(page).single(), Access::Write) else {
             return Err(format!("{page} is absent after its response"));
         };
         let total_ns = now_ns() - absent_ns;
@@ -260,7 +261,7 @@ fn demand(id: RequestId, domain: DomainId, page: PageNo, sent_ns: u64) -> PageRe
     let from = (DeviceId(2), QueueId(0));
     PageRequest {
         sent_ns,
-        ..PageRequest::demand(id, from, domain, page.single(), Access::Write)
+        ..PageRequest::demand(id, from, domain, in_file(page).single(), Access::Write)
     }
 }
 
@@ -277,7 +278,7 @@ pub(super) enum Bottom {
 pub(super) struct AtsPri {
     _interrupts: InterruptThread,
     _bottom: Handlers,
-    told: Arc<Told>,
+    told: Arc<TimedPriSource>,
     tenant: Tenant,
     device: DeviceModel,
 }
@@ -291,13 +292,13 @@ enum Handlers {
 
 /// The source of the model. A page group response has a code and nothing else, so the times of
 /// the handling are noted where it is sent.
-struct Told {
+struct TimedPriSource {
     source: Arc<PriSource>,
     waited_ns: AtomicU64,
     handling_ns: AtomicU64,
 }
 
-impl FaultSource for Told {
+impl FaultSource for TimedPriSource {
     fn next(&self) -> Option<PageRequest> {
         self.source.next()
     }
@@ -338,7 +339,7 @@ impl AtsPri {
         let interrupts = source
             .start(vec![cpu], Urgency::Preempting(50))
             .map_err(|e| wrong(&e))?;
-        let told = Arc::new(Told {
+        let told = Arc::new(TimedPriSource {
             source,
             waited_ns: AtomicU64::new(0),
             handling_ns: AtomicU64::new(0),
@@ -369,8 +370,13 @@ impl Side for AtsPri {
 
     fn fault(&mut self, page: PageNo) -> Result<Split, String> {
         let mut checked = Ok(());
-        let touch = &mut |page: PageNo, memory: &SharedMapping| checked = check(memory, page);
-        let report = self.device.dma(page.single(), Access::Write, touch);
+        let touch = &mut |touched: FilePage, memory: &SharedMapping| {
+            debug_assert_eq!(touched, in_file(page));
+            checked = check(memory, page);
+        };
+        let report = self
+            .device
+            .dma(in_file(page).single(), Access::Write, touch);
         let report = report.map_err(|e| failed("a DMA")(&e))?;
         checked?;
         let (Some(absent), Some(resumed)) = (report.absent_at, report.resumed_at) else {
@@ -396,7 +402,11 @@ struct WorkQueue {
 }
 
 impl WorkQueue {
-    fn start(source: Arc<Told>, bell: Arc<Doorbell>, tenant: &Tenant) -> Result<Self, String> {
+    fn start(
+        source: Arc<TimedPriSource>,
+        bell: Arc<Doorbell>,
+        tenant: &Tenant,
+    ) -> Result<Self, String> {
         let stop: Arc<AtomicBool> = Arc::default();
         let (told, its_bell) = (Arc::clone(&stop), Arc::clone(&bell));
         let (space, mmu) = (Arc::clone(&tenant.space), Arc::clone(&tenant.mmu));

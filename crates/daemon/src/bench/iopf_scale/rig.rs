@@ -12,7 +12,8 @@ use std::{
 };
 
 use pagetide_addr::{
-    Access, PAGE_BYTES, PageNo, PageRange, PageRequest, QueueId, RequestId, SECTION_PAGES, Va,
+    Access, FilePage, PAGE_BYTES, PageNo, PageRange, PageRequest, QueueId, RequestId,
+    SECTION_PAGES, Va,
 };
 use pagetide_gmem::{
     Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Incidents, Installed,
@@ -79,7 +80,7 @@ impl Rig {
     pub(super) fn send(&self, id: u64, tenant: usize, hold_us: u32) -> Result<u64, Broken> {
         let (domain, _) = &self.tenants[tenant];
         let from = (DPU, QueueId(0));
-        let page = PageNo(id % PAGES).single();
+        let page = FilePage(id % PAGES).single();
         let sent_ns = now_ns();
         self.device.submit(PageRequest {
             vector: Some(0),
@@ -207,7 +208,7 @@ fn memory(table: &DomainTable) -> Result<Memory, Broken> {
     let domain = table.open(file.key()?, bytes)?;
     domain.attach()?;
     IoSpace::unmap_all(&*domain);
-    let all = PageRange::new(PageNo(0), PageNo(PAGES));
+    let all = PageNo(0).run(PAGES);
     let memory = PagedMemory::new(MemoryParts {
         table: PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES))),
         place: Arc::new(Resident),
@@ -270,8 +271,8 @@ impl ContentStore for Resident {
 }
 
 impl Incidents for Resident {
-    fn intruder(&self, page: PageNo) {
-        eprintln!("bench iopf-scale: an intruder in {page}");
+    fn foreign_page(&self, page: PageNo) {
+        eprintln!("bench iopf-scale: a foreign page in {page}");
     }
     fn poisoned(&self, page: PageNo, why: &StoreError) {
         eprintln!("bench iopf-scale: {page}: {why}");

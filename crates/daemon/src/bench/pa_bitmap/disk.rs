@@ -6,7 +6,7 @@ use crate::bench::{
     BenchError, BenchReport,
     blk::{
         frontend::{Buffers, Direction, Run},
-        process::{PartError, Placement},
+        process::{PartError, SideCpus},
         side::{ImageError, Sample, Side, Slice, make_image},
         stats::{PairedRatios, mean, overall},
     },
@@ -60,7 +60,7 @@ pub fn measure(options: &PaBitmapBenchOptions, report: &mut BenchReport) -> Resu
         .tempdir()
         .map_err(failed)?;
     let image = make_image(dir.path()).map_err(no_image)?;
-    let at = Placement::choose();
+    let at = SideCpus::choose();
     let mut sides = start(dir.path(), &image, at).map_err(failed)?;
     let mut cells: [Cell; CELLS.len()] = Default::default();
     // The first alternation warms all up.
@@ -93,7 +93,7 @@ pub fn measure(options: &PaBitmapBenchOptions, report: &mut BenchReport) -> Resu
     Ok(())
 }
 
-fn start(dir: &Path, image: &Path, at: Placement) -> Result<[Side; 3], PartError> {
+fn start(dir: &Path, image: &Path, at: SideCpus) -> Result<[Side; 3], PartError> {
     let start = |place: usize| {
         let (name, options) = SIDES[place];
         let own = dir.join(name);

@@ -3,7 +3,7 @@
 
 use super::{PaBitmapBenchOptions, Random, Times, median, rig::Rig, rounded, to_f64};
 use crate::bench::BenchReport;
-use pagetide_addr::{Access, PageNo};
+use pagetide_addr::{Access, FilePage, to_usize};
 use pagetide_vpri::{EnginePort, LookUp};
 use serde_json::{Value, json};
 use std::{
@@ -20,7 +20,7 @@ const PAGES_PER_WORD: u64 = 32;
 pub fn measure(rig: &Rig, options: &PaBitmapBenchOptions, report: &mut BenchReport) {
     let bitmap = rig.window.domain().attributes().bitmap();
     let array = Array::new(rig.pages_log2);
-    let ours = |page| bitmap.attribute(PageNo(page)) as u64;
+    let ours = |page| bitmap.attribute(FilePage(page)) as u64;
     let theirs = |page| array.load(page);
     let (steps, cold) = (options.look_ups, rig.pages_log2);
     let (mut hot_ns, mut cold_ns, mut dram_ns) = (Vec::new(), Vec::new(), Vec::new());
@@ -81,7 +81,7 @@ impl Array {
 
     #[inline]
     fn load(&self, page: u64) -> u64 {
-        let word = self.0[PageNo(page / PAGES_PER_WORD).index()];
+        let word = self.0[to_usize(page / PAGES_PER_WORD)];
         word >> (2 * (page % PAGES_PER_WORD)) & 0b11
     }
 }
@@ -141,7 +141,7 @@ fn leases(rig: &Rig, steps: u32, pages_log2: u32) -> f64 {
     for _ in 0..3 {
         let began = Instant::now();
         for _ in 0..steps {
-            let page = PageNo(random.next(0, pages_log2)).single();
+            let page = FilePage(random.next(0, pages_log2)).single();
             if let Some(lease) = black_box(port.lease(page, Access::Read)) {
                 port.release(lease);
             }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A file of guest RAM of 1 TiB, all of it a hole, with a bitmap that has all its words.
 
-use pagetide_addr::{Access, PAGE_BYTES, PageNo, PageRange};
+use pagetide_addr::{Access, FilePage, FileRange, PAGE_BYTES};
 use pagetide_sys::memory_file::{FileError, GuestFile};
 use pagetide_vpri::{DomainError, DomainTable, RamWindow};
 use std::{os::fd::AsFd as _, sync::Arc};
@@ -47,7 +47,7 @@ impl Rig {
         attributes.unmap_all();
         let mut random = Random(1);
         for first in (0..1 << pages_log2).step_by(32) {
-            let word = PageRange::new(PageNo(first), PageNo(first + 32));
+            let word = FileRange::new(FilePage(first), FilePage(first + 32));
             match random.next(0, 2) {
                 0 => {}
                 1 => attributes.grant(word, Access::Read),

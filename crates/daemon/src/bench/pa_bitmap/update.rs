@@ -2,8 +2,10 @@
 //! Updates by the host while an engine does DMA all the time.
 
 use super::{NAME, PaBitmapBenchOptions, Random, Times, rig::Rig, rounded, to_f64};
-use crate::bench::{BenchReport, blk::process::Placement};
-use pagetide_addr::{Access, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
+use crate::bench::{BenchReport, blk::process::SideCpus};
+use pagetide_addr::{
+    Access, FilePage, FileRange, FileSection, PAGE_BYTES, SECTION_PAGES, to_usize,
+};
 use pagetide_sys::{
     cpu::{CpuError, set_affinity},
     membarrier::{self, MembarrierError},
@@ -52,7 +54,7 @@ pub fn measure(
     report: &mut BenchReport,
 ) -> Result<(), UpdateError> {
     rig.window.domain().attributes().grant_all();
-    let at = Placement::choose();
+    let at = SideCpus::choose();
     let engine = Engine::default();
     let result = thread::scope(|scope| {
         let dma = scope.spawn(|| engine.work(rig, at.backend));
@@ -112,9 +114,9 @@ impl Engine {
         set_affinity(&[cpu])?;
         let port = EnginePort::new(rig.window.clone(), 0, LookUp::On)?;
         let mut random = Random(5);
-        let mut buffer = vec![0; PageNo(PAGE_BYTES).index()];
+        let mut buffer = vec![0; to_usize(PAGE_BYTES)];
         while !self.stop.load(Ordering::Relaxed) {
-            let page = PageNo(random.next(0, 12) % (ENGINE_SECTIONS * SECTION_PAGES));
+            let page = FilePage(random.next(0, 12) % (ENGINE_SECTIONS * SECTION_PAGES));
             // Refused while the host has the section.
             if let Some(lease) = port.lease(page.single(), Access::Write) {
                 let copied = port.window().copy_from(page.byte_offset(), &mut buffer);
@@ -148,14 +150,14 @@ impl Updates {
         let sections = (1 << rig.pages_log2) / SECTION_PAGES - ENGINE_SECTIONS;
         for i in 0..count {
             let number = random.next(0, rig.pages_log2) % sections + ENGINE_SECTIONS;
-            let section = SectionNo(number).pages(u64::MAX / 2);
-            let page = PageNo(section.start.0 + u64::from(i) % SECTION_PAGES).single();
+            let section = FileSection(number).all_pages();
+            let page = section.start.plus(u64::from(i) % SECTION_PAGES).single();
             updates.one(attributes, page);
             updates.one(attributes, section);
             updates.parts(attributes, section)?;
             // The engine's own, one update in ten: it is to work most of the time.
             if i % 10 == 0 {
-                let own = SectionNo(u64::from(i / 10) % ENGINE_SECTIONS).pages(u64::MAX / 2);
+                let own = FileSection(u64::from(i / 10) % ENGINE_SECTIONS).all_pages();
                 let restriction = attributes.begin_unmap(&[own]);
                 let (busy, wait) = timed_wait(restriction);
                 updates.engine_busy += u64::from(!busy.is_empty());
@@ -171,7 +173,7 @@ impl Updates {
     fn parts(
         &mut self,
         attributes: &PageAttributes,
-        section: PageRange,
+        section: FileRange,
     ) -> Result<(), MembarrierError> {
         let began = Instant::now();
         attributes.bitmap().unmap_range(section);
@@ -183,7 +185,7 @@ impl Updates {
         Ok(())
     }
 
-    fn one(&mut self, attributes: &PageAttributes, pages: PageRange) {
+    fn one(&mut self, attributes: &PageAttributes, pages: FileRange) {
         let began = Instant::now();
         let restriction = attributes.begin_unmap(&[pages]);
         let update = began.elapsed();
@@ -241,8 +243,8 @@ fn of_whole_gibs(options: &PaBitmapBenchOptions, report: &mut BenchReport) {
         change();
         times.add(began.elapsed());
     };
-    for gib in (0..pages).step_by(PageNo(GIB_PAGES).index()) {
-        let whole = PageRange::new(PageNo(gib), PageNo(gib + GIB_PAGES));
+    for gib in (0..pages).step_by(to_usize(GIB_PAGES)) {
+        let whole = FileRange::new(FilePage(gib), FilePage(gib + GIB_PAGES));
         timed(&mut uniform, &|| bitmap.unmap_range(whole));
         timed(&mut first, &|| {
             bitmap.grant(whole.start.single(), Access::Write)

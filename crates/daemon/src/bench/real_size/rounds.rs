@@ -131,7 +131,7 @@ impl Rounds {
         self.sized.attach_gap_ms.push(gap_ms);
         let pause_ms = vm.attach_pause_us / 1e3;
         self.sized.attach_pause_ms = self.sized.attach_pause_ms.max(pause_ms);
-        if let Some(bar) = vm.eviction_bars.first() {
+        if let Some(bar) = vm.eviction_blockers.first() {
             return Err(format!("nothing of the guest can be evicted: {bar}"));
         }
         Ok(())
@@ -195,7 +195,7 @@ impl Rounds {
                     "{} of {limit} bytes are resident {} s after the limit was set{}",
                     vm.resident_bytes,
                     patience.as_secs(),
-                    vm.eviction_bars
+                    vm.eviction_blockers
                         .first()
                         .map_or_else(String::new, |bar| format!(" ({bar})")),
                 )));

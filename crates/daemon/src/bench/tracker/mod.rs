@@ -241,7 +241,7 @@ fn measure(row: Row, plan: &Plan<'_>) -> Result<Found, String> {
 /// Attaches, and waits until what is cold is known.
 fn search(guest: &mut BusyGuest, daemon: &Daemon, plan: &Plan<'_>) -> Result<Found, String> {
     let vm = daemon.attach(guest.pid(), None)?;
-    if let Some(bar) = vm.eviction_bars.first() {
+    if let Some(bar) = vm.eviction_blockers.first() {
         return Err(format!("nothing of the guest can be evicted: {bar}"));
     }
     let truth = guest.presence()?;

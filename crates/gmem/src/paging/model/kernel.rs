@@ -91,8 +91,8 @@ impl ContentStore for Model {
 }
 
 impl Incidents for Model {
-    fn intruder(&self, page: PageNo) {
-        panic!("an intruder in {page}");
+    fn foreign_page(&self, page: PageNo) {
+        panic!("a foreign page in {page}");
     }
     fn poisoned(&self, page: PageNo, _why: &StoreError) {
         panic!("{page} poisoned");
@@ -183,7 +183,7 @@ impl std::ops::Deref for Memory {
     }
 }
 
-pub(super) fn space(kernel: Kernel, state: State) -> (Model, Memory) {
+pub(super) fn space(kernel: Kernel, state: PageState) -> (Model, Memory) {
     let model = Model(Arc::new(Mutex::new(kernel)));
     let words = VolatileWords::new(1, PageWord::new(state));
     let memory = PagedMemory::new(MemoryParts {

@@ -14,18 +14,18 @@ use kernel::{Kernel, Model, space};
 use crate::{
     Activation, AddressSpace, AllocPolicy, Backing, Committed, Content, ContentStore, Device,
     Fault, FaultOutcome, GrowthError, Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits,
-    Mode, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict, Restricted, State,
+    Mode, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict, Restricted,
     StoreError, TableId, Unlimited, VolatileWords,
 };
 use loom::sync::Mutex;
-use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SectionNo, Va};
+use pagetide_addr::{Access, DeviceId, PageNo, PageSet, SectionNo};
 use std::sync::Arc;
 
 const PAGE: PageNo = PageNo(0);
 const OLD: u8 = 7;
 const NEW: u8 = 9;
 /// What a device writes that lets its transfers land in a buffer of its own.
-const LANDED: u8 = 5;
+const BOUNCED: u8 = 5;
 
 fn fault(device: DeviceId) -> Fault {
     Fault {
@@ -110,12 +110,12 @@ fn fault_as_device(space: &PagedMemory) -> FaultOutcome {
     }
 }
 
-/// A device's transfer of a whole page, which has landed in its own buffer: the page is overwritten, or
+/// A device's transfer of a whole page, which has arrived in a bounce buffer in its own buffer: the page is overwritten, or
 /// else written under a lease.
 fn overwrite_as_device(model: &Model, space: &PagedMemory) -> FaultOutcome {
-    let done = space.overwrite(&fault(DeviceId(1)), &[LANDED; 4096], &|| true);
+    let done = space.overwrite(&fault(DeviceId(1)), &[BOUNCED; 4096], &|| true);
     match (done.outcome, done.installed) {
-        (FaultOutcome::Present, 0) => store_as_device_or_be_refused(model, space, LANDED),
+        (FaultOutcome::Present, 0) => store_as_device_or_be_refused(model, space, BOUNCED),
         (outcome, _) => outcome,
     }
 }
@@ -146,7 +146,7 @@ fn remove(model: &Model, space: &PagedMemory) {
         k.removed = true;
         k.present = None;
     });
-    assert_eq!(space.table().word(PAGE).state(), State::Unallocated);
+    assert_eq!(space.table().word(PAGE).state(), PageState::Unallocated);
     assert_eq!(space.table().page_count(), 0);
 }
 
@@ -170,11 +170,11 @@ fn evict(model: &Model, space: &PagedMemory) {
 fn final_content(model: &Model, space: &PagedMemory) -> u8 {
     let state = space.table().word(PAGE).state();
     model.with(|k| match state {
-        State::Present => {
+        PageState::Present => {
             assert_eq!(k.stored, None, "a stored copy was left behind");
             k.present.expect("present")
         }
-        State::Stored(_) => {
+        PageState::Stored(_) => {
             assert_eq!(k.present, None);
             k.stored.expect("stored")
         }
@@ -199,7 +199,7 @@ fn present() -> Kernel {
 #[test]
 fn loom_store_of_a_vcpu_survives_an_eviction() {
     check(|| {
-        let (model, space) = space(present(), State::Present);
+        let (model, space) = space(present(), PageState::Present);
         let evictor = {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || evict(&model, &space))
@@ -213,7 +213,7 @@ fn loom_store_of_a_vcpu_survives_an_eviction() {
 #[test]
 fn loom_store_of_a_device_survives_an_eviction() {
     check(|| {
-        let (model, space) = space(present(), State::Present);
+        let (model, space) = space(present(), PageState::Present);
         let evictor = {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || evict(&model, &space))
@@ -231,7 +231,7 @@ fn loom_two_askers_fill_once_and_both_are_answered() {
             stored: Some(OLD),
             ..Kernel::default()
         };
-        let (model, space) = space(kernel, State::Stored(Content::at(1).unwrap()));
+        let (model, space) = space(kernel, PageState::Stored(Content::at(1).unwrap()));
         let device = {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || store_as_device(&model, &space))
@@ -250,7 +250,7 @@ fn loom_fault_against_a_removal_is_served_before_or_refused() {
             stored: Some(OLD),
             ..Kernel::default()
         };
-        let (model, space) = space(kernel, State::Stored(Content::at(1).unwrap()));
+        let (model, space) = space(kernel, PageState::Stored(Content::at(1).unwrap()));
         let remover = {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || remove(&model, &space))
@@ -273,7 +273,7 @@ fn loom_dma_never_reaches_removed_memory() {
             stored: Some(OLD),
             ..Kernel::default()
         };
-        let (model, space) = space(kernel, State::Stored(Content::at(1).unwrap()));
+        let (model, space) = space(kernel, PageState::Stored(Content::at(1).unwrap()));
         let remover = {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || remove(&model, &space))
@@ -295,7 +295,7 @@ fn loom_device_that_is_attached_during_a_removal_gets_nothing_of_it() {
             device_may: false,
             ..present()
         };
-        let (model, space) = space(kernel, State::Present);
+        let (model, space) = space(kernel, PageState::Present);
         let remover = {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || remove(&model, &space))
@@ -309,7 +309,7 @@ fn loom_device_that_is_attached_during_a_removal_gets_nothing_of_it() {
 #[test]
 fn loom_removal_under_an_eviction_frees_stored_content_once() {
     check(|| {
-        let (model, space) = space(present(), State::Present);
+        let (model, space) = space(present(), PageState::Present);
         let evictor = {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || evict(&model, &space))
@@ -342,7 +342,7 @@ fn loom_faults_served_by_reader_and_server_fill_once() {
         serve_as_reader(&space);
         server.join().unwrap();
         // Nobody's vCPU is left to sleep: whoever joined was woken by the fill.
-        assert_eq!(space.table().word(PAGE).state(), State::Present);
+        assert_eq!(space.table().word(PAGE).state(), PageState::Present);
         assert_eq!(final_content(&model, &space), OLD);
         assert_eq!(model.with(|k| k.frees), 1);
     });
@@ -351,7 +351,7 @@ fn loom_faults_served_by_reader_and_server_fill_once() {
 #[test]
 fn loom_store_served_without_waiting_survives_an_eviction() {
     check(|| {
-        let (model, space) = space(present(), State::Present);
+        let (model, space) = space(present(), PageState::Present);
         let evictor = {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || evict(&model, &space))
@@ -377,12 +377,12 @@ fn loom_fault_without_waiting_against_a_removal_is_served_before_or_refused() {
     });
 }
 
-fn stored() -> (Kernel, State) {
+fn stored() -> (Kernel, PageState) {
     let kernel = Kernel {
         stored: Some(OLD),
         ..Kernel::default()
     };
-    (kernel, State::Stored(Content::at(1).unwrap()))
+    (kernel, PageState::Stored(Content::at(1).unwrap()))
 }
 
 #[test]
@@ -395,9 +395,9 @@ fn loom_overwrite_against_a_load_shows_the_old_bytes_or_the_new_and_ends_with_th
             loom::thread::spawn(move || overwrite_as_device(&model, &space))
         };
         let seen = load_as_vcpu(&model, &space);
-        assert!(matches!(seen, OLD | LANDED), "{seen}");
+        assert!(matches!(seen, OLD | BOUNCED), "{seen}");
         assert_eq!(device.join().unwrap(), FaultOutcome::Present);
-        assert_eq!(final_content(&model, &space), LANDED);
+        assert_eq!(final_content(&model, &space), BOUNCED);
         assert_eq!(model.with(|k| k.frees), 1);
     });
 }
@@ -415,7 +415,7 @@ fn loom_overwrite_against_a_store_loses_neither_to_the_old_bytes() {
         assert_eq!(device.join().unwrap(), FaultOutcome::Present);
         // They race, and the last one wins.
         let last = final_content(&model, &space);
-        assert!(matches!(last, NEW | LANDED), "{last}");
+        assert!(matches!(last, NEW | BOUNCED), "{last}");
         assert_eq!(model.with(|k| k.frees), 1);
     });
 }
@@ -423,14 +423,14 @@ fn loom_overwrite_against_a_store_loses_neither_to_the_old_bytes() {
 #[test]
 fn loom_overwrite_survives_an_eviction() {
     check(|| {
-        let (model, space) = space(present(), State::Present);
+        let (model, space) = space(present(), PageState::Present);
         let evictor = {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || evict(&model, &space))
         };
         assert_eq!(overwrite_as_device(&model, &space), FaultOutcome::Present);
         evictor.join().unwrap();
-        assert_eq!(final_content(&model, &space), LANDED);
+        assert_eq!(final_content(&model, &space), BOUNCED);
     });
 }
 
@@ -445,7 +445,7 @@ fn loom_overwritten_page_may_be_evicted_at_once() {
         };
         assert_eq!(overwrite_as_device(&model, &space), FaultOutcome::Present);
         evictor.join().unwrap();
-        assert_eq!(final_content(&model, &space), LANDED);
+        assert_eq!(final_content(&model, &space), BOUNCED);
     });
 }
 

@@ -51,8 +51,8 @@ impl crate::ContentStore for Nowhere {
 }
 
 impl crate::Incidents for Nowhere {
-    fn intruder(&self, page: PageNo) {
-        panic!("an intruder in {page}");
+    fn foreign_page(&self, page: PageNo) {
+        panic!("a foreign page in {page}");
     }
     fn poisoned(&self, page: PageNo, why: &StoreError) {
         panic!("{page}: {why}");

@@ -5,7 +5,9 @@ use super::mirror::{
     BUFFER_PAGES, Fixture, HUGE_PAGES, Owner, Report, TIMES, denied, pattern, zeros,
 };
 use crate::kit::{Machine, Ram, attach_all, own_frames};
-use pagetide_addr::{Access, PAGE_BYTES, Pa, PageNo, PageRange, PageSet, SECTION_BYTES, Va};
+use pagetide_addr::{
+    Access, PAGE_BYTES, Pa, PageNo, PageRange, PageSet, SECTION_BYTES, Va, to_usize,
+};
 use pagetide_gmem::{
     AddressSpace, AllocPolicy, FaultOutcome, GmError, MapOptions, Placement, Protection,
     RegionRequest,
@@ -37,7 +39,7 @@ fn read_once(fixture: &Fixture) {
     let buffer = fixture.buffer(BUFFER_PAGES);
     buffer.set_policy(Placement::RemoteAccess, None).unwrap();
     let pages = buffer.pages();
-    let third = PageNo(pages.start.0 + 2);
+    let third = pages.start.plus(2);
     let (first, rest) = (
         PageRange::new(pages.start, third),
         PageRange::new(third, pages.end),
@@ -186,7 +188,7 @@ fn compound() {
         ..MapOptions::new(Access::Write)
     };
     buffer.map(&[Pa(1 << 40)], &options).unwrap();
-    let count = PageNo(HUGE_PAGES).index();
+    let count = to_usize(HUGE_PAGES);
     let device = fixture.device();
     let snapshot = || device.snapshot(buffer.pages());
     assert_eq!(snapshot(), vec![Some((Access::Write, Owner::Tests)); count]);
@@ -244,7 +246,7 @@ impl File {
         let policy = AllocPolicy::default();
         let memory = ram.memory(SECTION_BYTES / PAGE_BYTES);
         let space = AddressSpace::over(memory, Va(0), Va(SECTION_BYTES), policy).unwrap();
-        let pages = PageRange::new(PageNo(0), PageNo(FILE_PAGES));
+        let pages = PageNo(0).run(FILE_PAGES);
         for page in pages.iter() {
             ram.preset(page, |va| va ^ seed);
         }
@@ -269,7 +271,7 @@ impl File {
         let mut round = memory.begin_eviction(section, &wanted).unwrap();
         let mut batch = Vec::new();
         for page in self.pages.iter() {
-            let mut bytes = vec![0; PageNo(PAGE_BYTES).index()];
+            let mut bytes = vec![0; to_usize(PAGE_BYTES)];
             round.read(page.single(), &mut bytes).unwrap();
             batch.push((page, self.ram.store(page, &bytes)));
         }

@@ -3,7 +3,7 @@
 
 use super::mirror::{BUFFER_PAGES, Fixture, Owner, Report, pattern, zeros};
 use crate::kit::own_frames;
-use pagetide_addr::{Access, PageNo, PageRange};
+use pagetide_addr::{Access, PageRange, to_usize};
 use pagetide_gmem::{FaultOutcome, GmError, MapOptions, Placement, Protection, Region};
 
 /// A buffer in the host's memory that only the device has mapped.
@@ -32,7 +32,7 @@ fn exclusive() {
     let fixture = Fixture::new();
     let buffer = exclusive_buffer(&fixture);
     let device = fixture.device();
-    let count = PageNo(BUFFER_PAGES).index();
+    let count = to_usize(BUFFER_PAGES);
     let mine = Some((Access::Write, Owner::Host));
     assert_eq!(device.snapshot(buffer.pages()), vec![mine; count]);
     // The CPU's accesses end it, page by page.
@@ -93,7 +93,7 @@ fn double_map() {
     let [one, two] = &fixture.devices;
     buffer.set_policy(Placement::Unique, None).unwrap();
     assert_eq!(one.migrate(&buffer, pages).unwrap().cpages, BUFFER_PAGES);
-    let count = PageNo(BUFFER_PAGES).index();
+    let count = to_usize(BUFFER_PAGES);
     assert_eq!(two.snapshot(pages), vec![None; count]);
     assert_eq!(
         one.snapshot(pages),
@@ -169,10 +169,10 @@ fn migrate_mixed() {
         Err(FaultOutcome::OutOfRange)
     );
     let buffer = fixture.buffer(4);
-    let beyond = PageRange::new(buffer.pages().start, PageNo(buffer.pages().end.0 + 1));
+    let beyond = PageRange::new(buffer.pages().start, buffer.pages().end.plus(1));
     assert_eq!(one.migrate(&buffer, beyond), Err(FaultOutcome::OutOfRange));
     // Page 0 was never touched, 1 read, 2 and 3 written, 3 in the second device's memory.
-    let page = |at: u64| PageNo(buffer.pages().start.0 + at).single();
+    let page = |at: u64| buffer.pages().start.plus(at).single();
     fixture.cpu.verify_zero(page(1));
     fixture.cpu.fill(page(2), 1);
     fixture.cpu.fill(page(3), 1);

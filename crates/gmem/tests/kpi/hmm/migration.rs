@@ -3,7 +3,7 @@
 
 use super::mirror::{BUFFER_PAGES, Fixture, HUGE_PAGES, Owner, TIMES, fault_back, pattern, zeros};
 use crate::kit::{Failing, Op};
-use pagetide_addr::{Access, PageNo, PageRange};
+use pagetide_addr::{Access, PageRange, to_usize};
 use pagetide_gmem::{FaultOutcome, GmError, Region};
 
 /// A buffer that the CPU has filled is moved to the device, where its bytes are checked.
@@ -22,7 +22,7 @@ fn check_on_device(fixture: &Fixture, buffer: &Region, seed: u64) {
     let (report, words) = device.read(buffer.pages()).unwrap();
     assert_eq!((report.cpages, report.faults), (buffer.pages().len(), 0));
     assert_eq!(words, pattern(buffer.pages(), seed));
-    let count = PageNo(buffer.pages().len()).index();
+    let count = to_usize(buffer.pages().len());
     let local = Some((Access::Write, Owner::First));
     assert_eq!(device.snapshot(buffer.pages()), vec![local; count]);
 }
@@ -133,7 +133,7 @@ fn migrate_with_errors(fixture: &Fixture, buffer: &Region, check: impl Fn()) {
     let remote = Some((Access::Write, Owner::Host));
     assert_eq!(
         device.snapshot(buffer.pages()),
-        vec![remote; PageNo(HUGE_PAGES).index()]
+        vec![remote; to_usize(HUGE_PAGES)]
     );
     check();
     filler.dealloc().unwrap();

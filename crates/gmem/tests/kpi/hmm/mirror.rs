@@ -2,7 +2,7 @@
 //! [`Mirror`]: a device with the commands of Linux's test driver (`HMM_DMIRROR_*`).
 
 use crate::kit::{Actor, Build, Machine, Stopped, attach_all, end, space_of};
-use pagetide_addr::{Access, PAGE_SHIFT, PageNo, PageRange};
+use pagetide_addr::{Access, PAGE_SHIFT, PageNo, PageRange, to_usize};
 use pagetide_gmem::{AddressSpace, Fault, FaultOutcome, Placement, Region, RegionRequest};
 use std::sync::{Arc, mpsc};
 
@@ -98,7 +98,7 @@ pub fn pattern(pages: PageRange, seed: u64) -> Words {
 }
 
 pub fn zeros(pages: PageRange) -> Words {
-    vec![0; PageNo(pages.bytes() / 8).index()]
+    vec![0; to_usize(pages.bytes() / 8)]
 }
 
 impl Mirror {
@@ -136,7 +136,7 @@ impl Mirror {
                 self.ask(PageRange::new(page, pages.end), access)?;
             }
             for va in (page.byte_offset()..page.byte_offset() + 4096).step_by(8) {
-                let at = PageNo((va - begin) / 8).index();
+                let at = to_usize((va - begin) / 8);
                 let done = self.actor.access(va, access, |word| act(at, word));
                 assert!(matches!(done, Ok(((), 0))), "it has the page");
             }

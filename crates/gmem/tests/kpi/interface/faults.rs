@@ -200,7 +200,7 @@ fn prefetch_brings_the_pages_behind_without_being_waited_for() {
     space.synchronize().unwrap();
     assert_eq!(machine.world().copied_pages - moved, 16);
     assert_eq!(gpu.device.used_memory_bytes(), 16 * 4096);
-    let first = PageRange::new(region.pages().start, PageNo(region.pages().start.0 + 16));
+    let first = region.pages().start.run(16);
     assert_eq!(gpu.verify(first, 1), 0);
     assert_eq!(gpu.verify(region.pages(), 1), 8);
     space.synchronize().unwrap();
@@ -326,7 +326,7 @@ fn the_one_door_answers_each_fault_once() {
         FaultOutcome::Present
     );
     assert_eq!(gpu.fill(region.pages(), 1), 0);
-    let beyond = PageRange::new(region.pages().start, PageNo(region.pages().end.0 + 1));
+    let beyond = PageRange::new(region.pages().start, region.pages().end.plus(1));
     assert_eq!(ask(beyond, Access::Read, id), FaultOutcome::OutOfRange);
     region.protect(Protection::ReadOnly).unwrap();
     assert_eq!(

@@ -3,11 +3,11 @@
 
 use crate::kit::{Actor, Build, HOME, Machine, Ram, attach_all, own_frames, refused};
 use pagetide_addr::{
-    Access, PAGE_BYTES, PAGE_SHIFT, PageNo, PageSet, SECTION_BYTES, SECTION_PAGES, Va,
+    Access, PAGE_BYTES, PAGE_SHIFT, PageSet, SECTION_BYTES, SECTION_PAGES, Va, to_usize,
 };
 use pagetide_gmem::{
-    AddressSpace, AllocPolicy, GmError, MapOptions, Mapped, Mode, PageSizes, Protection, Region,
-    RegionRequest, State,
+    AddressSpace, AllocPolicy, GmError, MapOptions, Mapped, Mode, PageSizes, PageState, Protection,
+    Region, RegionRequest,
 };
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ fn evict(space: &AddressSpace, ram: &Ram, region: &Region) {
     let mut round = memory.begin_eviction(section, &wanted).unwrap();
     let mut batch = Vec::new();
     for page in region.pages().iter() {
-        let mut bytes = vec![0; PageNo(PAGE_BYTES).index()];
+        let mut bytes = vec![0; to_usize(PAGE_BYTES)];
         round.read(page.single(), &mut bytes).unwrap();
         batch.push((page, ram.store(page, &bytes)));
     }
@@ -110,7 +110,7 @@ fn removed_memory_is_reached_by_nobody_and_its_addresses_serve_again() {
     let memory = space.memory().unwrap();
     assert_eq!(
         memory.table().word(region.pages().start).state(),
-        State::Unallocated
+        PageState::Unallocated
     );
     let hint = Some(region.start());
     let there = RegionRequest {

@@ -4,6 +4,7 @@
 use super::{Entry, Fails, Machine, Op, World, refusal};
 use pagetide_addr::{
     Access, DeviceId, PAGE_BYTES, PAGE_SHIFT, Pa, PageNo, PageRange, PageSet, SectionNo, Va,
+    to_usize,
 };
 use pagetide_gmem::{
     Activation, AddressSpace, Backing, Device, GmError, Inherited, Mmu, MmuError, MmuLimits, Mode,
@@ -363,7 +364,7 @@ impl Mmu for SimulatedMmu {
                 return Restricted::Done;
             };
             // One that fails has done half of it.
-            let half = PageNo(pages.len()).index() / 2;
+            let half = to_usize(pages.len()) / 2;
             let count = fails.map_or(usize::MAX, |_| half);
             for page in pages.pages(section).take(count) {
                 match to {

@@ -36,7 +36,7 @@ pub use actor::{Actor, Build, DRIVERS_PANIC, Stopped};
 pub use place::Ram;
 pub use plan::{Failing, Fails, Op};
 
-use pagetide_addr::{Access, PAGE_BYTES, PAGE_SHIFT, Pa, PageNo, PageRange, Va};
+use pagetide_addr::{Access, PAGE_BYTES, PAGE_SHIFT, Pa, PageNo, PageRange, Va, to_usize};
 use pagetide_gmem::{
     Activation, AddressSpace, AllocPolicy, MapOptions, MmuError, Mode, PhysicalMemory, Region,
     RegionRequest,
@@ -141,13 +141,13 @@ impl Drop for World {
 impl World {
     pub fn word(&mut self, pa: u64) -> &mut u64 {
         let frame = self.memory.entry(pa & !(PAGE_BYTES - 1));
-        let words = frame.or_insert_with(|| vec![0xdead; PageNo(PAGE_WORDS).index()]);
-        &mut words[PageNo((pa % PAGE_BYTES) / 8).index()]
+        let words = frame.or_insert_with(|| vec![0xdead; to_usize(PAGE_WORDS)]);
+        &mut words[to_usize((pa % PAGE_BYTES) / 8)]
     }
 
     fn frame(&self, pa: u64) -> Vec<u64> {
         let known = self.memory.get(&pa).cloned();
-        known.unwrap_or_else(|| vec![0xdead; PageNo(PAGE_WORDS).index()])
+        known.unwrap_or_else(|| vec![0xdead; to_usize(PAGE_WORDS)])
     }
 
     pub fn violation(&mut self, what: String) {
@@ -387,7 +387,7 @@ impl PhysicalMemory for Engine {
             return Err(refusal("prepare"));
         }
         world.prepared_pages += 1;
-        let zeros = vec![0; PageNo(PAGE_WORDS).index()];
+        let zeros = vec![0; to_usize(PAGE_WORDS)];
         world.memory.insert(frame.0, zeros);
         world.after_each_operation();
         Ok(())

@@ -2,7 +2,7 @@
 //! [`Ram`]: memory whose pages may be elsewhere, as a VM's or a file's: a place and a store in one.
 
 use super::{HOME, Machine, PAGE_WORDS};
-use pagetide_addr::{PAGE_BYTES, PageNo, PageRange};
+use pagetide_addr::{PAGE_BYTES, PageNo, PageRange, to_usize};
 use pagetide_gmem::{
     Content, ContentStore, Incidents, Installed, MemoryParts, PageTable, PagedMemory, Place,
     PlaceError, StoreError, Unlimited, VolatileWords,
@@ -120,7 +120,7 @@ impl Place for Ram {
     }
 
     fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
-        let page_bytes = PageNo(PAGE_BYTES).index();
+        let page_bytes = to_usize(PAGE_BYTES);
         let mut done = 0;
         for (page, bytes) in pages.iter().zip(content.chunks_exact(page_bytes)) {
             if self.install(page, bytes.try_into().unwrap())? == Installed::AlreadyThere {
@@ -201,8 +201,8 @@ impl ContentStore for Ram {
 }
 
 impl Incidents for Ram {
-    fn intruder(&self, page: PageNo) {
-        self.tell(format!("an intruder in {page:?}"));
+    fn foreign_page(&self, page: PageNo) {
+        self.tell(format!("a foreign page in {page:?}"));
     }
 
     fn poisoned(&self, page: PageNo, why: &StoreError) {

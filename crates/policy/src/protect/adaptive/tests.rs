@@ -4,7 +4,7 @@
 use super::trial::Mode;
 use super::*;
 use crate::random::Random;
-use pagetide_addr::Access;
+use pagetide_addr::{Access, SectionNo};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A VM of one device, and its evictor: a section goes when nobody touched it for `reach_s`.

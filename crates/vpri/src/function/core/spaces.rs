@@ -8,7 +8,9 @@ use crate::{
     space::IoSpace,
     wire::{Code, Farewell, HEADER_BYTES, RANGE_BYTES, Reply, Status},
 };
-use pagetide_addr::{Access, DomainId, FileKey, Marks, PAGE_BYTES, PageNo, PageRange, PageSet};
+use pagetide_addr::{
+    Access, DomainId, FileKey, FilePage, FilePageSet, FileRange, Marks, PAGE_BYTES,
+};
 use std::{
     sync::Arc,
     time::{Duration, Instant},
@@ -106,7 +108,7 @@ impl FunctionCore {
         &self,
         space: DomainId,
         access: Access,
-        ranges: &[PageRange],
+        ranges: &[FileRange],
     ) -> Result<Status, Status> {
         let domain = self.domain_with(space, ranges)?;
         for range in ranges {
@@ -115,12 +117,12 @@ impl FunctionCore {
         Ok(Status::OK)
     }
 
-    pub(super) fn unmap(&self, space: DomainId, ranges: &[PageRange]) -> Result<Status, Status> {
+    pub(super) fn unmap(&self, space: DomainId, ranges: &[FileRange]) -> Result<Status, Status> {
         let domain = self.domain_with(space, ranges)?;
         Ok(restricted(&domain.attributes().unmap_ranges(ranges)))
     }
 
-    pub(super) fn protect(&self, space: DomainId, ranges: &[PageRange]) -> Result<Status, Status> {
+    pub(super) fn protect(&self, space: DomainId, ranges: &[FileRange]) -> Result<Status, Status> {
         let domain = self.domain_with(space, ranges)?;
         let busy = domain.attributes().forbid_writes_ranges(ranges);
         Ok(restricted(&busy))
@@ -129,10 +131,10 @@ impl FunctionCore {
     pub(super) fn invalidate(
         &self,
         space: DomainId,
-        ranges: &[PageRange],
+        ranges: &[FileRange],
     ) -> Result<Status, Status> {
         let domain = self.domain_with(space, ranges)?;
-        let whole = [PageRange::new(PageNo(0), PageNo(pages_of(domain)))];
+        let whole = [FileRange::new(FilePage(0), FilePage(pages_of(domain)))];
         let ranges = if ranges.is_empty() { &whole } else { ranges };
         let until = Instant::now() + Duration::from_micros(self.limits.lease_wait_us.into());
         loop {
@@ -147,7 +149,7 @@ impl FunctionCore {
         }
         if *ranges == whole {
             // Nothing is under way that began before the space was created: from now on an access
-            // to an absent page is a slip.
+            // to an absent page is an alias fault.
             domain.watch().map_err(|error| {
                 tracing::warn!(%error, "the space is not watched");
                 Status::of(Code::Unsupported)
@@ -159,7 +161,7 @@ impl FunctionCore {
     pub(super) fn standing(
         &self,
         space: DomainId,
-        pages: Option<PageRange>,
+        pages: Option<FileRange>,
     ) -> Result<Reply, Status> {
         let Some(pages) = pages else {
             let count = self.domain(space)?.attributes().wired_pages();
@@ -168,7 +170,7 @@ impl FunctionCore {
         let domain = self.domain_with(space, &[pages])?;
         let section = pages.start.section();
         let wired = domain.attributes().wired_in(section);
-        let mut mask = PageSet::EMPTY;
+        let mut mask = FilePageSet::EMPTY;
         for page in wired.pages(section).filter(|page| pages.contains(*page)) {
             mask.insert(page);
         }
@@ -178,11 +180,11 @@ impl FunctionCore {
     pub(super) fn touched(
         &self,
         space: DomainId,
-        pages: PageRange,
+        pages: FileRange,
         marks: Marks,
     ) -> Result<Reply, Status> {
         let domain = self.domain_with(space, &[pages])?;
-        let mut mask = PageSet::EMPTY;
+        let mut mask = FilePageSet::EMPTY;
         let looked = domain.touched(pages, marks, &mut |page| mask.insert(page));
         looked.map_err(|error| {
             tracing::warn!(%error, "a driver cannot be told what was touched");
@@ -203,7 +205,7 @@ impl FunctionCore {
     fn domain_with(
         &self,
         space: DomainId,
-        ranges: &[PageRange],
+        ranges: &[FileRange],
     ) -> Result<&Arc<DmaDomain>, Status> {
         let domain = self.domain(space)?;
         let page_count = pages_of(domain);
@@ -214,7 +216,7 @@ impl FunctionCore {
     }
 }
 
-fn masked(mask: PageSet) -> Reply {
+fn masked(mask: FilePageSet) -> Reply {
     Reply {
         status: Status::OK,
         mask: Some(mask),

@@ -2,6 +2,7 @@
 //! Random drivers, engines and deaths, against a model that keeps each page in a plain list.
 
 use super::*;
+use pagetide_addr::{FilePage, FileRange, PAGE_BYTES, to_usize};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,19 +16,19 @@ enum Step {
     Bar(usize),
     Create(usize),
     Destroy(usize, Farewell),
-    Map(usize, Access, Vec<PageRange>),
-    Unmap(usize, Vec<PageRange>),
-    Protect(usize, Vec<PageRange>),
-    Invalidate(usize, Vec<PageRange>),
+    Map(usize, Access, Vec<FileRange>),
+    Unmap(usize, Vec<FileRange>),
+    Protect(usize, Vec<FileRange>),
+    Invalidate(usize, Vec<FileRange>),
     UnmapAll(usize),
-    Standing(usize, PageRange),
+    Standing(usize, FileRange),
     Respond(Vec<u64>),
     /// A device maps the memory.
     Open(usize),
-    Lease(usize, PageRange, Access),
+    Lease(usize, FileRange, Access),
     /// The oldest lease ends.
     Release,
-    Wire(usize, PageNo),
+    Wire(usize, FilePage),
     Ask(usize),
 }
 
@@ -56,7 +57,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         4 => memory().prop_map(Step::Open),
         5 => (memory(), range(), access()).prop_map(|(m, r, a)| Step::Lease(m, r, a)),
         4 => Just(Step::Release),
-        2 => (memory(), page()).prop_map(|(m, p)| Step::Wire(m, PageNo(p))),
+        2 => (memory(), page()).prop_map(|(m, p)| Step::Wire(m, FilePage(p))),
         5 => memory().prop_map(Step::Ask),
     ];
     prop::collection::vec(step, 1..80)
@@ -71,7 +72,7 @@ struct Memory {
     space_since: Option<u64>,
     barred_since: Option<u64>,
     standing: BTreeSet<u64>,
-    leases: Vec<PageRange>,
+    leases: Vec<FileRange>,
 }
 
 impl Memory {
@@ -98,12 +99,12 @@ impl Memory {
     }
 
     fn is_leased(&self, section: u64) -> bool {
-        let covers = |lease: &PageRange| lease.sections().any(|s| s.0 == section);
+        let covers = |lease: &FileRange| lease.sections().any(|s| s.0 == section);
         self.leases.iter().any(covers)
     }
 
     /// Restricts each page by `to`; the code that is due.
-    fn restrict(&mut self, ranges: &[PageRange], to: impl Fn(Attribute) -> Attribute) -> Code {
+    fn restrict(&mut self, ranges: &[FileRange], to: impl Fn(Attribute) -> Attribute) -> Code {
         let (mut standing, mut cleared) = (false, BTreeSet::new());
         for (section, part) in ranges.iter().flat_map(|range| range.by_section()) {
             if part.iter().any(|page| self.standing.contains(&page.0)) {
@@ -240,7 +241,7 @@ impl Model {
         }
         memory.barred_since = None;
         memory.space_since = Some(session);
-        let none = || vec![Attribute::Unmapped; PageNo(PAGES).index()];
+        let none = || vec![Attribute::Unmapped; to_usize(PAGES)];
         memory.pages.get_or_insert_with(none);
         memory.unmap_all();
         Code::Ok
@@ -304,7 +305,7 @@ struct Real {
     /// Domains as a device has them.
     devices: Vec<Option<Arc<RamWindow>>>,
     ids: Vec<DomainId>,
-    leases: Vec<(Arc<DmaDomain>, Lease, usize, PageRange)>,
+    leases: Vec<(Arc<DmaDomain>, Lease, usize, FileRange)>,
     retired: Vec<Arc<DmaDomain>>,
     sent: Vec<u64>,
     next_id: u64,
@@ -356,7 +357,7 @@ impl Real {
 
 fn event_of(step: &Step, real: &Real) -> Option<Event<'static>> {
     let id = |memory: &usize| real.ids[*memory];
-    let to = |ranges: &Vec<PageRange>| ranges.clone().into();
+    let to = |ranges: &Vec<FileRange>| ranges.clone().into();
     Some(match step {
         Step::Begin => Event::Begin,
         Step::Ready => Event::Ready,
@@ -511,7 +512,7 @@ fn act(step: &Step, real: &mut Real, model: &mut Model) {
                 known.has_device = true;
                 known
                     .pages
-                    .get_or_insert_with(|| vec![initial; PageNo(PAGES).index()]);
+                    .get_or_insert_with(|| vec![initial; to_usize(PAGES)]);
             }
         }
         Step::Lease(memory, range, access) => {
@@ -522,7 +523,7 @@ fn act(step: &Step, real: &mut Real, model: &mut Model) {
             let lease = domain.attributes().lease(0, *range, *access);
             let known = &mut model.memories[*memory];
             let pages = known.pages.as_ref().unwrap();
-            let allows = |page: PageNo| match pages[page.index()] {
+            let allows = |page: FilePage| match pages[page.index()] {
                 Attribute::ReadWrite => true,
                 Attribute::ReadOnly => *access == Access::Read,
                 Attribute::Unmapped => false,
@@ -587,11 +588,11 @@ fn compare(real: &mut Real, model: &mut Model) {
     }
     for retired in &real.retired {
         let bitmap = retired.attributes().bitmap();
-        let standing = |page: PageNo| {
+        let standing = |page: FilePage| {
             let wired = retired.attributes().wired_in(page.section());
             wired.contains(page)
         };
-        let mut pages = (0..PAGES).map(PageNo).filter(|page| !standing(*page));
+        let mut pages = (0..PAGES).map(FilePage).filter(|page| !standing(*page));
         assert!(pages.all(|page| bitmap.attribute(page) == Attribute::Unmapped));
     }
 }

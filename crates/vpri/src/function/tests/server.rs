@@ -44,12 +44,12 @@ const AT: u64 = 0x7000_0000;
 /// By what descriptors name it.
 const BUS: u64 = 0x4000;
 const BYTES: u64 = 64 * PAGE_BYTES;
-/// Messages, replies, requests, records: a page each; behind them landing slots.
+/// Messages, replies, requests, records: a page each; behind them bounce buffers.
 const MESSAGE: u64 = 16 * PAGE_BYTES;
 const REPLY: u64 = 17 * PAGE_BYTES;
 const REQUESTS: u64 = 18 * PAGE_BYTES;
 const RECORDS: u64 = 19 * PAGE_BYTES;
-const LANDING: u64 = 32 * PAGE_BYTES;
+const BOUNCE: u64 = 32 * PAGE_BYTES;
 
 struct Rig {
     server: FunctionServer,
@@ -554,29 +554,26 @@ fn driver_that_gives_no_buffer_for_long_is_not_logged_for_until_it_gives_one() {
 }
 
 #[test]
-fn landing_slots_are_given_to_the_engine_and_told_as_the_driver_counts_them() {
+fn bounce_buffers_are_given_to_the_engine_and_told_as_the_driver_counts_them() {
     let rig = Rig::new();
     let (mut driver, space) = rig.ready_driver();
-    let landing = |address, slots| Event::Landing { address, slots };
+    let bounce = |address, slots| Event::Bounce { address, slots };
     for (address, slots) in [
-        (BUS + LANDING, 33),
+        (BUS + BOUNCE, 33),
         (0, 1),
-        (BUS + LANDING + 1, 1),
+        (BUS + BOUNCE + 1, 1),
         (u64::MAX, 2),
     ] {
-        assert_eq!(driver.code(&landing(address, slots)), Code::Invalid);
+        assert_eq!(driver.code(&bounce(address, slots)), Code::Invalid);
     }
-    assert!(rig.engine.landing().is_none());
-    assert_eq!(driver.code(&landing(BUS + LANDING, 8)), Code::Ok);
-    assert_eq!(rig.engine.landing().unwrap().slots(), 0..8);
-    assert_eq!(
-        driver.code(&landing(BUS + LANDING + PAGE_BYTES, 4)),
-        Code::Ok
-    );
-    let area = rig.engine.landing().unwrap();
+    assert!(rig.engine.bounce().is_none());
+    assert_eq!(driver.code(&bounce(BUS + BOUNCE, 8)), Code::Ok);
+    assert_eq!(rig.engine.bounce().unwrap().slots(), 0..8);
+    assert_eq!(driver.code(&bounce(BUS + BOUNCE + PAGE_BYTES, 4)), Code::Ok);
+    let area = rig.engine.bounce().unwrap();
     assert_eq!(area.slots(), 8..12, "other numbers");
     area.bytes(9, 1).unwrap().copy_from(&[7_u8; 16]);
-    assert_eq!(driver.get(LANDING + 2 * PAGE_BYTES, 2), [7, 7]);
+    assert_eq!(driver.get(BOUNCE + 2 * PAGE_BYTES, 2), [7, 7]);
     let overwrite = |id, slot| PageRequest {
         kind: RequestKind::Overwrite { slot },
         ..request(id, space, 5)
@@ -590,7 +587,7 @@ fn landing_slots_are_given_to_the_engine_and_told_as_the_driver_counts_them() {
     assert_eq!((stale.id.0, stale.installed), (1, 0));
     drop(driver);
     eventually("the slots to be taken back", || {
-        rig.engine.landing().is_none()
+        rig.engine.bounce().is_none()
     });
 }
 

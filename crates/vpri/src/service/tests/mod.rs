@@ -4,11 +4,12 @@
 mod crowd;
 mod rig;
 
-use self::rig::{Device, LANDED, PAGES, Rig, Vm};
+use self::rig::{BOUNCED, Device, PAGES, Rig, Vm};
 use super::{worker::Queue, *};
 use crate::{domain::DomainTable, queue::fault_queue};
 use pagetide_addr::{
-    Access, PAGE_BYTES, PageNo, PageRange, PageRequest, QueueId, RequestId, ResponseCode, Tier,
+    Access, FilePage, FileRange, PAGE_BYTES, PageNo, PageRequest, QueueId, RequestId, ResponseCode,
+    Tier,
 };
 use pagetide_sys::{cpu, memory_file::GuestFile};
 
@@ -29,7 +30,7 @@ fn requests_for_a_retired_domain_are_refused_those_held_before_and_those_that_co
     let open = || table.open(file.key().unwrap(), FILE_BYTES);
     let domain = open().unwrap();
     let ask = |id: u64| {
-        let (from, page) = ((DPU, QueueId(0)), PageNo(0).single());
+        let (from, page) = ((DPU, QueueId(0)), FilePage(0).single());
         let request = PageRequest::demand(RequestId(id), from, domain.id(), page, Access::Read);
         device.submit(request).unwrap();
         assert!(service.assist(0));
@@ -45,12 +46,12 @@ fn requests_for_a_retired_domain_are_refused_those_held_before_and_those_that_co
     assert_eq!(device.next().map(|response| response.code), refused);
     assert_eq!(ask(3), refused);
     let bitmap = domain.attributes().bitmap();
-    assert!(!bitmap.allows(PageNo(0).single(), Access::Read));
+    assert!(!bitmap.allows(FilePage(0).single(), Access::Read));
     // The file once more is another domain, and nothing of the old one's.
     let again = open().unwrap();
     assert_ne!(again.id(), domain.id());
     let bitmap = again.attributes().bitmap();
-    assert!(bitmap.allows(PageNo(0).single(), Access::Write));
+    assert!(bitmap.allows(FilePage(0).single(), Access::Write));
 }
 
 #[test]
@@ -162,7 +163,7 @@ fn prefault_of_many_pages_brings_the_first_64_and_is_answered() {
     let rig = Rig::started(Handling::Affined);
     let (vm, tenant) = rig.vm();
     let request = PageRequest {
-        pages: PageRange::new(PageNo(3), PageNo(3 + 300)),
+        pages: FileRange::new(FilePage(3), FilePage(3 + 300)),
         ..Device::prefault(&vm, 0)
     };
     rig.device.ask(request);
@@ -180,7 +181,7 @@ fn overwrite_installs_what_the_device_has_written_and_tells_where() {
     assert_eq!(rig.device.answer().code, ResponseCode::Success);
     let overwrite = |slot, first, count| PageRequest {
         kind: RequestKind::Overwrite { slot },
-        pages: PageRange::new(PageNo(first), PageNo(first + count)),
+        pages: FileRange::new(FilePage(first), FilePage(first + count)),
         ..Device::demand(&vm, 0)
     };
     rig.device.ask(overwrite(0, 5, 3));
@@ -190,7 +191,7 @@ fn overwrite_installs_what_the_device_has_written_and_tells_where() {
         (ResponseCode::Success, 0b101)
     );
     let bytes = [5, 6, 7].map(|page| vm.ram.lock().bytes[&page]);
-    assert_eq!(bytes, [LANDED, 0, LANDED]);
+    assert_eq!(bytes, [BOUNCED, 0, BOUNCED]);
     // No such slot, and more pages than one word tells of.
     for senseless in [overwrite(1, 20, 1), overwrite(0, 20, 65)] {
         rig.device.ask(senseless);
@@ -214,7 +215,7 @@ fn overwrite_whose_device_goes_while_it_waits_for_room_installs_nothing() {
     vm.ram.fill_up();
     rig.device.ask(PageRequest {
         kind: RequestKind::Overwrite { slot: 0 },
-        pages: PageRange::new(PageNo(30), PageNo(32)),
+        pages: FileRange::new(FilePage(30), FilePage(32)),
         ..Device::demand(&vm, 0)
     });
     vm.ram.wait_for_waiting(1);
@@ -235,7 +236,7 @@ fn pages_beyond_the_memory_are_refused() {
     for kind in [
         RequestKind::Demand,
         RequestKind::Prefault,
-        RequestKind::Slip,
+        RequestKind::AliasFault,
     ] {
         let request = PageRequest {
             kind,
@@ -247,23 +248,23 @@ fn pages_beyond_the_memory_are_refused() {
 }
 
 #[test]
-fn slips_are_served_and_counted_apart() {
+fn alias_faults_are_served_and_counted_apart() {
     let rig = Rig::started(Handling::Affined);
     let (vm, tenant) = rig.vm();
     let request = PageRequest {
-        kind: RequestKind::Slip,
+        kind: RequestKind::AliasFault,
         ..Device::demand(&vm, 1)
     };
     rig.device.ask(request);
     assert_eq!(rig.device.answer().code, ResponseCode::Success);
-    assert_eq!((tenant.slips(), tenant.requests()), (1, 0));
+    assert_eq!((tenant.alias_faults(), tenant.requests()), (1, 0));
 }
 
 #[test]
 fn fault_on_pages_that_are_away_is_what_an_access_waits_for_and_no_guess() {
     let rig = Rig::started(Handling::Affined);
     let (vm, tenant) = rig.vm();
-    let all = PageRange::new(PageNo(0), PageNo(PAGES));
+    let all = PageNo(0).run(PAGES);
     let counted = |kind, tier| {
         let before = tenant.absent_faults();
         let demand = Device::demand(&vm, 1);
@@ -276,7 +277,7 @@ fn fault_on_pages_that_are_away_is_what_an_access_waits_for_and_no_guess() {
         (RequestKind::Demand, (1, 2)),
         (overwrite, (1, 2)),
         (RequestKind::Prefault, (0, 0)),
-        (RequestKind::Slip, (0, 0)),
+        (RequestKind::AliasFault, (0, 0)),
     ] {
         assert_eq!(counted(kind, Tier::Zero), expected, "{kind:?}");
         assert_eq!(counted(kind, Tier::Present), (0, 0), "{kind:?}");
@@ -365,8 +366,7 @@ fn ram_that_is_plugged_in_again_as_the_same_file_is_nobodys_then_held_then_serve
         std::thread::yield_now();
     }
     assert_eq!(rig.device.answer_now(), None);
-    vm.mmu
-        .add(&domains[0], PageRange::new(PageNo(0), PageNo(PAGES)));
+    vm.mmu.add(&domains[0], PageNo(0).run(PAGES));
     rig.service.serve_domains(&tenant, &domains);
     is_fine(held);
     assert!(vm.is_granted(3));
@@ -456,7 +456,7 @@ fn engine_serves_few_pages_a_call_and_leaves_what_is_over_to_workers() {
     let _tenant = vm.join(&service);
     let demand = |id: u64, pages: std::ops::Range<u64>| PageRequest {
         id: RequestId(id),
-        pages: PageRange::new(PageNo(pages.start), PageNo(pages.end)),
+        pages: FileRange::new(FilePage(pages.start), FilePage(pages.end)),
         ..Device::demand(&vm, 0)
     };
     for page in 0..40 {

@@ -4,8 +4,8 @@
 use super::super::*;
 use crate::domain::{DmaDomain, DomainTable};
 use pagetide_addr::{
-    Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse, QueueId, RequestId,
-    RequestKind, Va,
+    Access, DeviceId, FilePage, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse, QueueId,
+    RequestId, RequestKind, Va,
 };
 use pagetide_gmem::{
     Activation, Admission, AllocPolicy, Content, ContentStore, Device as GmDevice, Incidents,
@@ -127,8 +127,8 @@ impl Admission for Ram {
 }
 
 impl Incidents for Ram {
-    fn intruder(&self, page: PageNo) {
-        panic!("an intruder in {page}");
+    fn foreign_page(&self, page: PageNo) {
+        panic!("a foreign page in {page}");
     }
     fn poisoned(&self, page: PageNo, why: &StoreError) {
         panic!("{page}: {why}");
@@ -165,7 +165,7 @@ impl Vm {
             incidents: Arc::new(ram.clone()),
             neighbours_max: 0,
         });
-        let all = PageRange::new(PageNo(0), PageNo(PAGES));
+        let all = PageNo(0).run(PAGES);
         let parts = [(Arc::clone(&domain) as Arc<dyn IoSpace>, all)];
         IoSpace::unmap_all(&*domain);
         let mmu = Arc::new(DmaMmu::new(parts));
@@ -190,7 +190,7 @@ impl Vm {
 
     pub fn is_granted(&self, page: u64) -> bool {
         let bitmap = self.domain.attributes().bitmap();
-        bitmap.allows(PageNo(page).single(), Access::Write)
+        bitmap.allows(FilePage(page).single(), Access::Write)
     }
 }
 
@@ -210,8 +210,8 @@ struct Book {
     answered: HashSet<RequestId>,
 }
 
-/// What a device has written into its landing slots.
-pub const LANDED: u8 = 0x5a;
+/// What a device has written into its bounce buffers.
+pub const BOUNCED: u8 = 0x5a;
 
 impl Device {
     pub fn new(bell: &Arc<Doorbell>) -> Arc<Self> {
@@ -229,7 +229,7 @@ impl Device {
     /// A demand for one page of `vm`.
     pub fn demand(vm: &Vm, page: u64) -> PageRequest {
         let from = (DeviceId(7), QueueId(0));
-        let page = PageNo(page).single();
+        let page = FilePage(page).single();
         PageRequest::demand(RequestId(0), from, vm.domain.id(), page, Access::Write)
     }
 
@@ -290,9 +290,9 @@ impl FaultSource for Device {
         self.answer.send(response).unwrap();
     }
 
-    fn read_landing(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
+    fn read_bounced(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
         let bytes = usize::try_from(count * PAGE_BYTES).unwrap();
-        into.resize(into.len() + bytes, LANDED);
+        into.resize(into.len() + bytes, BOUNCED);
         slot == 0
     }
 
@@ -306,7 +306,7 @@ pub struct Rig {
     pub service: Arc<FaultService>,
     pub bell: Arc<Doorbell>,
     pub device: Arc<Device>,
-    pub source: SourceId,
+    pub source: FaultSourceId,
     pub domains: DomainTable,
     thread: Option<ServiceThread>,
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`LandingArea`]: where transfers land whose pages are absent, and which may make them void.
+//! [`BounceArea`]: where transfers land whose pages are absent, and which may make them void.
 //!
 //! A device that reads into an absent page need not have its old content brought
 //! back if it writes the page whole. It lets the transfer land in slots of this
@@ -29,14 +29,14 @@ use std::{ops::Range, os::fd::AsFd, sync::Arc};
 use vm_memory::VolatileSlice;
 
 /// Most slots of an area: 4 GiB.
-pub const LANDING_SLOTS_MAX: u32 = 1 << 20;
+pub const BOUNCE_BUFFERS_MAX: u32 = 1 << 20;
 
-/// Why there is no landing area.
+/// Why there is no bounce area.
 #[derive(Debug, thiserror::Error)]
-pub enum LandingError {
+pub enum BounceError {
     /// Slots that the numbers do not reach, or none.
     #[error(
-        "a landing area of {count} slots from number {first} on: it must have from 1 to {LANDING_SLOTS_MAX}, with numbers below 2^32"
+        "a bounce area of {count} slots from number {first} on: it must have from 1 to {BOUNCE_BUFFERS_MAX}, with numbers below 2^32"
     )]
     Count {
         /// Number of the first.
@@ -46,7 +46,7 @@ pub enum LandingError {
     },
     /// Not a page's border, or not all within the memory given.
     #[error(
-        "a landing area of {count} slots at byte {offset_bytes} is not made of whole pages of a mapping of {mapped_bytes} bytes"
+        "a bounce area of {count} slots at byte {offset_bytes} is not made of whole pages of a mapping of {mapped_bytes} bytes"
     )]
     Misplaced {
         /// Where it was to begin.
@@ -57,31 +57,31 @@ pub enum LandingError {
         mapped_bytes: u64,
     },
     /// No memory for it.
-    #[error("memory for landing slots cannot be had: {0}")]
+    #[error("memory for bounce buffers cannot be had: {0}")]
     File(#[from] FileError),
     /// It cannot be mapped.
-    #[error("memory for landing slots cannot be mapped: {0}")]
+    #[error("memory for bounce buffers cannot be mapped: {0}")]
     Mapping(#[from] MappingError),
 }
 
 /// See the module.
 #[derive(Debug)]
-pub struct LandingArea {
+pub struct BounceArea {
     mapping: Arc<SharedMapping>,
     offset_bytes: u64,
     slots: Range<u32>,
 }
 
-impl LandingArea {
+impl BounceArea {
     /// `count` slots in memory of this process, numbered from 0. They take up memory when they are
     /// first used.
     ///
     /// # Errors
-    /// [`LandingError`].
-    pub fn new(count: u32) -> Result<Self, LandingError> {
+    /// [`BounceError`].
+    pub fn new(count: u32) -> Result<Self, BounceError> {
         numbers(0, count)?;
         let bytes = u64::from(count) * PAGE_BYTES;
-        let file = GuestFile::new_memfd("pagetide-landing", bytes)?;
+        let file = GuestFile::new_memfd("pagetide-bounce", bytes)?;
         let mapping = Arc::new(SharedMapping::new(file.as_fd(), bytes)?);
         Self::over(mapping, 0, (0, count))
     }
@@ -90,17 +90,17 @@ impl LandingArea {
     /// number of the first of them, and how many.
     ///
     /// # Errors
-    /// [`LandingError::Count`], [`LandingError::Misplaced`].
+    /// [`BounceError::Count`], [`BounceError::Misplaced`].
     pub fn over(
         mapping: Arc<SharedMapping>,
         offset_bytes: u64,
         (first, count): (u32, u32),
-    ) -> Result<Self, LandingError> {
+    ) -> Result<Self, BounceError> {
         let slots = numbers(first, count)?;
         let end = offset_bytes.checked_add(u64::from(count) * PAGE_BYTES);
         let fits = end.is_some_and(|end| end <= mapping.len_bytes());
         if !fits || !offset_bytes.is_multiple_of(PAGE_BYTES) {
-            return Err(LandingError::Misplaced {
+            return Err(BounceError::Misplaced {
                 offset_bytes,
                 count,
                 mapped_bytes: mapping.len_bytes(),
@@ -145,10 +145,10 @@ impl LandingArea {
     }
 }
 
-fn numbers(first: u32, count: u32) -> Result<Range<u32>, LandingError> {
+fn numbers(first: u32, count: u32) -> Result<Range<u32>, BounceError> {
     match first.checked_add(count) {
-        Some(end) if (1..=LANDING_SLOTS_MAX).contains(&count) => Ok(first..end),
-        _ => Err(LandingError::Count { first, count }),
+        Some(end) if (1..=BOUNCE_BUFFERS_MAX).contains(&count) => Ok(first..end),
+        _ => Err(BounceError::Count { first, count }),
     }
 }
 
@@ -158,9 +158,9 @@ mod tests {
 
     #[test]
     fn slots_are_read_as_they_were_written_and_those_of_another_area_not_at_all() {
-        let file = GuestFile::new_memfd("landing", 8 * PAGE_BYTES).unwrap();
+        let file = GuestFile::new_memfd("bounce", 8 * PAGE_BYTES).unwrap();
         let mapping = Arc::new(SharedMapping::new(file.as_fd(), 8 * PAGE_BYTES).unwrap());
-        let area = LandingArea::over(mapping, 2 * PAGE_BYTES, (100, 4)).unwrap();
+        let area = BounceArea::over(mapping, 2 * PAGE_BYTES, (100, 4)).unwrap();
         assert_eq!(area.slots(), 100..104);
         file.write_at(4 * PAGE_BYTES, &[7; 4096]).unwrap();
         let mut content = vec![1];
@@ -175,19 +175,19 @@ mod tests {
 
     #[test]
     fn area_that_does_not_lie_in_its_mapping_is_refused() {
-        let file = GuestFile::new_memfd("landing", 4 * PAGE_BYTES).unwrap();
+        let file = GuestFile::new_memfd("bounce", 4 * PAGE_BYTES).unwrap();
         let mapping = Arc::new(SharedMapping::new(file.as_fd(), 4 * PAGE_BYTES).unwrap());
-        let over = |offset, slots| LandingArea::over(mapping.clone(), offset, slots);
+        let over = |offset, slots| BounceArea::over(mapping.clone(), offset, slots);
         assert!(over(0, (0, 4)).is_ok());
         assert!(over(0, (u32::MAX - 4, 4)).is_ok());
         for (offset, count) in [(0, 5), (1, 1), (PAGE_BYTES, 4), (u64::MAX - 4095, 1)] {
             let refused = over(offset, (0, count));
-            assert!(matches!(refused, Err(LandingError::Misplaced { .. })));
+            assert!(matches!(refused, Err(BounceError::Misplaced { .. })));
         }
-        for slots in [(0, 0), (u32::MAX, 4), (0, LANDING_SLOTS_MAX + 1)] {
+        for slots in [(0, 0), (u32::MAX, 4), (0, BOUNCE_BUFFERS_MAX + 1)] {
             let refused = over(0, slots);
-            assert!(matches!(refused, Err(LandingError::Count { .. })));
+            assert!(matches!(refused, Err(BounceError::Count { .. })));
         }
-        assert!(LandingArea::new(3).unwrap().bytes(0, 3).is_some());
+        assert!(BounceArea::new(3).unwrap().bytes(0, 3).is_some());
     }
 }

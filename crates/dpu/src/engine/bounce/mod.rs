@@ -4,9 +4,9 @@
 //! # Idea
 //! A read that covers an absent page whole makes its old content worthless. So
 //! such pages are not asked for: their part of the transfer lands in slots of
-//! the engine's own ([`LandingArea`]), the rest goes to guest memory as ever. When
+//! the engine's own ([`BounceArea`]), the rest goes to guest memory as ever. When
 //! the disk is done, and it is known how much was really read, the host is
-//! asked to install the pages with what has landed
+//! asked to install the pages with what has arrived in a bounce buffer
 //! ([`Overwrite`](RequestKind::Overwrite)).
 //!
 //! ```text
@@ -30,7 +30,7 @@
 //! end, the guest may have other plans for them. A death leaves it in the
 //! in-flight region, and the read is done again.
 //!
-//! A host that has gone away installs nothing of it any more: the landing area
+//! A host that has gone away installs nothing of it any more: the bounce area
 //! went with its session, and whoever comes next answers as much. So a queue that
 //! stops while the host is away does not wait for it (see [`super::stop`]).
 //!
@@ -52,15 +52,15 @@ use crate::{
     blk::request::{Frame, Header, Status, Work, decide},
     chain::Buffers,
     memory::{DeviceMemory, LeaseSet, Span},
-    parked::{QueueKey, Wanted},
+    parked::{PageDemand, QueueKey},
     ring::Job,
     shared::{add, sub},
 };
 use pagetide_addr::{
-    Access, DeviceId, PAGE_BYTES, PageNo, PageRequest, PageResponse, QueueId, RequestId,
+    Access, DeviceId, FilePage, PAGE_BYTES, PageRequest, PageResponse, QueueId, RequestId,
     RequestKind,
 };
-use pagetide_vpri::{LandingArea, QueueFull};
+use pagetide_vpri::{BounceArea, QueueFull};
 use rustix::time::{ClockId, clock_gettime};
 use slots::{Slots, Taken};
 use std::{
@@ -75,7 +75,7 @@ pub const OVERWRITES_PER_DEVICE_MAX: usize = 32;
 const ID_BIT: u64 = 1 << 47;
 
 /// A read that may begin though pages of it are absent.
-pub(crate) struct Landing {
+pub(crate) struct Bounce {
     pub plan: Plan,
     /// Where it begins on the image.
     pub offset: u64,
@@ -86,15 +86,15 @@ pub(crate) enum MayLand {
     /// It is as any other: all its pages are to be asked for.
     No,
     /// Once these pages are there, which are wanted with what they hold.
-    Later(Vec<Wanted>),
+    Later(Vec<PageDemand>),
     /// Now; all that the device writes itself is leased.
-    Now(LeaseSet, Box<Landing>),
+    Now(LeaseSet, Box<Bounce>),
 }
 
 /// A part that was not installed: its page, and the slot with what is to be there.
 struct Left {
     page: Span,
-    area: Arc<LandingArea>,
+    area: Arc<BounceArea>,
     slot: u32,
 }
 
@@ -139,8 +139,8 @@ impl Settled {
     }
 }
 
-/// All landed transfers of an engine.
-pub(crate) struct Landings {
+/// All arrived in a bounce buffer transfers of an engine.
+pub(crate) struct BounceBuffers {
     slots: Option<Slots>,
     settling: HashMap<u64, Settling>,
     /// Those with overwrites that have not been sent.
@@ -151,7 +151,7 @@ pub(crate) struct Landings {
     next_token: u64,
 }
 
-impl Landings {
+impl BounceBuffers {
     /// None yet, for engine number `engine`, and no slots.
     pub fn new(engine: usize) -> Self {
         Self {
@@ -165,8 +165,8 @@ impl Landings {
         }
     }
 
-    /// From now on transfers land there; what has landed elsewhere stays until it is settled.
-    pub fn set_area(&mut self, area: Option<Arc<LandingArea>>) {
+    /// From now on transfers land there; what has arrived in a bounce buffer elsewhere stays until it is settled.
+    pub fn set_area(&mut self, area: Option<Arc<BounceArea>>) {
         let same = match (&self.slots, &area) {
             (Some(slots), Some(area)) => Arc::ptr_eq(slots.area(), area),
             (None, None) => true,
@@ -355,7 +355,7 @@ fn now_ns() -> u64 {
         .saturating_add(part(now.tv_nsec))
 }
 
-fn one_page(run: Span, page: PageNo) -> Span {
+fn one_page(run: Span, page: FilePage) -> Span {
     Span {
         offset: page.byte_offset(),
         len: PAGE_LEN,
@@ -388,7 +388,7 @@ impl Io {
         buffers: &Buffers,
     ) -> MayLand {
         let id = device.shared.id;
-        let plan = match plan::plan(&mut self.landings, id, memory, frame, buffers) {
+        let plan = match plan::plan(&mut self.bounces, id, memory, frame, buffers) {
             Planned::Nothing => return MayLand::No,
             Planned::First(wanted) => return MayLand::Later(wanted),
             Planned::Begin(plan) => plan,
@@ -401,15 +401,15 @@ impl Io {
             let (readable, writable) = (bytes(&buffers.readable), bytes(&buffers.writable));
             let work = decide(device.shared.limits(), header, readable, writable);
             if let Work::Read { offset } = work {
-                return MayLand::Now(leases, Box::new(Landing { plan, offset }));
+                return MayLand::Now(leases, Box::new(Bounce { plan, offset }));
             }
         }
         leases.release(memory);
-        self.landings.abandon(&plan);
+        self.bounces.abandon(&plan);
         MayLand::No
     }
 
-    /// A transfer of which part has landed is done: asks for its pages to be overwritten. Gives the job
+    /// A transfer of which part has arrived in a bounce buffer is done: asks for its pages to be overwritten. Gives the job
     /// back if there are none.
     pub(super) fn settle(
         &mut self,
@@ -420,11 +420,11 @@ impl Io {
         job.request.course.transferred(self.now_ns);
         let written = u64::from(job.request.data_bytes).saturating_sub(job.dma.left());
         let mut unsent = Vec::new();
-        for mut run in std::mem::take(&mut job.request.landed) {
+        for mut run in std::mem::take(&mut job.request.bounced) {
             let bytes = written.saturating_sub(run.from) / PAGE_BYTES * PAGE_BYTES;
             run.span.len = u32::try_from(bytes).map_or(run.span.len, |b| b.min(run.span.len));
             if run.span.len == 0 {
-                self.landings.give_back(&run.slots);
+                self.bounces.give_back(&run.slots);
             } else {
                 unsent.push(run);
             }
@@ -436,10 +436,10 @@ impl Io {
         job.request.leases.release(&memory);
         let queue = device.queues.get(usize::from(job.request.key.queue));
         let queue = queue.and_then(Option::as_ref);
-        let landings = &mut self.landings;
-        let token = landings.next_token;
-        landings.next_token += 1;
-        landings.unsent.push_back(token);
+        let bounces = &mut self.bounces;
+        let token = bounces.next_token;
+        bounces.next_token += 1;
+        bounces.unsent.push_back(token);
         let settling = Settling {
             vector: queue.and_then(|queue| queue.asker(&device.shared, &memory).vector),
             device: device.shared.id,
@@ -451,7 +451,7 @@ impl Io {
             left: Vec::new(),
             installed_pages: 0,
         };
-        landings.settling.insert(token, settling);
+        bounces.settling.insert(token, settling);
         None
     }
 
@@ -471,7 +471,7 @@ impl Io {
             .all(|span| leases.take(&memory, span, Access::Write))
             && settling.copy_left(&memory);
         for run in &settling.answered {
-            self.landings.give_back(&run.slots);
+            self.bounces.give_back(&run.slots);
         }
         let mut job = settling.job;
         if delivered {

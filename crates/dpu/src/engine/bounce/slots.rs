@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which landing slots are free.
+//! Which bounce buffers are free.
 //!
 //! The pages of a run need neighbouring slots, so that one request names them
 //! all. Runs are short and soon done with, so slots are looked for from where
@@ -7,7 +7,7 @@
 //! slow host keeps taken is not all there is.
 
 use pagetide_addr::DeviceId;
-use pagetide_vpri::LandingArea;
+use pagetide_vpri::BounceArea;
 use std::{collections::HashMap, sync::Arc};
 
 /// Neighbouring slots that belong to a transfer.
@@ -16,7 +16,7 @@ use std::{collections::HashMap, sync::Arc};
 #[must_use = "slots that are not given back are lost"]
 #[derive(Debug)]
 pub(crate) struct Taken {
-    pub area: Arc<LandingArea>,
+    pub area: Arc<BounceArea>,
     pub device: DeviceId,
     pub first: u32,
     pub count: u32,
@@ -25,7 +25,7 @@ pub(crate) struct Taken {
 /// The slots of the area that the engine has now.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    area: Arc<LandingArea>,
+    area: Arc<BounceArea>,
     taken: Box<[bool]>,
     by_device: HashMap<DeviceId, u32>,
     /// Where the next search begins.
@@ -34,7 +34,7 @@ pub(crate) struct Slots {
 
 impl Slots {
     /// All of them free.
-    pub fn new(area: Arc<LandingArea>) -> Self {
+    pub fn new(area: Arc<BounceArea>) -> Self {
         let count = area.slots().len();
         Self {
             area,
@@ -45,7 +45,7 @@ impl Slots {
     }
 
     /// The area they are of.
-    pub fn area(&self) -> &Arc<LandingArea> {
+    pub fn area(&self) -> &Arc<BounceArea> {
         &self.area
     }
 
@@ -109,7 +109,7 @@ mod tests {
     const OTHER: DeviceId = DeviceId(2);
 
     fn slots(count: u32) -> Slots {
-        Slots::new(Arc::new(LandingArea::new(count).unwrap()))
+        Slots::new(Arc::new(BounceArea::new(count).unwrap()))
     }
 
     #[test]

@@ -9,16 +9,16 @@
 //! A page that a buffer covers only in part is wanted with what it held, so it is
 //! asked for before the transfer begins, like headers and status bytes.
 
-use super::{Landings, slots::Taken};
+use super::{BounceBuffers, slots::Taken};
 use crate::{
     blk::request::Frame,
     chain::Buffers,
     engine::pages::absent_runs,
     memory::{DeviceMemory, Span},
-    parked::Wanted,
+    parked::PageDemand,
     ring::Piece,
 };
-use pagetide_addr::{Access, DeviceId, OVERWRITE_PAGES_MAX, PAGE_BYTES, PageNo, PageRange};
+use pagetide_addr::{Access, DeviceId, FilePage, FileRange, OVERWRITE_PAGES_MAX, PAGE_BYTES};
 
 /// Most runs of absent pages that one request lands: each is a page request.
 const RUNS_MAX: usize = 64;
@@ -46,13 +46,13 @@ pub(crate) enum Planned {
     /// It is no read, or there are no slots: all its pages are to be asked for.
     Nothing,
     /// These pages are wanted with what they hold, before it can begin.
-    First(Vec<Wanted>),
+    First(Vec<PageDemand>),
     /// It can begin; the guest's parts are to be leased.
     Begin(Plan),
 }
 
 /// What must be there before a read can begin: all but the pages that its data covers whole.
-fn needed_first(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<Wanted> {
+fn needed_first(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<PageDemand> {
     let read = std::iter::once(&frame.header)
         .chain(&frame.header_rest)
         .chain(&buffers.readable)
@@ -71,26 +71,26 @@ fn needed_first(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<
 
 /// Plans a chain that cannot be leased as it is.
 pub(super) fn plan(
-    landings: &mut Landings,
+    bounces: &mut BounceBuffers,
     device: DeviceId,
     memory: &DeviceMemory,
     frame: &Frame,
     buffers: &Buffers,
 ) -> Planned {
     let mut plan = Plan::default();
-    let mut landed = true;
+    let mut bounced = true;
     for span in &buffers.writable {
-        landed = landed && plan.take_buffer(landings, device, memory, *span);
+        bounced = bounced && plan.take_buffer(bounces, device, memory, *span);
     }
-    if !landed || plan.runs.is_empty() {
-        landings.abandon(&plan);
+    if !bounced || plan.runs.is_empty() {
+        bounces.abandon(&plan);
         return Planned::Nothing;
     }
     let first = needed_first(memory, frame, buffers);
     if first.is_empty() {
         return Planned::Begin(plan);
     }
-    landings.abandon(&plan);
+    bounces.abandon(&plan);
     Planned::First(first)
 }
 
@@ -106,7 +106,7 @@ impl Plan {
     /// Adds a buffer of the chain; false if it cannot all be had.
     fn take_buffer(
         &mut self,
-        landings: &mut Landings,
+        bounces: &mut BounceBuffers,
         device: DeviceId,
         memory: &DeviceMemory,
         buffer: Span,
@@ -119,11 +119,11 @@ impl Plan {
                 self.add_guest(part(whole, page, absent.start));
                 page = absent.start;
                 while page < absent.end {
-                    let end = absent.end.min(PageNo(page.0 + OVERWRITE_PAGES_MAX));
+                    let end = absent.end.min(page.plus(OVERWRITE_PAGES_MAX));
                     let Some(run) = part(whole, page, end) else {
                         return false;
                     };
-                    if !self.add_run(landings, device, run) {
+                    if !self.add_run(bounces, device, run) {
                         return false;
                     }
                     page = end;
@@ -142,12 +142,12 @@ impl Plan {
         }
     }
 
-    fn add_run(&mut self, landings: &mut Landings, device: DeviceId, span: Span) -> bool {
+    fn add_run(&mut self, bounces: &mut BounceBuffers, device: DeviceId, span: Span) -> bool {
         let count = u32::try_from(span.pages().len()).unwrap_or(u32::MAX);
         if self.runs.len() == RUNS_MAX {
             return false;
         }
-        let Some(slots) = landings.take(device, count) else {
+        let Some(slots) = bounces.take(device, count) else {
             return false;
         };
         self.pieces.push(Piece::Slots {
@@ -180,16 +180,16 @@ fn cut(span: Span) -> [Option<Span>; 3] {
     })
 }
 
-/// The runs of absent pages in `whole`, and these alone: a present page that landed would have to be
+/// The runs of absent pages in `whole`, and these alone: a present page that arrived in a bounce buffer would have to be
 /// copied.
-fn absent_in(memory: &DeviceMemory, whole: Span) -> Vec<PageRange> {
+fn absent_in(memory: &DeviceMemory, whole: Span) -> Vec<FileRange> {
     let domain = memory.port(whole).domain();
     let bitmap = domain.attributes().bitmap();
-    let is_absent = |page: &PageNo| !bitmap.allows(page.single(), Access::Write);
-    let mut runs: Vec<PageRange> = Vec::new();
+    let is_absent = |page: &FilePage| !bitmap.allows(page.single(), Access::Write);
+    let mut runs: Vec<FileRange> = Vec::new();
     for page in whole.pages().iter().filter(is_absent) {
         match runs.last_mut() {
-            Some(run) if run.end == page => run.end = PageNo(page.0 + 1),
+            Some(run) if run.end == page => run.end = page.next(),
             _ => runs.push(page.single()),
         }
     }
@@ -197,8 +197,8 @@ fn absent_in(memory: &DeviceMemory, whole: Span) -> Vec<PageRange> {
 }
 
 /// The pages from `from` to before `to` of `whole`, if there are any.
-fn part(whole: Span, from: PageNo, to: PageNo) -> Option<Span> {
-    let bytes = PageRange::new(from, to.max(from)).bytes();
+fn part(whole: Span, from: FilePage, to: FilePage) -> Option<Span> {
+    let bytes = FileRange::new(from, to.max(from)).bytes();
     let len = u32::try_from(bytes).ok().filter(|len| *len > 0)?;
     Some(Span {
         offset: from.byte_offset(),

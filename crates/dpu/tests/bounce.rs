@@ -5,13 +5,13 @@
 mod support;
 
 use pagetide_addr::{
-    Access, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse, RequestKind, ResponseCode,
+    Access, FilePage, FileRange, PAGE_BYTES, PageRequest, PageResponse, RequestKind, ResponseCode,
 };
 use pagetide_dpu::{
     BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, ImageUse, OnFault, SocketAccess, Writes,
 };
 use pagetide_vpri::{
-    DmaDomain, DomainTable, Doorbell, FaultSource, HostEnd, HostPresence, LandingArea, LookUp,
+    BounceArea, DmaDomain, DomainTable, Doorbell, FaultSource, HostEnd, HostPresence, LookUp,
 };
 use std::{
     collections::HashMap,
@@ -55,12 +55,12 @@ fn old_byte(at: u64) -> u8 {
 }
 
 impl Setting {
-    fn new(landing_slots: u32) -> Self {
+    fn new(bounce_buffers: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let domains = Arc::new(DomainTable::new(1));
         let bell = Arc::new(Doorbell::new().unwrap());
         let mut config = DpuConfig::new(dir.path().to_owned());
-        config.landing_slots = landing_slots;
+        config.bounce_buffers = bounce_buffers;
         let (dpu, ends) = Dpu::start(&config, domains.clone(), &bell).unwrap();
         let path = dir.path().join("image");
         let mut file = File::create(&path).unwrap();
@@ -121,7 +121,7 @@ impl Setting {
     /// Evicts the pages of `bytes` at `at`, which hold [`old_byte`]s.
     fn evict(&mut self, at: u64, bytes: u64) {
         take_away(&self.domain(), at, bytes);
-        for page in PageRange::covering(at, bytes).unwrap().iter() {
+        for page in FileRange::covering(at, bytes).unwrap().iter() {
             let offset = page.byte_offset();
             let content: Vec<u8> = (offset..).take(PAGE).map(old_byte).collect();
             self.stored.insert(page.0, content);
@@ -143,7 +143,7 @@ impl Setting {
     }
 
     /// Makes a page present with what is stored of it, as a vCPU's fault does.
-    fn bring(&mut self, page: PageNo) {
+    fn bring(&mut self, page: FilePage) {
         if let Some(content) = self.stored.remove(&page.0) {
             self.guest.put(page.byte_offset(), &content);
             self.filled += 1;
@@ -177,7 +177,7 @@ impl Setting {
         if let RequestKind::Overwrite { slot } = request.kind {
             let mut content = Vec::new();
             let count = request.pages.len();
-            let known = self.ends[0].read_landing(slot, count, &mut content);
+            let known = self.ends[0].read_bounced(slot, count, &mut content);
             for ((bit, page), bytes) in (0..).zip(request.pages.iter()).zip(content.chunks(PAGE)) {
                 if known && self.stored.remove(&page.0).is_some() {
                     self.guest.put(page.byte_offset(), bytes);
@@ -241,9 +241,9 @@ fn is_overwrite(request: &PageRequest) -> bool {
     matches!(request.kind, RequestKind::Overwrite { .. })
 }
 
-fn pages(at: u64, count: u64) -> PageRange {
+fn pages(at: u64, count: u64) -> FileRange {
     let first = at / PAGE_BYTES;
-    PageRange::new(PageNo(first), PageNo(first + count))
+    FileRange::new(FilePage(first), FilePage(first + count))
 }
 
 #[test]
@@ -359,7 +359,7 @@ fn page_that_a_vcpu_was_quicker_to_bring_back_is_written_by_the_device() {
     set.evict(read.data, 3 * PAGE_BYTES);
     queue.submit(&set.guest, &read.parts(WRITE));
     let request = set.next_request();
-    let second = PageNo(read.data / PAGE_BYTES + 1);
+    let second = FilePage(read.data / PAGE_BYTES + 1);
     set.bring(second);
     assert_eq!(
         set.seen(second.byte_offset(), 1),
@@ -518,8 +518,8 @@ fn device_that_gets_another_area_completes_what_has_landed_in_the_old_one() {
     let file = pagetide_sys::memory_file::GuestFile::new_memfd("area", 8 * PAGE_BYTES).unwrap();
     let mapping =
         pagetide_sys::mapping::SharedMapping::new(std::os::fd::AsFd::as_fd(&file), 8 * PAGE_BYTES);
-    let area = LandingArea::over(Arc::new(mapping.unwrap()), 0, (64, 8)).unwrap();
-    set.ends[0].set_landing(Some(Arc::new(area)));
+    let area = BounceArea::over(Arc::new(mapping.unwrap()), 0, (64, 8)).unwrap();
+    set.ends[0].set_bounce(Some(Arc::new(area)));
     set.serve(&out);
     let again = set.serve_next();
     assert_eq!(again.kind, RequestKind::Demand);
@@ -558,7 +558,7 @@ fn queue_is_not_stopped_before_the_overwrites_that_are_out_are_answered() {
 }
 
 /// A read of one absent page whose overwrite is out, of a host that has gone since.
-fn landed_in_vain(set: &mut Setting, connection: &mut Connection) -> (BlkRequest, PageRequest) {
+fn bounced_in_vain(set: &mut Setting, connection: &mut Connection) -> (BlkRequest, PageRequest) {
     let read = BlkRequest::new(&mut set.guest, T_IN, 0, 4096);
     set.evict(read.data, PAGE_BYTES);
     connection.queues[0].submit(&set.guest, &read.parts(WRITE));
@@ -572,7 +572,7 @@ fn landed_in_vain(set: &mut Setting, connection: &mut Connection) -> (BlkRequest
 fn dpu_whose_host_is_away_ends_though_overwrites_are_out() {
     let mut set = Setting::new(64);
     let mut connection = set.connect();
-    landed_in_vain(&mut set, &mut connection);
+    bounced_in_vain(&mut set, &mut connection);
     let dpu = set.dpu.take();
     in_time("the DPU ends", move || drop(dpu));
     assert_eq!(connection.taken(0).len(), 1, "it is to be done again");
@@ -582,7 +582,7 @@ fn dpu_whose_host_is_away_ends_though_overwrites_are_out() {
 fn read_that_landed_is_done_again_if_its_queue_is_stopped_while_the_host_is_away() {
     let mut set = Setting::new(64);
     let mut connection = set.connect();
-    let (read, out) = landed_in_vain(&mut set, &mut connection);
+    let (read, out) = bounced_in_vain(&mut set, &mut connection);
     connection = in_time("the queue stops", move || {
         connection.frontend.get_vring_base(0).unwrap();
         connection
@@ -592,7 +592,7 @@ fn read_that_landed_is_done_again_if_its_queue_is_stopped_while_the_host_is_away
     connection.start_queues();
     set.ends[0].set_host(HostPresence::Here);
     let again = set.next_request();
-    // What the host that comes next says of a landing area that is no more.
+    // What the host that comes next says of a bounce area that is no more.
     set.respond(&out, ResponseCode::Success, 0);
     set.serve(&again);
     set.finish(&mut connection.queues[0]);
@@ -608,7 +608,7 @@ fn read_that_landed_and_that_nobody_tracks_fails_if_its_queue_is_stopped_while_t
     let mut set = Setting::new(64);
     let socket = set.socket();
     let mut connection = Connection::open_untracked(&socket, &mut set.guest, 1, F_INDIRECT);
-    let (read, out) = landed_in_vain(&mut set, &mut connection);
+    let (read, out) = bounced_in_vain(&mut set, &mut connection);
     connection = in_time("the queue stops", move || {
         connection.frontend.get_vring_base(0).unwrap();
         connection
@@ -661,7 +661,7 @@ fn random_reads_into_random_pages_leave_every_byte_as_it_must_be() {
         let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         for page in 0..area_pages {
             match dice.below(3) {
-                0 => set.bring(PageNo(area / PAGE_BYTES + page)),
+                0 => set.bring(FilePage(area / PAGE_BYTES + page)),
                 _ => set.evict(area + page * PAGE_BYTES, PAGE_BYTES),
             }
         }
@@ -690,7 +690,7 @@ fn random_reads_into_random_pages_leave_every_byte_as_it_must_be() {
                 if dice.below(4) == 0 {
                     // A vCPU is quicker with one of them.
                     let at = request.pages.start.0 + dice.below(request.pages.len());
-                    set.bring(PageNo(at));
+                    set.bring(FilePage(at));
                 }
                 set.serve(&request);
             }

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A stock Linux guest as a bench holds it, with loads that people know.
+//!
+//! It comes from the project's test kit: `stock-guest`, of the crate `pagetide-guestkit`, lies beside this
+//! program when both were built, and becomes a QEMU whose input and output are a port of the guest. There its
+//! `guest-work` runs one load at a time:
+//!
+//! ```text
+//!   (start) ready │ run NAME SECONDS │ ran OPERATIONS NANOSECONDS, or failed WORDS
+//! ```
+
+use super::guest::{Counted, faults_of};
+use crate::bench::orders::{Ordered, program_beside};
+use std::{path::Path, process::Command, time::Duration};
+
+const PROGRAM: &str = "stock-guest";
+/// RAM of such a guest: what its loads need, and as much again.
+pub(in crate::bench) const RAM_BYTES: u64 = 1 << 30;
+/// How long it has for its boot and a run beside the time that is asked for: where it is emulated, redis fills its memory
+/// for a minute before its first run.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// Length of the run that finds out how fast it is.
+const TRIAL: Duration = Duration::from_secs(2);
+
+/// A load of such a guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(in crate::bench) enum Load {
+    StressVm,
+    StressStream,
+    Redis,
+}
+
+impl Load {
+    pub(in crate::bench) const ALL: [Self; 3] = [Self::StressVm, Self::StressStream, Self::Redis];
+
+    /// Its name in an order.
+    pub(in crate::bench) const fn name(self) -> &'static str {
+        match self {
+            Self::StressVm => "stress-vm",
+            Self::StressStream => "stress-stream",
+            Self::Redis => "redis",
+        }
+    }
+}
+
+/// A running guest; gone on drop.
+pub(in crate::bench) struct StockGuest {
+    process: Ordered,
+    load: Load,
+}
+
+impl StockGuest {
+    /// Starts it with `load`, and has that make what it needs. `dir` takes what its console says.
+    pub(in crate::bench) fn start(dir: &Path, ram_bytes: u64, load: Load) -> Result<Self, String> {
+        let mut command = Command::new(program_beside(PROGRAM)?);
+        command
+            .args(["--ram-mib", &(ram_bytes >> 20).to_string()])
+            .arg("--folder")
+            .arg(dir);
+        let mut guest = Self {
+            process: Ordered::start(&mut command)?,
+            load,
+        };
+        match guest.process.line_within(PATIENCE)?.as_str() {
+            "ready" => {}
+            other => return Err(format!("the guest says '{other}'")),
+        }
+        guest.count_for(TRIAL)?;
+        Ok(guest)
+    }
+
+    /// QEMU's process id.
+    pub(in crate::bench) fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// What its load does in about `time` from now.
+    pub(in crate::bench) fn count_for(&mut self, time: Duration) -> Result<Counted, String> {
+        let stat = format!("/proc/{}/stat", self.pid());
+        let before = faults_of(&stat)?;
+        let seconds = time.as_secs().max(1);
+        let order = format!("run {} {seconds}\n", self.load.name());
+        self.process.tell(&order)?;
+        let line = self.process.line_within(PATIENCE + time)?;
+        let (operations, ns) = ran_in(&line)?;
+        Ok(Counted {
+            operations,
+            ns,
+            longest_gap_ns: 0,
+            faults: faults_of(&stat)?.saturating_sub(before),
+        })
+    }
+}
+
+/// Operations and nanoseconds of an answer.
+fn ran_in(line: &str) -> Result<(u64, u64), String> {
+    let numbers = line
+        .strip_prefix("ran ")
+        .and_then(|rest| rest.split_once(' '))
+        .map(|(operations, ns)| (operations.parse(), ns.trim().parse()));
+    match numbers {
+        Some((Ok(operations), Ok(ns))) => Ok((operations, ns)),
+        _ => Err(format!("the guest says '{line}'")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_read_and_what_failed_is_told_on() {
+        assert_eq!(ran_in("ran 12 4000000001"), Ok((12, 4_000_000_001)));
+        for wrong in ["failed stress-ng: not found", "ran 12", "ran x 5", ""] {
+            let error = ran_in(wrong).unwrap_err();
+            assert!(error.contains(wrong), "{error}");
+        }
+    }
+}

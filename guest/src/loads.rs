@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Loads that people know, each run for as long as the host says, with what it did in that time: what a
+//! bench of a guest's speed needs.
+//!
+//! ```text
+//!   guest, at first: ready
+//!   host: run NAME SECONDS      guest: ran OPERATIONS NANOSECONDS  │  failed WORDS
+//! ```
+//! | name | what | an operation |
+//! |---|---|---|
+//! | `stress-vm` | stress-ng `--vm`, memory written and verified | one of its own |
+//! | `stress-stream` | stress-ng `--stream`, four long arrays | one of its own |
+//! | `redis` | redis-benchmark, reads and writes at random | a request |
+//!
+//! The first run of a load makes what it needs, and finds out how much of it lasts how long.
+
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+use std::str::FromStr;
+use std::thread;
+use std::time::{Duration, Instant};
+
+const STRESS_NG: &str = "/bin/stress-ng";
+const REPORT: &str = "/tmp/stress-ng.yaml";
+/// Of the guest's memory, what `stress-vm` works on.
+const VM_BYTES: u64 = 256 << 20;
+/// Of the guest's caches, as stress-ng is to believe: it takes arrays some times as large.
+const STREAM_BYTES: u64 = 2 << 20;
+const REDIS: &str = "/bin/redis-server";
+const REDIS_BENCHMARK: &str = "/bin/redis-benchmark";
+const REDIS_SOCKET: &str = "/tmp/redis.sock";
+/// Keys of redis, each with a value of so many bytes.
+const KEYS: u64 = 300_000;
+const VALUE_BYTES: u64 = 512;
+/// Requests by which their rate is found out.
+const TRIAL_REQUESTS: u64 = 4000;
+/// Longest wait for redis to start.
+const PATIENCE: Duration = Duration::from_secs(120);
+const LOOK: Duration = Duration::from_millis(50);
+
+/// A load cannot be run.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The order is none.
+    #[error("'{0}' is no order: run stress-vm|stress-stream|redis SECONDS")]
+    NoOrder(String),
+    /// A program or file failed.
+    #[error("{what}: {source}")]
+    Io {
+        /// Which.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// A program ended badly.
+    #[error("{program} ended with {said}")]
+    Ended {
+        /// Which.
+        program: &'static str,
+        /// How, and its words.
+        said: String,
+    },
+}
+
+/// A load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Load {
+    /// See the module.
+    StressVm,
+    /// See the module.
+    StressStream,
+    /// See the module.
+    Redis,
+}
+
+/// What the host asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Order {
+    load: Load,
+    seconds: u64,
+}
+
+impl FromStr for Order {
+    type Err = LoadError;
+
+    fn from_str(line: &str) -> Result<Self, LoadError> {
+        let no_order = || LoadError::NoOrder(line.to_owned());
+        let mut words = line.split_whitespace();
+        let (verb, name, seconds) = (words.next(), words.next(), words.next());
+        let load = match name {
+            Some("stress-vm") => Load::StressVm,
+            Some("stress-stream") => Load::StressStream,
+            Some("redis") => Load::Redis,
+            _ => return Err(no_order()),
+        };
+        let seconds = seconds.and_then(|text| text.parse().ok());
+        match (verb, seconds, words.next()) {
+            (Some("run"), Some(seconds @ 1..=3600), None) => Ok(Self { load, seconds }),
+            _ => Err(no_order()),
+        }
+    }
+}
+
+/// What was done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Ran {
+    operations: u64,
+    took: Duration,
+}
+
+/// Obeys the host until it closes the port.
+///
+/// # Errors
+/// The port fails.
+pub fn run(port: &mut File) -> io::Result<()> {
+    let mut redis = None;
+    // What came before was said to a port that echoes.
+    writeln!(port, "ready")?;
+    for line in BufReader::new(port.try_clone()?).lines() {
+        let ran = line?
+            .parse()
+            .and_then(|order: Order| obey(order, &mut redis));
+        let answer = match ran {
+            Ok(ran) => format!("ran {} {}", ran.operations, ran.took.as_nanos()),
+            Err(error) => format!("failed {}", error.to_string().replace('\n', "; ")),
+        };
+        writeln!(port, "{answer}")?;
+    }
+    Ok(())
+}
+
+fn obey(order: Order, redis: &mut Option<Redis>) -> Result<Ran, LoadError> {
+    match order.load {
+        Load::StressVm => stress(
+            order.seconds,
+            &format!(
+                "--vm 1 --vm-bytes {VM_BYTES} --vm-method zero-one --vm-keep --vm-madvise normal --verify"
+            ),
+        ),
+        Load::StressStream => stress(
+            order.seconds,
+            &format!("--stream 1 --stream-l3-size {STREAM_BYTES} --stream-madvise normal"),
+        ),
+        Load::Redis => {
+            let redis = match redis {
+                Some(redis) => redis,
+                None => redis.insert(Redis::start()?),
+            };
+            redis.work(order.seconds)
+        }
+    }
+}
+
+fn stress(seconds: u64, what: &str) -> Result<Ran, LoadError> {
+    const PROGRAM: &str = "stress-ng";
+    let mut command = Command::new(STRESS_NG);
+    command
+        .args(what.split_whitespace())
+        .arg(format!("--timeout={seconds}s"))
+        .args(["--metrics-brief", "--temp-path=/tmp", "--yaml", REPORT]);
+    output_of(PROGRAM, &mut command)?;
+    let report = fs::read_to_string(REPORT).map_err(|source| LoadError::Io {
+        what: REPORT,
+        source,
+    })?;
+    ran_by(&report).ok_or_else(|| LoadError::Ended {
+        program: PROGRAM,
+        said: format!("a report without operations: {report}"),
+    })
+}
+
+/// What a report of stress-ng's says of its one load.
+fn ran_by(report: &str) -> Option<Ran> {
+    let value = |name: &str| {
+        let line = |line: &'_ str| {
+            line.trim()
+                .strip_prefix(name)
+                .map(str::trim)
+                .map(str::to_owned)
+        };
+        report.lines().find_map(line)
+    };
+    let operations = value("bogo-ops:")?.parse::<u64>();
+    let seconds = value("wall-clock-time:")?.parse::<f64>();
+    let (Ok(operations), Ok(seconds)) = (operations, seconds) else {
+        return None;
+    };
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(took) if operations > 0 && !took.is_zero() => Some(Ran { operations, took }),
+        _ => None,
+    }
+}
+
+/// What `command` prints; an error if it ends badly.
+fn output_of(program: &'static str, command: &mut Command) -> Result<String, LoadError> {
+    let failed = |source| LoadError::Io {
+        what: program,
+        source,
+    };
+    let output = command.stdin(Stdio::null()).output().map_err(failed)?;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    if output.status.success() {
+        return Ok(said);
+    }
+    let errors = String::from_utf8_lossy(&output.stderr);
+    Err(LoadError::Ended {
+        program,
+        said: format!("{}: {said} {errors}", output.status),
+    })
+}
+
+/// A redis with all its keys, and how fast it is asked.
+struct Redis {
+    server: Child,
+    requests_per_s: u64,
+}
+
+impl Drop for Redis {
+    fn drop(&mut self) {
+        if let Err(error) = self.server.kill().and_then(|()| self.server.wait()) {
+            eprintln!("guest-work: ending redis: {error}");
+        }
+    }
+}
+
+impl Redis {
+    fn start() -> Result<Self, LoadError> {
+        let failed = |source| LoadError::Io {
+            what: REDIS,
+            source,
+        };
+        let server = Command::new(REDIS)
+            .args(["--port", "0", "--unixsocket", REDIS_SOCKET])
+            .args(["--save", "", "--appendonly", "no"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .map_err(failed)?;
+        let mut redis = Self {
+            server,
+            requests_per_s: 0,
+        };
+        wait_for_answer().map_err(failed)?;
+        // Every key is there with a probability of 0.95 then, and what is asked for later changes no size.
+        benchmark(&["-t", "set", "-P", "64"], 3 * KEYS)?;
+        let trial = ask(TRIAL_REQUESTS)?;
+        let rate = u128::from(trial.operations) * 1_000_000_000 / trial.took.as_nanos().max(1);
+        redis.requests_per_s = u64::try_from(rate).unwrap_or(u64::MAX).max(1);
+        Ok(redis)
+    }
+
+    fn work(&self, seconds: u64) -> Result<Ran, LoadError> {
+        ask(self.requests_per_s.saturating_mul(seconds) / 2)
+    }
+}
+
+/// So many reads, and as many writes.
+fn ask(requests: u64) -> Result<Ran, LoadError> {
+    let requests = requests.max(1);
+    let began = Instant::now();
+    benchmark(&["-t", "get,set", "-P", "1", "-c", "8"], requests)?;
+    Ok(Ran {
+        operations: 2 * requests,
+        took: began.elapsed(),
+    })
+}
+
+fn benchmark(how: &[&str], requests: u64) -> Result<(), LoadError> {
+    let mut command = Command::new(REDIS_BENCHMARK);
+    command
+        .args(["-s", REDIS_SOCKET, "--csv"])
+        .args(how)
+        .args(["-n", &requests.to_string(), "-r", &KEYS.to_string()])
+        .args(["-d", &VALUE_BYTES.to_string()]);
+    output_of("redis-benchmark", &mut command).map(|_figures| ())
+}
+
+fn wait_for_answer() -> io::Result<()> {
+    let began = Instant::now();
+    loop {
+        match ping() {
+            Ok(()) => return Ok(()),
+            Err(error) if began.elapsed() > PATIENCE => return Err(error),
+            Err(_) => thread::sleep(LOOK),
+        }
+    }
+}
+
+fn ping() -> io::Result<()> {
+    let mut socket = UnixStream::connect(REDIS_SOCKET)?;
+    socket.write_all(b"PING\r\n")?;
+    let mut answer = [0; 7];
+    socket.read_exact(&mut answer)?;
+    if &answer == b"+PONG\r\n" {
+        return Ok(());
+    }
+    Err(io::Error::other("redis does not answer a PING"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn orders_are_read_and_others_refused_by_their_words() {
+        let order = "run stress-vm 4".parse::<Order>().expect("an order");
+        assert_eq!((order.load, order.seconds), (Load::StressVm, 4));
+        for wrong in [
+            "",
+            "run",
+            "run redis",
+            "run redis 0",
+            "run redis 4 5",
+            "run tea 4",
+            "walk redis 4",
+        ] {
+            let error = wrong.parse::<Order>().expect_err("no order");
+            assert!(error.to_string().contains(&format!("'{wrong}'")), "{error}");
+        }
+    }
+
+    #[test]
+    fn rate_is_read_from_the_report_of_stress_ng() {
+        let report = "metrics:\n    - stressor: vm\n      bogo-ops: 204800\n      \
+                      bogo-ops-per-second-real-time: 51028.460000\n      wall-clock-time: 4.013500\n";
+        let ran = ran_by(report).expect("it has all");
+        assert_eq!((ran.operations, ran.took.as_micros()), (204_800, 4_013_500));
+        assert_eq!(
+            ran_by("metrics:\n      bogo-ops: 0\n      wall-clock-time: 4.0\n"),
+            None
+        );
+        assert_eq!(ran_by(""), None);
+    }
+}
