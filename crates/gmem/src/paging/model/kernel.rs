@@ -2,6 +2,7 @@
 //! What the models run over: a kernel with one page in it, a store, two devices.
 
 use super::*;
+use pagetide_addr::PageRange;
 
 /// The kernel's view of one page.
 #[derive(Default)]
@@ -194,8 +195,8 @@ pub(super) fn space(kernel: Kernel, state: PageState) -> (Model, Memory) {
         incidents: Arc::new(model.clone()),
         neighbours_max: 0,
     });
-    let end = Va(PAGE.0 + pagetide_addr::PAGE_BYTES);
-    let space = AddressSpace::over(memory, Va(0), end, AllocPolicy::default()).unwrap();
+    let space =
+        AddressSpace::over(memory, PAGE.va(), PAGE.next().va(), AllocPolicy::default()).unwrap();
     let devices: [(DeviceId, Arc<dyn Mmu>); 2] = [
         (DeviceId::VCPUS, Arc::new(Vcpus(model.clone()))),
         (DeviceId(1), Arc::new(Dpu(model.clone()))),
